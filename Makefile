@@ -1,0 +1,50 @@
+# Needs Python >= 3.10, pip and make; every target makes .venv first, once.
+#   make test ARGS="tests/ops -k merging" PYTHON=python3.12 PIP_ARGS="--no-cache-dir"
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+# the first Python that is new enough; PYTHON= names another
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+# each test worker holds torch and transformers, about 1 GB, so more than 8 pay on few machines
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
+# torch alone and first: what follows then takes the build that is there, CPU or CUDA, as it is
+PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench wheel clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 13
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "PYTHON is '$(PYTHON)'; want Python >= 3.10; install one, or name it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "installing into $(VENV) with $(PYTHON), once: 1 to 3 minutes with torch's CPU build, more with CUDA's"
+	@# Debian without python3-venv has no ensurepip; the pip that is there can fill the venv
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install -qq $(PIP_ARGS) pip; }
+	@$(PIP) "pip>=23" torch
+	@$(PIP) -e ".[train,plot,dev]"
+	@touch $@
+
+demo: $(INSTALLED)  ## the whole way on a small model, with pictures under runs/
+	$(VENV)/bin/moe-runtime demo $(ARGS)
+
+test: $(INSTALLED)  ## the test suite, one worker per core
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+
+lint: $(INSTALLED)  ## ruff check and ruff format --check
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+bench: $(INSTALLED)  ## the benchmarks; ARGS=--tiny to see only that they run
+	$(PY) -m pytest bench -q --benchmark-only $(ARGS)
+
+wheel: $(INSTALLED)  ## sdist and wheel into dist/
+	$(PY) -m build --outdir dist .
+
+clean:  ## remove what the other targets made, but for .venv
+	rm -rf build dist runs *.egg-info .pytest_cache .ruff_cache .benchmarks .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""Merging the experts of one layer (XFT, Eq. 3) and its gradient in alpha, against a copy of the same bytes."""
+
+import pytest
+import torch
+
+from bench.conftest import CUDA, DEVICE
+from moe_runtime.ops.merging import merge_experts
+
+BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["merge", "dalpha"])
+def bench_merge_experts(interleaved, shape, backward):
+    P = shape.H * shape.I
+    weight = torch.randn(shape.E, P, dtype=torch.bfloat16, device=DEVICE)
+    alpha = torch.full([shape.E], 1 / shape.E, device=DEVICE, requires_grad=backward)
+    dout = torch.randn(P, dtype=torch.bfloat16, device=DEVICE)
+    half = (shape.E + 1) * P // 2
+    source, target = torch.empty(2, half, dtype=torch.bfloat16, device=DEVICE)
+
+    def step(backend):
+        out = merge_experts(weight, alpha, backend=backend)
+        return torch.autograd.grad(out, alpha, dout) if backward else out
+
+    def official():
+        w = weight.float().view(shape.E, -1)
+        out = torch.mm(w.t(), alpha[:, None]).view(-1).to(weight.dtype)
+        return torch.autograd.grad(out, alpha, dout) if backward else out
+
+    variants = {f"moe_runtime {backend}": lambda backend=backend: step(backend) for backend in BACKENDS}
+    interleaved(
+        {"copy (floor)": lambda: target.copy_(source), **variants, "fp32 mm (official)": official},
+        bytes=2 * (shape.E + 1) * P,
+    )

@@ -1,0 +1,29 @@
+"""Layer shapes: every benchmark sweeps these and no other numbers. E and K count a shared expert, as in the papers."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """T tokens, H hidden, I expert intermediate, E experts, K experts per token."""
+
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+    shared: bool = False  # expert 0 sees every token
+
+
+CPU = {
+    "coarse": Shape(2048, 512, 1408, 8, 6, shared=True),  # a quarter of XFT on DeepSeek-Coder-1.3B
+    "fine": Shape(2048, 512, 256, 64, 8),  # a quarter of OLMoE
+}
+GPU = {
+    "XFT-DSCoder-1.3B": Shape(16384, 2048, 5504, 8, 6, shared=True),
+    "XFT-StableCode-3B": Shape(16384, 2560, 6912, 4, 2, shared=True),
+    "DeepSeek-V2-Lite": Shape(16384, 2048, 1408, 64, 6),
+    "Mixtral-8x7B": Shape(16384, 4096, 14336, 8, 2),
+    "OLMoE": Shape(16384, 2048, 1024, 64, 8),
+    "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
+}
+TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests

@@ -1,0 +1,129 @@
+"""Which implementation runs an op: "torch" (any device), "triton" (kernels/) or "cuda" (csrc/); and why not another."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+
+import torch
+
+from moe_runtime.config import check_choice
+
+BACKENDS = ("torch", "triton", "cuda")
+MIN_CAPABILITY = (8, 0)
+
+# every op has a "torch" implementation; these have a hand-written kernel as well
+OPS = ("route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts")
+TRITON_OPS = ("merge_experts",)
+CUDA_OPS = ()
+
+SUPPORTED = {  # package: versions that the test suite runs on
+    "torch": ">=2.11",
+    "triton": ">=3.6,<4",
+    "transformers": ">=5.16,<6",
+    "safetensors": "",
+    "numpy": "",
+}
+EXTRAS = {
+    "train": ("accelerate", "datasets", "tokenizers", "trl", "peft"),
+    "plot": ("matplotlib",),
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1), on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def why_not(backend: str, op: str, device: torch.device) -> str | None:
+    """Say why `backend` cannot run `op` on `device`; None if it can."""
+    if backend == "torch":
+        return None
+    if op not in {"triton": TRITON_OPS, "cuda": CUDA_OPS}[backend]:
+        return f"{op} has no {backend} kernel"
+    if backend == "triton":
+        if not _triton_installed():
+            return "triton is not installed"
+        if device.type == "cpu":
+            return (
+                None if interpreted() else "the tensor is on the CPU; set TRITON_INTERPRET=1 to interpret the kernels"
+            )
+    if device.type != "cuda":
+        return f"the tensor is on {device.type}; want cuda"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the GPU is sm_{capability[0]}{capability[1]}; want sm_{MIN_CAPABILITY[0]}{MIN_CAPABILITY[1]} or newer"
+    return None
+
+
+def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
+    """Return the backend that runs `op` on `x`.
+
+    An explicit `backend`, or MOE_RUNTIME_BACKEND, is honoured or refused (ValueError), never replaced. Without one:
+    "triton" on a GPU that has the kernel, else "torch".
+    """
+    asked = backend or os.environ.get("MOE_RUNTIME_BACKEND")
+    if asked is None:
+        return "triton" if x.is_cuda and why_not("triton", op, x.device) is None else "torch"
+    check_choice("backend", asked, BACKENDS)
+    reason = why_not(asked, op, x.device)
+    if reason is not None and backend is None and op not in {"triton": TRITON_OPS, "cuda": CUDA_OPS}[asked]:
+        return "torch"  # the variable speaks for the ops that have such a kernel
+    if reason is not None:
+        raise ValueError(f"backend is {asked!r} for {op}, but {reason}")
+    return asked
+
+
+def doctor() -> dict[str, dict[str, str]]:
+    """Return what a bug report needs: versions, devices, and for each op the backend it would use here and why."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "system": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "nvcc": shutil.which("nvcc") or "none",
+        },
+        "packages": {name: _package(name, spec) for name, spec in SUPPORTED.items()}
+        | {name: _package(name, "", extra) for extra, names in EXTRAS.items() for name in names},
+        "devices": _devices(),
+        "settings": {name: os.environ.get(name, "not set") for name in ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET")},
+        "backends": {op: _explain(op, device) for op in OPS},
+    }
+
+
+def _package(name: str, spec: str, extra: str | None = None) -> str:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"missing; pip install 'moe-runtime[{extra}]'" if extra else f"missing; pip install '{name}{spec}'"
+    if not spec:
+        return version
+    from packaging.specifiers import SpecifierSet
+
+    return version if SpecifierSet(spec).contains(version, prereleases=True) else f"{version}; want {spec}"
+
+
+def _devices() -> dict[str, str]:
+    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        devices[f"cuda:{i}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory >> 30} GiB"
+    return devices if len(devices) > 1 else devices | {"cuda": "none: torch.cuda.is_available() is False"}
+
+
+def _explain(op: str, device: torch.device) -> str:
+    try:
+        chosen = pick(op, torch.empty(0, device=device))
+    except ValueError as error:
+        return f"error: {error}"
+    reasons = [
+        f"not {other}: {why}" for other in ("triton", "cuda") if other != chosen and (why := why_not(other, op, device))
+    ]
+    return "; ".join([chosen, *reasons])

@@ -1,0 +1,99 @@
+"""What a user may set: frozen, keyword-only dataclasses, checked on construction, one JSON object each."""
+
+from dataclasses import asdict, dataclass, fields
+
+GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
+SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
+ROUTERS = ("linear", "mlp")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+BALANCE_LOSSES = ("none", "cv2", "switch")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; want one of {', '.join(choices)}")
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; want an integer of at least 1")
+
+
+class _Serializable:
+    """to_dict / from_dict for the dataclasses below; unknown keys are an error."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict:
+        """Return the fields as a JSON-ready dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict):
+        """Build the config from `to_dict`'s output; raises ValueError for a key it does not know."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__} has no field {', '.join(unknown)}; want some of {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig(_Serializable):
+    """One Mixture-of-Experts layer. `num_experts` and `top_k` count the shared expert, as the XFT paper does.
+
+    Defaults are XFT's for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token, one of each shared.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int = 8
+    top_k: int = 6
+    gate: str = "xft"
+    router: str = "linear"  # "mlp" is W2 tanh(W1 x), the official code's default
+    hidden_act: str = "silu"
+    gated: bool = True  # False: act(up(x)) instead of act(gate(x)) * up(x)
+    bias: bool = False
+    noisy_gate: bool = False  # Shazeer's noise on the router logits while training
+    noise_epsilon: float = 1e-2
+    balance_loss: str = "none"
+    balance_loss_coef: float = 0.0
+    load_quirk: bool = False  # the official cv2 load compares the noise, not the noisy logit, with the threshold
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            check_positive(name, getattr(self, name))
+        check_choice("gate", self.gate, GATES)
+        check_choice("router", self.router, ROUTERS)
+        check_choice("hidden_act", self.hidden_act, ACTIVATIONS)
+        check_choice("balance_loss", self.balance_loss, BALANCE_LOSSES)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
+        if self.gate in SHARED_GATES and self.num_experts > 1 and self.top_k < 2:
+            raise ValueError(
+                f"top_k is {self.top_k}, gate is {self.gate!r}; want at least 2: the shared expert and one routed expert"
+            )
+        if self.balance_loss_coef < 0:
+            raise ValueError(f"balance_loss_coef is {self.balance_loss_coef}; want 0 or more")
+        if self.noise_epsilon <= 0:
+            raise ValueError(f"noise_epsilon is {self.noise_epsilon}; want a positive number")
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether expert 0 is shared: it sees every token and has no router row."""
+        return self.gate in SHARED_GATES
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Width of the router logits."""
+        return self.num_experts - self.has_shared_expert
+
+    @property
+    def num_routed_per_token(self) -> int:
+        """Experts that the router picks for a token."""
+        return self.top_k - self.has_shared_expert

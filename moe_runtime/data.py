@@ -1,0 +1,261 @@
+"""Rows to train on: reading them, the text that every Python brings along, and label masks.
+
+`datasets` reads (an extra, loaded where it is used). Packing, chat templates and the masks of SFT are TRL's own;
+`tokenize_pairs` serves transformers' plain Trainer, as the official XFT code does (its Sec. 4.1):
+
+    input_ids = BOS prompt response EOS        labels = -100 on BOS and prompt, the ids on response and EOS
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import random
+import sysconfig
+import textwrap
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+# the first layout whose columns are all there counts, and only its columns are kept
+LAYOUTS = (("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"))
+KEPT_WITH = {"messages": ("tools", "chat_template_kwargs")}
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+PIECE = 2000  # characters of a document of `standard_library_text`
+SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
+# no prose and code, but tests, tables and copies of other packages
+SKIPPED = {
+    "__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib", "lib2to3", "pydoc_data",
+    "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+
+
+def require(module: str, extra: str = "train"):
+    """Import and return a module that an extra brings; raises ImportError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} cannot be imported ({error}); pip install 'moe-runtime[{extra}]'") from error
+
+
+def read_rows(path_or_id: str | Path, split: str = "train"):
+    """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
+
+    Its columns are those of one layout: messages | prompt, completion | text; instruction and response become prompt
+    and completion. Raises ValueError for what is not there, is empty, cannot be read or has other columns.
+    """
+    datasets = require("datasets")
+    path = Path(path_or_id)
+    if not path.exists() and (path.suffix in BUILDERS or path.is_absolute() or str(path_or_id).startswith(".")):
+        raise ValueError(f"data is {str(path_or_id)!r}, which does not exist; want {_WANTED_SOURCE}")
+    if path.is_file() and (path.suffix not in BUILDERS or path.stat().st_size == 0):
+        problem = "is empty" if path.suffix in BUILDERS else f"ends in {path.suffix!r}"
+        raise ValueError(f"data is {str(path_or_id)!r}, which {problem}; want {_WANTED_SOURCE}, with rows")
+    want = f"want {_WANTED_SOURCE}"
+    try:
+        if path.is_file():
+            rows = datasets.load_dataset(BUILDERS[path.suffix], data_files={split: str(path)}, split=split)
+        else:
+            rows = datasets.load_dataset(str(path_or_id), split=split)
+    except Exception as error:  # every reader behind it has exceptions of its own
+        cause = error.__cause__ or error
+        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        raise ValueError(f"data is {str(path_or_id)!r}, which cannot be read: {reason}; {want}") from error
+    return _known_columns(rows, str(path_or_id))
+
+
+_WANTED_SOURCE = "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set on the Hub"
+
+
+def _known_columns(rows, name: str):
+    """Keep the columns of the first known layout, under TRL's names."""
+    if len(rows) == 0:
+        raise ValueError(f"data is {name!r}, which has no rows; want at least one")
+    for layout in LAYOUTS:
+        if set(layout) <= set(rows.column_names):
+            extra = [column for column in KEPT_WITH.get(layout[0], ()) if column in rows.column_names]
+            rows = rows.select_columns([*layout, *extra])
+            names = {"instruction": "prompt", "response": "completion"}
+            return rows.rename_columns({old: names[old] for old in layout if old in names})
+    wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
+    raise ValueError(f"data is {name!r} with the columns {', '.join(rows.column_names)}; want {wanted}; rename them")
+
+
+class Pairs(NamedTuple):
+    """What `standard_library_pairs` returns; no held-out completion stands in a file that is not held out."""
+
+    train: list[dict[str, str]]
+    held_out: list[dict[str, str]]
+
+
+def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
+    """Return instruction-answer pairs from the documented functions of the running Python's standard library.
+
+    Rows have `prompt` (kind, signature, docstring), `completion` (the source without docstring), `module` (its file).
+    One file in ten is held out. At most `limit` rows of each, in an order that depends on `seed` and on the version.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; want at least 1, or None for all rows")
+    pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
+    for rows in pairs:
+        random.Random(seed).shuffle(rows)
+    return Pairs(pairs.train[:limit], pairs.held_out[:limit])
+
+
+def standard_library_text(piece: int = PIECE) -> list[str]:
+    """Return the standard library's source as documents of about `piece` characters, the held-out files excepted."""
+    documents = []
+    for module, text in _library_files():
+        if is_held_out(module):
+            continue
+        document, size = [], 0
+        for line in text.splitlines(keepends=True):
+            if size and size + len(line) > piece:
+                documents.append("".join(document))
+                document, size = [], 0
+            document.append(line)
+            size += len(line)
+        documents.append("".join(document))
+    return [document for document in documents if document.strip()]
+
+
+def is_held_out(module: str) -> bool:
+    """Whether a file of the standard library, given as its path below it, is held out; the same in each process."""
+    return zlib.crc32(module.encode()) % 10 == 0
+
+
+@functools.cache
+def _library_files() -> tuple[tuple[str, str], ...]:
+    """Read the standard library: pairs of a file's path below it and its text, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in root.rglob("*.py"):
+        module = path.relative_to(root)
+        if not SKIPPED & set(module.parts) and not module.parts[0].startswith("config-"):
+            files.append((module.as_posix(), path.read_text(encoding="utf-8", errors="ignore")))
+    return tuple(sorted(files))
+
+
+@functools.cache
+def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], ...]]:
+    """Return the rows of the train files and those of the held-out files, without doubles, in the files' order."""
+    train: dict[str, dict[str, str]] = {}
+    held_out: dict[str, dict[str, str]] = {}
+    for module, text in _library_files():
+        rows = held_out if is_held_out(module) else train
+        lines = text.splitlines()
+        for node, owner in _functions(ast.parse(text)):
+            row = _row(module, lines, node, owner)
+            if row is not None:
+                rows.setdefault(row["completion"], row)
+    # a function copied from file to file may be documented in one of them only, and stand deeper in the other
+    known = "\n".join(_flat(text) for module, text in _library_files() if not is_held_out(module))
+    fresh = tuple(row for completion, row in held_out.items() if _flat(completion) not in known)
+    return tuple(train.values()), fresh
+
+
+def _flat(text: str) -> str:
+    """The text without its indentation."""
+    return "\n".join(line.strip() for line in text.splitlines())
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(node: ast.AST, owner: str | None = None) -> Iterator[tuple[Function, str | None]]:
+    """Walk the functions of a module and the methods of its classes, not what is nested inside functions."""
+    for child in getattr(node, "body", []):
+        if isinstance(child, ast.ClassDef):
+            yield from _functions(child, child.name)
+        elif isinstance(child, Function):
+            yield child, owner
+
+
+def _row(module: str, lines: list[str], node: Function, owner: str | None) -> dict[str, str] | None:
+    """Make the pair of one function; None where there is no docstring, no body beside it or no clean cut."""
+    doc, rest = ast.get_docstring(node), node.body[1:]
+    if not doc or not rest or _is_stub(rest):
+        return None
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    begin, end = node.body[0].lineno, node.body[0].end_lineno
+    source = [*lines[first - 1 : begin - 1], *lines[end : node.end_lineno]]
+    completion = textwrap.dedent("\n".join(source)).strip("\n")
+    prompt = _prompt(node, owner, inspect.cleandoc(doc).strip())
+    if not (SIZE[0] <= len(completion) <= SIZE[1] >= len(prompt)) or not _is_body(completion, rest):
+        return None
+    return {"prompt": prompt, "completion": completion, "module": module}
+
+
+def _is_stub(body: list[ast.stmt]) -> bool:
+    """Whether nothing happens in the body: pass, ... or an exception that says so."""
+    return len(body) == 1 and (
+        isinstance(body[0], (ast.Pass, ast.Raise))
+        or (isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
+    )
+
+
+def _is_body(completion: str, body: list[ast.stmt]) -> bool:
+    """Whether the text is one function with just that body: no statement and no string's blanks went with the cut."""
+    try:
+        function = ast.parse(completion).body[0]
+    except SyntaxError:
+        return False
+    if len(function.body) != len(body):
+        return False
+    # only a string over several lines can have changed; comparing all bodies would take seconds
+    strings = '"""' in completion or "'''" in completion
+    return not strings or [*map(ast.dump, function.body)] == [*map(ast.dump, body)]
+
+
+def _prompt(node: Function, owner: str | None, doc: str) -> str:
+    """The instruction. It ends in one line feed, where byte-level tokenizers break in any case."""
+    kind = "method" if owner else "function"
+    kind = f"async {kind}" if isinstance(node, ast.AsyncFunctionDef) else kind
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    where = f" of the class {owner}" if owner else ""
+    article = "an" if kind.startswith("a") else "a"
+    return f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
+
+
+def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False):
+    """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
+
+    BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what
+    the chat template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped.
+    `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
+    Raises ValueError if no row remains.
+    """
+    datasets = require("datasets")
+    columns: dict[str, list] = {"input_ids": [], "labels": []} | ({"row_id": []} if row_ids else {})
+    for place, row in enumerate(rows):
+        ids, labels = (values[:max_length] for values in _tokenize(tokenizer, row))
+        if any(label != -100 for label in labels[1:]):
+            columns["input_ids"].append(ids)
+            columns["labels"].append(labels)
+            if row_ids:
+                columns["row_id"].append(place)
+    if not columns["labels"]:
+        raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
+    return datasets.Dataset.from_dict(columns)
+
+
+def _tokenize(tokenizer, row: Mapping) -> tuple[list[int], list[int]]:
+    """Return the ids and labels of one row, not truncated."""
+    if "messages" in row:
+        out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        if not any(out["assistant_masks"]):
+            raise ValueError("the chat template marks nothing as generated; want {% generation %} in it, and an answer")
+        ids = out["input_ids"]
+        return ids, [i if generated else -100 for i, generated in zip(ids, out["assistant_masks"])]
+    bos, eos = ([i] if i is not None else [] for i in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    if "prompt" in row and "completion" in row:
+        # apart, not joined: the boundary is exact, whatever the tokenizer would merge across it
+        prompt = bos + tokenizer.encode(row["prompt"], add_special_tokens=False)
+        answer = tokenizer.encode(row["completion"], add_special_tokens=False) + eos
+        return prompt + answer, [-100] * len(prompt) + answer
+    if "text" in row:
+        ids = bos + tokenizer.encode(row["text"], add_special_tokens=False) + eos
+        return ids, list(ids)
+    raise ValueError(f"a row has the columns {', '.join(row)}; want prompt and completion, text or messages")

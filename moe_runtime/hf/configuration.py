@@ -1,0 +1,102 @@
+"""What the config of an upcycled model says beyond its base's, and how config.json spells it."""
+
+from pathlib import Path
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.rope import legacy_rope
+
+FORMAT = 1
+STAGES = ("moe", "mergeable")
+SHIM = "modeling_moe_runtime"  # the file beside a checkpoint that leads trust_remote_code here
+# what an upcycled config has beyond its base's; all of it goes when the model becomes dense again
+MOE_FIELDS = (
+    "moe_runtime", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "decoder_sparse_step", "output_router_logits", "router_aux_loss_coef", "auto_map",
+)  # fmt: skip
+
+
+def moe_fields(
+    config: MoEConfig,
+    *,
+    layers: list[int],
+    base_model_type: str,
+    base_architecture: str,
+    method: str = "xft",
+    stage: str = "moe",
+    shared_rate: float | None = None,
+    soup: bool = False,
+) -> dict:
+    """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
+
+    Those count the routed experts only: `num_experts` is the width of the router logits.
+    """
+    block = {
+        "format": FORMAT,
+        "method": method,
+        "stage": stage,
+        "config": config.to_dict(),
+        "layers": list(layers),
+        "base_model_type": base_model_type,
+        "base_architecture": base_architecture,
+        "shared_rate": shared_rate,
+        "soup": soup,
+    }
+    return {
+        "moe_runtime": block,
+        "num_experts": config.num_routed_experts,
+        "num_local_experts": config.num_routed_experts,
+        "num_experts_per_tok": config.num_routed_per_token,
+        "moe_intermediate_size": config.intermediate_size,
+        "decoder_sparse_step": 1,
+        "output_router_logits": False,
+        # not 0.001, transformers' habit: TRL turns the pooled loss on wherever this is not zero
+        "router_aux_loss_coef": 0.0,
+        "auto_map": {},
+    }
+
+
+def moe_config(hf_config) -> MoEConfig:
+    """Return the layers' MoEConfig of an upcycled model's config."""
+    return MoEConfig.from_dict(hf_config.moe_runtime["config"])
+
+
+class ConfigMixin:
+    """What the config classes add; before the base's config class in the bases."""
+
+    output_router_logits = False
+    router_aux_loss_coef = 0.0
+    # TRL reads it, and wants a dict, of every config
+    auto_map: dict = {}
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        from moe_runtime.hf.modeling import model_classes
+
+        # the model classes are needed from the first config on, and not before: they cost their file's import
+        model_classes(self.base_type)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing: transformers would copy this file into each checkpoint and point auto_map at the copy."""
+
+    def to_diff_dict(self) -> dict:
+        """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""
+        values = super().to_diff_dict()
+        stem = type(self).__name__.removesuffix("Config")
+        values["auto_map"] = {
+            "AutoConfig": f"{SHIM}.{stem}Config",
+            "AutoModelForCausalLM": f"{SHIM}.{stem}ForCausalLM",
+        }
+        return values | legacy_rope(values)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save config.json and the module that auto_map names, which imports this package."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / f"{SHIM}.py").write_text(self.shim(), encoding="utf-8")
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def shim(cls) -> str:
+        """Return the source of the module that auto_map names."""
+        stem = cls.__name__.removesuffix("Config")
+        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM\n"

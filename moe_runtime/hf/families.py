@@ -1,0 +1,240 @@
+"""How each dense architecture names its MLP: one table, and the way from its tensors to our expert stacks and back.
+
+    gated   mlp(x) = down(act(gate x) * up x)      our names gate_up_proj [2I, H] (gate first), down_proj [H, I]
+    plain   mlp(x) = down(act(up x))               our names up_proj [I, H],                    down_proj [H, I]
+
+Biases are `<name>_bias`, as in `moe_runtime.modules.moe.Experts` without its leading expert dimension. The functions on
+modules serve a model in memory; those on names serve checkpoints that are read tensor by tensor.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from moe_runtime.ops.activation import ACT
+
+PREFIX = "moe_runtime_"  # of the model_type of an upcycled model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One architecture: where its MLPs lie and what their linear layers are called."""
+
+    model_type: str
+    path: str = "model.layers.{}.mlp"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")  # its rows, stacked in this order, are our up projection
+    down: str = "down_proj"
+    gated: bool = True
+    act: str = "act_fn"  # the MLP's activation module
+    act_field: str = "hidden_act"  # its name in the config
+    bias: bool | str = False  # a string names the config field that says so
+
+    @property
+    def fused(self) -> bool:
+        """Whether gate and up are one linear layer already."""
+        return self.gated and len(self.up) == 1
+
+    @property
+    def up_name(self) -> str:
+        """Our name of the up projection."""
+        return "gate_up_proj" if self.gated else "up_proj"
+
+
+_PLAIN = {"gated": False, "act": "act", "bias": True}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(model_type="llama", bias="mlp_bias"),
+        Family(model_type="mistral"),
+        Family(model_type="qwen2"),
+        Family(model_type="qwen3"),
+        Family(model_type="gemma2", act_field="hidden_activation"),
+        Family(model_type="gemma3_text", act_field="hidden_activation"),
+        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"),
+        Family(model_type="stablelm"),
+        Family(model_type="smollm3", bias="mlp_bias"),
+        Family(model_type="olmo2"),
+        Family(model_type="granite", bias="mlp_bias"),
+        Family(
+            model_type="gpt_neox", path="gpt_neox.layers.{}.mlp", up=("dense_h_to_4h",), down="dense_4h_to_h", **_PLAIN
+        ),
+        Family(model_type="phi", up=("fc1",), down="fc2", **_PLAIN | {"act": "activation_fn"}),
+        Family(model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}),
+    )
+}
+
+_REFUSED = {
+    "opt": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
+    "biogpt": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
+    "xglm": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
+    "bloom": "has an MLP that takes the residual as an argument",
+    "mpt": "has an MLP that takes the residual as an argument",
+    "bitnet": "has a norm inside its MLP",
+}
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def family_of(model) -> Family:
+    """Return the family of a dense model, its config or a model_type; raises ValueError with the reason for others."""
+    config = getattr(model, "config", model)
+    model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    reason = _REFUSED.get(model_type)
+    if str(model_type).startswith(PREFIX):
+        reason = "is upcycled already; merge it to a dense model first"
+    elif reason is None and any(getattr(config, field, None) for field in _EXPERT_FIELDS):
+        reason = "has experts already"
+    hint = f"; {model_type} {reason}" if reason else ""
+    raise ValueError(f"model_type is {model_type!r}; want one of {', '.join(FAMILIES)}{hint}")
+
+
+def activation_name(act) -> str:
+    """Return our name of an activation, given as transformers' name or as a callable.
+
+    Compared as a function, in float64 on [-12, 12] to 1e-5: gelu_new, gelu_fast and gelu_pytorch_tanh are "gelu_tanh".
+    Raises ValueError for one that we do not have.
+    """
+    from transformers.activations import ACT2FN
+
+    if isinstance(act, str) and act not in ACT2FN:
+        raise ValueError(f"hidden_act is {act!r}; want an activation that transformers knows")
+    function = ACT2FN[act] if isinstance(act, str) else act
+    learned = isinstance(function, nn.Module) and next(function.parameters(), None) is not None
+    x = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+    with torch.no_grad():
+        for name, ours in () if learned else ACT.items():
+            if (ours(x) - function(x)).abs().max() < 1e-5:
+                return name
+    shown = act if isinstance(act, str) else type(act).__name__
+    raise ValueError(f"hidden_act is {shown!r}; want one that equals {', '.join(ACT)}")
+
+
+def moe_shape(family: Family, source) -> dict:
+    """Return MoEConfig's hidden_size, intermediate_size, hidden_act, gated and bias, from a dense config or an MLP.
+
+    Raises ValueError for an activation that we do not have and for an MLP of which only some layers have a bias.
+    """
+    if isinstance(source, nn.Module):
+        down = _linear(source, family.down)
+        sizes = (down.out_features, down.in_features)
+        act, bias = getattr(source, family.act), _has_bias(source, family)
+    else:
+        sizes = (source.hidden_size, source.intermediate_size)
+        act = getattr(source, family.act_field)
+        bias = getattr(source, family.bias) if isinstance(family.bias, str) else family.bias
+    return {
+        "hidden_size": sizes[0],
+        "intermediate_size": sizes[1],
+        "hidden_act": activation_name(act),
+        "gated": family.gated,
+        "bias": bool(bias),
+    }
+
+
+def _linear(mlp: nn.Module, name: str) -> nn.Linear:
+    """Return the linear layer `name`; raises ValueError if it is something else: an adapter, a quantized layer."""
+    layer = getattr(mlp, name, None)
+    # subclasses too: PEFT's and the quantizers' layers are some, and their weight alone does not say what they compute
+    if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
+        raise ValueError(
+            f"{type(mlp).__name__}.{name} is {type(layer).__name__}; want a plain torch.nn.Linear of floats; "
+            "merge adapters (merge_and_unload) and load without quantization"
+        )
+    return layer
+
+
+def _has_bias(mlp: nn.Module, family: Family) -> bool:
+    present = {name: _linear(mlp, name).bias is not None for name in (*family.up, family.down)}
+    if len(set(present.values())) > 1:
+        raise ValueError(f"the biases of {type(mlp).__name__} are {present}; want all or none")
+    return present[family.down]
+
+
+@torch.no_grad()
+def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
+    """Return the MLP's weights under our names, without the expert dimension; raises ValueError for mixed biases."""
+    up, down = [_linear(mlp, name) for name in family.up], _linear(mlp, family.down)
+    weights = {family.up_name: torch.cat([layer.weight for layer in up]), "down_proj": down.weight.detach()}
+    if _has_bias(mlp, family):
+        weights[f"{family.up_name}_bias"] = torch.cat([layer.bias for layer in up])
+        weights["down_proj_bias"] = down.bias.detach()
+    return weights
+
+
+@torch.no_grad()
+def write_mlp(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], requires_grad: bool = True) -> None:
+    """Give the MLP, which may lie on the meta device, the weights that `read_mlp` would return for it.
+
+    Raises ValueError, and writes nothing, for a wrong set of names or a wrong shape.
+    """
+    check_weights(mlp, family, weights)
+    for name, parts in split_weights(family, weights).items():
+        kind = "bias" if name.endswith("_bias") else "weight"
+        layers = (family.down,) if name.startswith("down_proj") else family.up
+        for layer, part in zip(layers, parts, strict=True):
+            setattr(_linear(mlp, layer), kind, nn.Parameter(part, requires_grad=requires_grad))
+
+
+def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError unless `weights` has the names and shapes that `write_mlp` wants."""
+    shape = moe_shape(family, mlp)
+    H, rows = shape["hidden_size"], shape["intermediate_size"] * (1 + family.gated)
+    want = {family.up_name: (rows, H), "down_proj": (H, shape["intermediate_size"])}
+    if shape["bias"]:
+        want |= {f"{family.up_name}_bias": (rows,), "down_proj_bias": (H,)}
+    got = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if got != want:
+        raise ValueError(f"the weights of an MLP are {got}; want {want}")
+
+
+def split_weights(family: Family, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Cut our tensors into the base's, in the order of `mlp_keys`; the parts of a cut tensor are copies."""
+    return {
+        name: [weight]
+        if name.startswith("down_proj") or len(family.up) == 1
+        # copies: two views of one storage are no two tensors to safetensors
+        else [part.clone() for part in weight.chunk(len(family.up))]
+        for name, weight in weights.items()
+    }
+
+
+def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[str]]:
+    """Return, for each of our names, the base checkpoint's keys of that layer whose rows it stacks, in this order."""
+    path = family.path.format(layer)
+    kinds = {"weight": ""} | ({"bias": "_bias"} if bias else {})
+    return {
+        ours + suffix: [f"{path}.{name}.{kind}" for name in names]
+        for kind, suffix in kinds.items()
+        for ours, names in ((family.up_name, family.up), ("down_proj", (family.down,)))
+    }
+
+
+class MLPKey(NamedTuple):
+    """What a key of a base checkpoint is to us."""
+
+    layer: int
+    name: str  # ours
+    part: int  # its place among the keys of `mlp_keys`
+
+
+def locate_key(family: Family, key: str) -> MLPKey | None:
+    """Return the layer, our name and the part that a base checkpoint's key stands for; None for a key of no MLP."""
+    prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
+    match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)\.(weight|bias)", key)
+    if match is None:
+        return None
+    layer, module, kind = int(match[1]), match[2], match[3]
+    bias = "_bias" if kind == "bias" else ""
+    if module == family.down:
+        return MLPKey(layer, f"down_proj{bias}", 0)
+    return MLPKey(layer, family.up_name + bias, family.up.index(module)) if module in family.up else None
+
+
+def expert_keys(family: Family, layer: int, bias: bool = False) -> dict[str, str]:
+    """Return, for each of our names, the upcycled checkpoint's key of the stack [E, ...]."""
+    path = family.path.format(layer)
+    return {name: f"{path}.experts.{name}" for name in mlp_keys(family, layer, bias)}

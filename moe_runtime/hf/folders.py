@@ -1,0 +1,98 @@
+"""Configs and side files of model folders that are converted without being loaded: what only transformers knows of them."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from moe_runtime.checkpoint import CheckpointWriter, read_json
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.configuration import SHIM, moe_fields
+from moe_runtime.hf.families import FAMILIES, family_of, moe_shape, write_mlp
+from moe_runtime.hf.modeling import model_classes
+from moe_runtime.hf.rope import legacy_rope
+from moe_runtime.hf.swap import check_layers, mlp_error, stock_config
+
+# weights, and what is written anew
+_LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+
+
+def read_config(folder: str | Path):
+    """Return the transformers config of a model folder; raises ValueError for anything else."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
+    read_json(folder / "config.json")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not a config that transformers reads: {error}") from error
+
+
+def config_for_folder(config, **settings) -> MoEConfig:
+    """Return the MoEConfig that fits a dense model's config; `settings` are MoEConfig's other fields."""
+    return MoEConfig(**moe_shape(family_of(config), config), **settings)
+
+
+def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None):
+    """Return the config of the upcycled model, as `swap.dense_to_moe` would leave it."""
+    classes = model_classes(family_of(config).model_type)
+    new = copy.deepcopy(config)
+    new.__class__ = classes.config
+    architecture = classes.base_causal_lm.__name__
+    layers = check_layers(config.num_hidden_layers, layers)
+    fields = moe_fields(moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture)
+    for name, value in fields.items():
+        setattr(new, name, value)
+    new.architectures = [classes.causal_lm.__name__]
+    return new
+
+
+def mergeable_config(config, shared_rate: float, soup: bool):
+    """Return the config of an upcycled model after `to_mergeable`."""
+    new = copy.deepcopy(config)
+    new.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
+    new.output_router_logits, new.router_aux_loss_coef = False, 0.0
+    return new
+
+
+def dense_config(config):
+    """Return the stock config of an upcycled model's base, without our fields."""
+    return stock_config(config, model_classes(config.moe_runtime["base_model_type"]).base_config)
+
+
+def write_config(writer: CheckpointWriter, config) -> None:
+    """Write config.json with the rotary keys of both spellings and, for an upcycled model, the file its auto_map names."""
+    values = json.loads(config.to_json_string(use_diff=True))
+    writer.write_text("config.json", json.dumps(values | legacy_rope(values), indent=2, sort_keys=True) + "\n")
+    if hasattr(config, "moe_runtime"):
+        writer.write_text(f"{SHIM}.py", config.shim())
+
+
+def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
+    """Copy tokenizer, generation config, chat template and the like; return their names."""
+    names = sorted(
+        path.name
+        for path in source.iterdir()
+        if path.is_file() and not path.name.endswith(_LEFT_OUT) and path.name not in ("config.json", f"{SHIM}.py")
+        and not path.name.startswith((".", "training_args"))
+    )  # fmt: skip
+    for name in names:
+        writer.copy_file(source / name)
+    return names
+
+
+def stock_mlp_error(config, weights: dict[str, torch.Tensor]) -> float:
+    """Run one layer's `weights` (names of `read_mlp`) through transformers' own MLP and through our formula, in float64.
+
+    Returns the relative difference. No other layer takes memory.
+    """
+    family = FAMILIES[config.model_type]
+    with torch.device("meta"):
+        stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))
+    mlp = stock.get_submodule(family.path.format(0))
+    write_mlp(mlp, family, weights)
+    return mlp_error(mlp, family)

@@ -1,0 +1,180 @@
+"""TRL's SFTTrainer and its command, for upcycled and mergeable models."""
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers.utils import is_torch_bf16_gpu_available
+
+from moe_runtime.data import read_rows, require
+from moe_runtime.hf import outputs
+from moe_runtime.hf.modeling import register_auto_classes
+from moe_runtime.hf.training import ROW_ID, _MoETrainer
+from moe_runtime.modules.moe import Router
+
+PROG = "moe-runtime train"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+class _MoESFTTrainer(_MoETrainer):
+    """TRL's SFTTrainer for upcycled and mergeable models: adds the layers' balance losses, logs the parts of the loss.
+
+    TRL runs the inner model and a head of its own, so that the loss our model class computes is never asked for.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._caught: list[torch.Tensor] | None = None
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if self.aux_loss_enabled and not any(isinstance(module, Router) for module in model.modules()):
+            raise ValueError(f"router_aux_loss_coef is {self.router_aux_loss_coef}; want 0 for a model without routers")
+        model.base_model.register_forward_hook(self._catch)
+
+    def _catch(self, module, args, out) -> None:
+        balance_loss = getattr(out, "balance_loss", None)
+        if self._caught is not None and balance_loss is not None:
+            self._caught.append(balance_loss)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return TRL's loss plus the layers' balance losses."""
+        self._caught = []
+        try:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            caught = self._caught[:1]  # TRL may run the model again for its metrics
+        finally:
+            self._caught = None
+        lm_loss = result[0] if return_outputs else result
+        balance_loss = torch.zeros_like(lm_loss.detach())
+        if caught:
+            share = outputs.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, lm_loss.device)
+            balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
+        loss = lm_loss + balance_loss if caught else lm_loss
+        if caught or self.aux_loss_enabled:
+            pooled = self._pooled(num_items_in_batch)
+            self._note(lm_loss - pooled, balance_loss + pooled, inputs, num_items_in_batch)
+        return (loss, result[1]) if return_outputs else loss
+
+    def _pooled(self, num_items_in_batch) -> float:
+        """What TRL has just added for the pooled loss, which it logs as `aux_loss` without its coefficient."""
+        if not self.aux_loss_enabled:
+            return 0.0
+        steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+        mode = "train" if self.model.training else "eval"
+        return self.router_aux_loss_coef * self._metrics[mode]["aux_loss"][-1] / steps
+
+
+@functools.cache
+def _sft_trainer() -> type:
+    """Make MoESFTTrainer, whose base only an extra brings."""
+    names = {"__module__": __name__, "__doc__": _MoESFTTrainer.__doc__}
+    return type("MoESFTTrainer", (_MoESFTTrainer, require("trl").SFTTrainer), names)
+
+
+def __getattr__(name: str):
+    if name == "MoESFTTrainer":
+        return _sft_trainer()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@dataclass
+class TrainArguments:
+    """What `moe-runtime train` has beyond TRL's own flags."""
+
+    model: str | None = field(default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"})
+    data: str | None = field(
+        default=None, metadata={"help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"}
+    )
+    eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
+    router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv beside the model"})
+    stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
+
+
+def train_command(argv: list[str] | None = None) -> Path:
+    """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
+
+    Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError for
+    a model without tokenizer, for data that cannot be read and for unknown flags.
+    """
+    trl = require("trl")
+    ours, script, args, model, mixture = _parse(trl, argv)
+    name = ours.model or model.model_name_or_path
+    _check_model(name)
+    register_auto_classes()
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    } | (args.model_init_kwargs or {})
+    train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
+    trainer = _sft_trainer()(
+        model=name,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        quantization_config=trl.get_quantization_config(model),
+        peft_config=trl.get_peft_config(model),
+        router_stats=ours.router_stats,
+        stop_on_nan=ours.stop_on_nan,
+    )
+    # transformers takes True for the last checkpoint, which the command line can only spell
+    resume = args.resume_from_checkpoint
+    result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(
+        f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
+        f"mean training loss {result.training_loss:.4f}"
+    )
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=ours.data or script.dataset_name)
+    if hasattr(trainer, "end"):  # from transformers 5.18 on
+        trainer.end()
+    return Path(args.output_dir)
+
+
+def _parse(trl, argv: list[str] | None) -> tuple:
+    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only where the device has it."""
+    types = (TrainArguments, trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    parser = trl.TrlParser(types, prog=PROG)
+    if not is_torch_bf16_gpu_available():
+        parser.set_defaults(bf16=False)
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True)
+    return parser.parse_args_and_config(argv)
+
+
+def _check_model(name: str | None) -> None:
+    """Raise ValueError unless `name` is a folder with a model and a tokenizer, or may be an id of the Hub."""
+    if name is None:
+        raise ValueError("model is None; want a folder or the id of a model; pass --model")
+    path = Path(name)
+    if not path.exists():
+        if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+            raise ValueError(f"model is {name!r}, which does not exist; want a folder that save_pretrained wrote")
+        return
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model is {name!r}, which has no config.json; want a folder that save_pretrained wrote")
+    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        raise ValueError(
+            f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
+        )
+
+
+def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
+    """Return the rows to train on and those to evaluate on: ours from --data, else those of TRL's own flags."""
+    if ours.data is None and not (script.dataset_name or mixture.datasets):
+        raise ValueError("data is None; want a file, a folder or the id of a data set; pass --data")
+    if evaluates and ours.data is not None and ours.eval_data is None:
+        raise ValueError("eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no")
+    if ours.data is not None:
+        rows = read_rows(ours.data)
+        rows = rows.add_column(ROW_ID, list(range(len(rows))))
+        return rows, read_rows(ours.eval_data) if evaluates else None
+    if mixture.datasets:
+        sets = trl.get_dataset(mixture)
+    else:
+        load = require("datasets").load_dataset
+        sets = load(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    return sets[script.dataset_train_split], sets[script.dataset_test_split] if evaluates else None

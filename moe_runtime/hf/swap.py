@@ -1,0 +1,239 @@
+"""Dense MLPs to our modules and back, in a live transformers model.
+
+    stock model --dense_to_moe--> MoE layers --moe_to_mergeable--> MergedMLP layers
+         ^------------------------moe_to_dense----------------------------'
+
+All three work in place: modules are exchanged and the classes of the model and of its config change with them, so that
+save_pretrained and from_pretrained know what they have. Attention, norms, embeddings, head, tied weights, generation
+config and the other modules' hooks stay the very objects they were. Checks come first: a refused model is untouched.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.configuration import MOE_FIELDS, moe_config, moe_fields
+from moe_runtime.hf.families import FAMILIES, Family, check_weights, family_of, moe_shape, read_mlp, write_mlp
+from moe_runtime.hf.modeling import adopt, freeze_for_mixing, model_classes, moe_layers
+from moe_runtime.hf.rope import legacy_rope
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import MoE, Router
+from moe_runtime.ops.activation import activate
+
+
+def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = 1e-5) -> dict[int, float]:
+    """Compare each MLP of a dense model with down(act(gate x) * up x) on a probe batch; return the relative errors.
+
+    Both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above `tolerance`, for
+    weights on the meta device and for accelerate's hooks, which swap weights in and out behind the module.
+    """
+    family = family_of(model)
+    errors = {}
+    for layer in _layers(model, layers):
+        mlp = model.get_submodule(family.path.format(layer))
+        _refuse_offloaded(mlp, family.path.format(layer))
+        errors[layer] = mlp_error(mlp, family)
+        if not errors[layer] < tolerance:
+            raise ValueError(
+                f"{family.path.format(layer)} differs from {_formula(family)} by {errors[layer]:.1e} relative; want "
+                f"less than {tolerance:.0e}: this {type(mlp).__name__} computes something else; is it patched?"
+            )
+    return errors
+
+
+def dense_to_moe(
+    model: nn.Module, config: MoEConfig, layers: Sequence[int] | None = None, seed: int = 42, method: str = "xft"
+) -> dict[int, float]:
+    """Replace the MLPs of a stock model, of all layers by default, by `config`'s MoE; return `verify_mlp`'s errors.
+
+    Every expert is a copy of the layer's MLP, in its dtype, on its device, trainable if it was. Routers are drawn by
+    `draw_router`. Raises ValueError, with the model untouched, for whatever does not fit.
+    """
+    family = family_of(model)
+    classes = model_classes(family.model_type)
+    if type(model) is not classes.base_causal_lm:
+        raise ValueError(
+            f"model is {type(model).__name__}; want {classes.base_causal_lm.__name__} itself; unwrap it, and merge "
+            "adapters (merge_and_unload)"
+        )
+    _refuse_offloaded(model, type(model).__name__, recurse=False)
+    layers = _layers(model, layers)
+    for layer in layers:
+        _check_shape(model.get_submodule(family.path.format(layer)), family, config, layer)
+    errors = verify_mlp(model, layers)
+    for layer in layers:
+        path = family.path.format(layer)
+        model.set_submodule(path, _expand(model.get_submodule(path), family, config, draw_router(config, seed, layer)))
+    fields = moe_fields(
+        config, layers=layers, base_model_type=family.model_type, base_architecture=type(model).__name__, method=method
+    )
+    model.config.__class__ = classes.config
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    model.config.architectures = [classes.causal_lm.__name__]
+    adopt(model, classes.causal_lm, classes.inner)
+    return errors
+
+
+def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> None:
+    """Replace every MoE of an upcycled model by a MergedMLP that takes over its experts; only the mixing logits train.
+
+    The experts' Parameters are moved, not copied; the routers go. Raises ValueError for a model at another stage, and
+    for a gate without shared expert unless `soup` is True.
+    """
+    modules, block = _swappable(model), model.config.moe_runtime
+    if block["stage"] != "moe":
+        raise ValueError(f"the model's stage is {block['stage']!r}; want 'moe', that of a model from dense_to_moe")
+    config = moe_config(model.config)
+    if not (soup or config.has_shared_expert):
+        raise ValueError(f"soup is False, gate is {config.gate!r}, which has no shared expert; want soup=True")
+    merged = {layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta") for layer in modules}
+    path = FAMILIES[block["base_model_type"]].path
+    for layer, moe in modules.items():
+        new = merged[layer]
+        new.experts = moe.experts
+        device = moe.experts.down_proj.device
+        new.mixing_logits = nn.Parameter(torch.empty_like(new.mixing_logits, device=device))
+        new.reset_parameters()
+        model.set_submodule(path.format(layer), new.train(moe.training))
+    freeze_for_mixing(model)
+    model.config.moe_runtime = block | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
+    # without routers there is nothing to balance
+    model.config.output_router_logits, model.config.router_aux_loss_coef = False, 0.0
+
+
+def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
+    """Turn an upcycled model, at either stage, back into its base's stock class, in place; return it.
+
+    `weights_of_layer` gets a MoE or MergedMLP and returns one dense weight per name of `read_mlp`; all layers are
+    computed before the first is replaced. The config is as clean as the base's was. Weights train where the experts
+    did; after the mergeable stage, which froze everything, everything trains again, as in any loaded model.
+    """
+    modules, block = _swappable(model), model.config.moe_runtime
+    classes, family = model_classes(block["base_model_type"]), FAMILIES[block["base_model_type"]]
+    config = stock_config(model.config, classes.base_config)
+    with torch.device("meta"):
+        stock = classes.base_causal_lm(copy.deepcopy(config))
+    weights = {}
+    for layer, module in modules.items():
+        weights[layer] = {name: weight.detach() for name, weight in weights_of_layer(module).items()}
+        check_weights(stock.get_submodule(family.path.format(layer)), family, weights[layer])
+    for layer, module in modules.items():
+        mlp = stock.get_submodule(family.path.format(layer))
+        write_mlp(mlp, family, weights.pop(layer), module.experts.down_proj.requires_grad)
+        if hasattr(mlp, "config"):
+            mlp.config = model.config
+        model.set_submodule(family.path.format(layer), mlp.train(module.training))
+    model.config.__class__ = classes.base_config
+    model.config.__dict__.clear()
+    model.config.__dict__.update(config.__dict__)
+    adopt(model, classes.base_causal_lm, classes.base_inner)
+    if block["stage"] == "mergeable":
+        model.requires_grad_(True)
+    return model
+
+
+def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Tensor]:
+    """Return a layer's router weights, float32, drawn on the CPU from N(0, initializer_range).
+
+    They depend on the seed and the layer alone: not on the device, nor on which other layers are upcycled.
+    """
+    router = Router(config, device="meta").to_empty(device="cpu").float()
+    router.reset_parameters(torch.Generator().manual_seed(seed * 65537 + layer))
+    return {name: weight.detach() for name, weight in router.named_parameters()}
+
+
+@torch.no_grad()
+def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor]) -> MoE:
+    """Build the MoE that takes the MLP's place."""
+    moe = MoE(config, device="meta")
+    down = getattr(mlp, family.down).weight
+    for name, weight in read_mlp(mlp, family).items():
+        stack = weight.unsqueeze(0).repeat(config.num_experts, *[1] * weight.dim())
+        setattr(moe.experts, name, nn.Parameter(stack, requires_grad=down.requires_grad))
+    for name, weight in router.items():
+        weight = weight.to(device=down.device, dtype=down.dtype)
+        setattr(moe.gate, name, nn.Parameter(weight, requires_grad=down.requires_grad))
+    return moe.train(mlp.training)
+
+
+def stock_config(config, base: type):
+    """Return the config as the base had it, without our fields, as a new object of class `base`."""
+    new = copy.deepcopy(config)
+    new.__class__ = base
+    # the rotary keys that our config.json adds: phi3 keeps one of them as an attribute when it reads it
+    for name in {*MOE_FIELDS, *legacy_rope(config.to_dict())} - {field.name for field in dataclasses.fields(base)}:
+        new.__dict__.pop(name, None)
+    new.architectures = [config.moe_runtime["base_architecture"]]
+    return new
+
+
+def _layers(model: nn.Module, layers: Sequence[int] | None) -> list[int]:
+    return check_layers(model.config.num_hidden_layers, layers)
+
+
+def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
+    """Return the layer numbers below `count`, sorted; all of them for None. Raises ValueError for a bad one."""
+    layers = list(range(count)) if layers is None else sorted(layers)
+    if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(count)):
+        raise ValueError(f"layers is {layers}; want different numbers from 0 to {count - 1}, at least one")
+    return layers
+
+
+def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) -> None:
+    want = moe_shape(family, mlp)
+    got = {name: getattr(config, name) for name in want}
+    if got != want:
+        raise ValueError(f"config has {got}; want {want}, the shape of layer {layer}'s MLP; moe_shape returns it")
+    if getattr(mlp, "residual_dropout", 0):
+        raise ValueError(
+            f"residual_dropout is {mlp.residual_dropout}; want 0: the experts have no dropout of their own; "
+            "load the model with from_pretrained(..., residual_dropout=0.0)"
+        )
+
+
+def _swappable(model: nn.Module) -> dict[int, nn.Module]:
+    modules = moe_layers(model)
+    _refuse_offloaded(model, type(model).__name__, recurse=False)
+    for layer, module in modules.items():
+        _refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
+    return modules
+
+
+def _refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
+    if any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module])):
+        raise ValueError(
+            f"{path} carries accelerate's hooks; want weights that stay where they are; load the model without "
+            "device_map, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        )
+    if recurse and any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(f"{path} is on the meta device; want weights; load the model with from_pretrained")
+
+
+@torch.no_grad()
+def mlp_error(mlp: nn.Module, family: Family) -> float:
+    """||mlp(x) - formula(x)|| / ||formula(x)|| on 16 rows of N(0, 1), in float64; inf if the MLP does not run."""
+    shape = moe_shape(family, mlp)
+    ours = {name: weight.double() for name, weight in read_mlp(mlp, family).items()}
+    device = ours["down_proj"].device
+    x = torch.randn(2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        device
+    )
+    z = nn.functional.linear(x, ours[family.up_name], ours.get(f"{family.up_name}_bias"))
+    h = activate(z, shape["hidden_act"], family.gated)
+    want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
+    try:
+        got = copy.deepcopy(mlp).double().eval()(x)
+    except RuntimeError:  # a patched forward that holds on to the original's weights
+        return float("inf")
+    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+        return float("inf")
+    return ((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+def _formula(family: Family) -> str:
+    return "down(act(gate x) * up x)" if family.gated else "down(act(up x))"

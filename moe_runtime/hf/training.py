@@ -1,0 +1,225 @@
+"""What transformers' Trainer and TRL's SFTTrainer need from us: the parts of the loss, router statistics, a stop at NaN.
+
+    loss = lm_loss + balance_loss
+    balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
+
+A layer's loss has its coefficient in it. Over the micro-batches of a step it is a mean weighted by label tokens
+(outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the optimizer, checkpoints and
+resumption are transformers' own. MoESFTTrainer and train_command are in moe_runtime.hf.sft, and found here too.
+"""
+
+import csv
+import functools
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from moe_runtime.modules.moe import Router
+from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
+
+ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
+logger = logging.get_logger(__name__)
+
+
+class RouterStatsCallback(TrainerCallback):
+    """Adds router statistics to the training logs and appends each expert's load, per layer, to a CSV file.
+
+    The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
+    router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
+    """
+
+    def __init__(self, path: str | Path | None = None, per_layer: bool = False, min_entropy: float = LOW_ENTROPY):
+        self.path, self.per_layer, self.min_entropy = path, per_layer, min_entropy
+        self._counter: RouterCounter | None = None
+        self._file: Path | None = None
+        self._warned = False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Hook the routers and open the file; a resumed run keeps the lines up to its checkpoint."""
+        self.on_train_end(args, state, control)
+        self._counter = RouterCounter(model, only_training=True)
+        self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
+        if not state.is_world_process_zero:
+            return
+        kept = []
+        if state.global_step and self._file.exists():
+            with open(self._file, newline="", encoding="utf-8") as file:
+                kept = [line for line in csv.reader(file) if line[0].isdigit() and int(line[0]) <= state.global_step]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._write([("step", *FIELDS), *kept], "w")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Read the counts since the last training log."""
+        if self._counter is None or logs is None or "loss" not in logs:
+            return
+        stats = self._counter.read(reset=True, reduce=True)
+        if not stats.counts.any():
+            return
+        values = stats.summary() | (stats.per_layer() if self.per_layer else {})
+        logs.update(values)  # for the reporting callbacks that come after this one
+        state.log_history[-1].update(values)
+        if state.is_world_process_zero:
+            self._write([(state.global_step, *row) for row in stats.rows()], "a")
+            warning = None if self._warned else stats.warning(self.min_entropy)
+            if warning:
+                self._warned = True
+                logger.warning(f"step {state.global_step}: {warning}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Take the hooks away."""
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
+
+    def _write(self, rows: list, mode: str) -> None:
+        with open(self._file, mode, newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+
+
+class _MoETrainer:
+    """What both trainers add; before transformers' class in the bases.
+
+    `router_stats` puts a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN
+    or infinite, before the optimizer sees its gradient.
+    """
+
+    def __init__(self, *args, stop_on_nan: bool = True, router_stats: bool = True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stop_on_nan = stop_on_nan
+        self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
+        self._row_ids: torch.Tensor | None = None
+        routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        self._check(routers)
+        callbacks = self.callback_handler.callbacks
+        mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback)]
+        if router_stats and routers and not mine:
+            mine = [RouterStatsCallback()]
+        callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
+
+    def _check(self, routers: list[Router]) -> None:
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"this process sees {self.args.n_gpu} GPUs; want one per process; use accelerate launch or torchrun, "
+                "or set CUDA_VISIBLE_DEVICES"
+            )
+        balanced = any(r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers)
+        if balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
+            raise ValueError(
+                f"label_smoothing_factor is {self.args.label_smoothing_factor}, compute_loss_func is "
+                f"{self.compute_loss_func}; want 0 and None with a balance loss, which they would leave out"
+            )
+
+    def _ranks(self, num_items_in_batch) -> int:
+        """What Trainer multiplies a loss with that is a sum over the tokens of all processes."""
+        whole = self.args.average_tokens_across_devices and num_items_in_batch is not None
+        return self.accelerator.num_processes // self.get_tp_size() if whole else 1
+
+    def _note(self, lm_loss: torch.Tensor, balance_loss: torch.Tensor, inputs, num_items_in_batch) -> None:
+        """Add both parts to what the next log says, on the device, weighted as Trainer weights the loss they are of."""
+        mode = "train" if self.model.training else "eval"
+        weight = float(inputs["labels"].shape[0])
+        if mode == "train":
+            weight = 1.0 if num_items_in_batch is not None else 1.0 / self.current_gradient_accumulation_steps
+        parts = torch.stack([lm_loss.detach().float(), balance_loss.detach().float(), lm_loss.new_ones(()).float()])
+        sums, first = self._sums.get(mode, (0.0, self.state.global_step))
+        self._sums[mode] = [sums + weight * parts, first]
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Log as transformers does, with the two parts of the loss."""
+        mode = "train" if "loss" in logs else "eval"
+        sums, first = (None, 0) if "train_loss" in logs else self._sums.pop(mode, (None, 0))
+        if sums is not None and any(key.endswith("loss") for key in logs):
+            lm_loss, balance_loss, weight = self.accelerator.gather(sums[None]).sum(0).tolist()
+            prefix = ""
+            if mode == "train":
+                weight = (self.state.global_step - first) * self.accelerator.num_processes
+            else:
+                prefix = min((key for key in logs if key.endswith("_loss")), key=len).removesuffix("loss")
+            logs[f"{prefix}lm_loss"], logs[f"{prefix}balance_loss"] = lm_loss / weight, balance_loss / weight
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """Evaluate as transformers does; what predict() left behind does not count."""
+        self._sums.pop("eval", None)
+        return super().evaluate(*args, **kwargs)
+
+    def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
+        """Run transformers' step; raise ValueError for a loss that is not finite, before the optimizer's."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        # no further sync: by default Trainer reads each loss for its own NaN filter
+        if self.stop_on_nan and not torch.isfinite(loss).all():
+            raise ValueError(self._not_finite(f"loss is {loss.item()}", "a finite loss"))
+        return loss
+
+    def _save_checkpoint(self, model, trial):
+        """Save as transformers does, but never weights that are not finite: they would push out good checkpoints."""
+        if self.stop_on_nan:
+            named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+            bad = next((name for name, p in named if not torch.isfinite(_local(p)).all()), None)
+            if bad is not None:
+                raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
+        super()._save_checkpoint(model, trial)
+
+    def _not_finite(self, what: str, want: str) -> str:
+        rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
+        folder = Path(self.args.output_dir)
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        return (
+            f"{what} at step {self.state.global_step + 1}{rows}; want {want}; lower the learning rate or set "
+            f"max_grad_norm, look at the data, then resume from {last or 'the start: no checkpoint was saved'}"
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, ROW_ID]))
+
+    def get_train_dataloader(self):
+        """Make transformers' data loader, whose batches keep the column row_id if there is one."""
+        collator = self.data_collator
+        if ROW_ID in (getattr(self.train_dataset, "column_names", None) or ()):
+            self.data_collator = functools.partial(_collate_with_row_ids, collator)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+
+    def _prepare_inputs(self, inputs):
+        self._row_ids = inputs.pop(ROW_ID, None)
+        return super()._prepare_inputs(inputs)
+
+
+def _collate_with_row_ids(collator, rows: list[dict]):
+    ids = torch.tensor([row[ROW_ID] for row in rows])
+    batch = collator([{name: value for name, value in row.items() if name != ROW_ID} for row in rows])
+    batch[ROW_ID] = ids
+    return batch
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This process's part of a parameter that FSDP2 has split, else the parameter."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class MoETrainer(_MoETrainer, Trainer):
+    """transformers' Trainer for upcycled and mergeable models: logs `lm_loss` and `balance_loss` apart."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the model's own loss, which has the balance losses in it."""
+        loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        lm_loss = getattr(out, "lm_loss", None)
+        if lm_loss is not None:
+            lm_loss = lm_loss.detach() * self._ranks(num_items_in_batch)
+            self._note(lm_loss, loss.detach() - lm_loss, inputs, num_items_in_batch)
+        return (loss, out) if return_outputs else loss
+
+
+def __getattr__(name: str):
+    """Find what needs TRL, an extra that takes seconds to import, in the file beside this one."""
+    if name not in ("MoESFTTrainer", "train_command"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moe_runtime.hf import sft
+
+    return getattr(sft, name)

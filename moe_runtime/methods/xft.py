@@ -1,0 +1,189 @@
+"""XFT: upcycle a dense model, tune it, learn how to mix its experts, merge it back to a dense model.
+
+    upcycle       every MLP becomes E copies of itself behind a router                        Sec. 3.1, Eq. (1) and (2)
+    (tune)        instruction tuning of all parameters, by any trainer
+    to_mergeable  MLP weights become sum_e alpha_e W_e with learnable alpha, all else frozen   Sec. 3.2, Eq. (4) to (6)
+    (tune)        the mixing logits alone, on the same data, by any trainer
+    merge         the dense model of Eq. (3), in the base's own architecture
+
+Folders that do not fit into memory take the same way in `moe_runtime.methods.xft_folders`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf import families, swap
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import MoE
+from moe_runtime.ops.merging import merge_experts, mixing
+
+EXACT_GATES = (
+    "xft",
+    "topk_softmax",
+    "softmax_topk_renorm",
+)  # weights of a token sum to 1: equal experts are the dense MLP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycleReceipt:
+    """What `upcycle` did and how far the new model is from the old one."""
+
+    config: MoEConfig
+    layers: tuple[int, ...]
+    dense_parameters: int
+    moe_parameters: int
+    active_parameters: int  # that a token passes through
+    copied: tuple[str, ...]  # expert stacks, E copies of the dense MLP each
+    drawn: tuple[str, ...]  # router tensors, drawn at random
+    error: float  # ||upcycled - dense|| / ||dense|| of the logits of the probe batch
+    preserves: bool  # whether the gate's weights sum to 1, so that the error must be rounding only
+
+    def __str__(self) -> str:
+        """Return the receipt as text of a few lines."""
+        c = self.config
+        what = "rounding only" if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        return (
+            f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, gate {c.gate}\n"
+            f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, {self.active_parameters:,} active\n"
+            f"copied {len(self.copied)} expert stacks, drew {len(self.drawn)} router tensors\n"
+            f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
+        )
+
+
+def config_for(model: nn.Module, **settings) -> MoEConfig:
+    """Return the MoEConfig that fits a dense transformers model; `settings` are MoEConfig's other fields."""
+    return MoEConfig(**families.moe_shape(families.family_of(model), model.config), **settings)
+
+
+def upcycle(
+    model: nn.Module,
+    config: MoEConfig | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    **settings,
+) -> UpcycleReceipt:
+    """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what changed.
+
+    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft", ...); `layers` are all
+    by default; `seed` draws the routers. Raises ValueError, with the model untouched, for an architecture that is not in
+    the table, an MLP that does not compute what the table says, or a config that does not fit.
+    """
+    if config is not None and settings:
+        raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
+    config = config or config_for(model, **settings)
+    probe = _probe(model)
+    before, dense_parameters = _logits(model, probe), _size(model)
+    swap.dense_to_moe(model, config, layers=layers, seed=seed)
+    moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    after = _logits(model, probe)
+    idle = 1 - config.top_k / config.num_experts
+    stacks = {
+        f"{name}.experts.{n}": p for name, module in moe_layers.items() for n, p in module.experts.named_parameters()
+    }
+    routers = [f"{name}.gate.{n}" for name, module in moe_layers.items() for n, _ in module.gate.named_parameters()]
+    return UpcycleReceipt(
+        config=config,
+        layers=tuple(sorted(_layer(model, name) for name in moe_layers)),
+        dense_parameters=dense_parameters,
+        moe_parameters=_size(model),
+        active_parameters=round(_size(model) - idle * sum(p.numel() for p in stacks.values())),
+        copied=tuple(stacks),
+        drawn=tuple(routers),
+        error=((after - before).norm() / before.norm()).item(),
+        preserves=config.gate in EXACT_GATES,
+    )
+
+
+def to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> nn.Module:
+    """Replace the MoE layers by MergedMLP, in place: one float32 mixing logit per normal expert trains, all else is frozen.
+
+    `shared_rate` is lambda, the shared expert's coefficient. `soup=True` learns the coefficients of all experts, starting
+    from the same mixture (learned soup); it is the only choice for a gate without shared expert.
+    """
+    swap.moe_to_mergeable(model, shared_rate=shared_rate, soup=soup)
+    return model
+
+
+def mixing_coefficients(model: nn.Module) -> torch.Tensor:
+    """Return alpha [L, E] float32 of a mergeable model, the shared expert first."""
+    rows = [module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)]
+    if not rows:
+        raise ValueError(f"{type(model).__name__} has no mergeable layer; want the result of to_mergeable")
+    return torch.stack(rows)
+
+
+def merge(
+    model: nn.Module, shared_rate: float = 0.75, alpha: torch.Tensor | Sequence[float] | None = None
+) -> nn.Module:
+    """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock architecture, in place.
+
+    A mergeable model uses what it learned. An upcycled one is merged without training (INIT): alpha = [shared_rate,
+    (1 - shared_rate) / (E - 1), ...]. `alpha` [E] or [L, E] replaces either; it must sum to 1.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
+    rows = [None] * len(layers) if alpha is None else _alpha_rows(alpha, len(layers), layers[0].config.num_experts)
+    given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
+    return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
+
+
+@torch.no_grad()
+def merged_weights(layer: MoE | MergedMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None) -> dict:
+    """Return one dense weight per expert stack of the layer, under the stack's name."""
+    if alpha is None:
+        if isinstance(layer, MergedMLP):
+            alpha = layer.alpha()
+        else:
+            alpha = init_mixture(layer.config, shared_rate)
+    alpha = alpha.to(layer.experts.down_proj.device)
+    return {name: merge_experts(weight.detach(), alpha) for name, weight in layer.experts.named_parameters()}
+
+
+def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
+    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
+    if not config.has_shared_expert:
+        raise ValueError(f"gate is {config.gate!r}, which has no shared expert; want alpha, or to_mergeable(soup=True)")
+    return mixing(torch.ones(config.num_experts - 1), shared_rate)
+
+
+def _alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+    alpha = torch.as_tensor(alpha, dtype=torch.float32)
+    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
+    if alpha.shape != (num_layers, num_experts):
+        raise ValueError(f"alpha is {tuple(alpha.shape)}; want [{num_experts}] or [{num_layers}, {num_experts}]")
+    off = (alpha.sum(1) - 1).abs().max().item()
+    if not off < 1e-4:
+        raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
+    return list(alpha)
+
+
+def _probe(model: nn.Module, batch: int = 2, length: int = 32) -> torch.Tensor:
+    """A fixed batch of random token ids."""
+    config = model.config.get_text_config()
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    training = model.training
+    model.eval()
+    logits = model(input_ids=input_ids, use_cache=False).logits.float()
+    model.train(training)
+    return logits
+
+
+def _size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _layer(model: nn.Module, name: str) -> int:
+    """The layer index inside a module path such as model.layers.3.mlp."""
+    return next(int(part) for part in name.split(".") if part.isdigit())

@@ -1,0 +1,271 @@
+"""XFT on model folders, tensor by tensor: what `moe_runtime.methods.xft` does in memory, for models that do not fit into it.
+
+The results are the same, bit for bit. Memory holds one shard of the source, one expert stack and one shard of the target.
+A target folder appears whole or not at all.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf import families, folders, swap
+from moe_runtime.hf.configuration import moe_config
+from moe_runtime.methods.xft import init_mixture
+from moe_runtime.ops.merging import mixing, soup_logits
+
+SHARD = 2 * 2**30
+Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
+
+
+class FolderReceipt(NamedTuple):
+    """What a conversion wrote."""
+
+    path: Path
+    config: MoEConfig
+    tensors: int
+    bytes: int
+    side_files: list[str]  # tokenizer and the like, copied
+    mlp_error: float | None = None  # upcycling: layer 0's MLP against the formula, relative
+    alpha: list[list[float]] | None = None  # merging: [L, E]
+
+
+class _Job:
+    """The loop that every conversion shares: walk the source's keys, count, write."""
+
+    def __init__(self, source: Checkpoint, writer: CheckpointWriter, progress: Progress | None):
+        self.source, self.writer, self.progress = source, writer, progress
+        self.specs = source.specs()
+        self.total = sum(spec.nbytes for spec in self.specs.values())
+        self.done = self.tensors = self.bytes = 0
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        self.writer.add(key, tensor)
+        self.tensors += 1
+        self.bytes += tensor.numel() * tensor.element_size()
+
+    def read(self, *keys: str) -> None:
+        self.done += sum(self.specs[key].nbytes for key in keys)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def upcycle_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **settings,
+) -> FolderReceipt:
+    """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
+
+    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, an existing
+    target or too little disk space.
+    """
+    config = folders.read_config(source)
+    family = families.family_of(config)
+    moe = folders.config_for_folder(config, **settings)
+    new_config = folders.upcycled_config(config, moe, layers)
+    layers = new_config.moe_runtime["layers"]
+    with Checkpoint(source) as checkpoint:
+        _check_mlps(checkpoint, family, moe, layers)
+        keys = families.mlp_keys(family, layers[0], moe.bias)
+        first = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
+        error = folders.stock_mlp_error(config, first) if layers[0] == 0 else None
+        if error is not None and not error < 1e-5:
+            raise ValueError(
+                f"the MLP of layer 0 differs from our formula by {error:.1e} relative; want less than 1e-5"
+            )
+        expected = _upcycled_bytes(checkpoint, family, moe, layers)
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+            folders.write_config(writer, new_config)
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = _Job(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                _upcycle_key(job, key, family, moe, layers, seed)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, mlp_error=error)
+
+
+def _upcycle_key(job: _Job, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int) -> None:
+    place = families.locate_key(family, key)
+    if place is None or place.layer not in layers:
+        job.add(key, job.source.get(key))
+        return job.read(key)
+    if place.part > 0:  # written with the first part
+        return None
+    parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
+    weight = torch.cat([job.source.get(part) for part in parts])
+    # expanded, not repeated: the writer copies it once
+    job.add(
+        families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape)
+    )
+    if place.name == "down_proj":
+        path = family.path.format(place.layer)
+        for name, router in swap.draw_router(moe, seed, place.layer).items():
+            job.add(f"{path}.gate.{name}", router.to(weight.dtype))
+    return job.read(*parts)
+
+
+def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> None:
+    """Raise ValueError unless the MLP tensors of all layers are there, in the shapes of the config and one dtype."""
+    specs = {key: spec for key, spec in checkpoint.specs().items() if families.locate_key(family, key) is not None}
+    if not specs:
+        raise ValueError(
+            f"{checkpoint.path} has no tensor such as {next(_mlp_specs(family, moe, 0))[0]}; want a causal LM's folder"
+        )
+    dtype = next(iter(specs.values())).dtype
+    want = {key: TensorSpec(shape, dtype) for layer in layers for key, shape in _mlp_specs(family, moe, layer)}
+    rest = {key for key in specs if families.locate_key(family, key).layer not in layers}
+    check_keys({key: spec for key, spec in specs.items() if key not in rest}, want, source=checkpoint.path)
+
+
+def _mlp_specs(family, moe: MoEConfig, layer: int):
+    H, I = moe.hidden_size, moe.intermediate_size
+    for name, keys in families.mlp_keys(family, layer, moe.bias).items():
+        rows = H if name.startswith("down_proj") else I * (1 + family.gated) // len(keys)
+        columns = () if name.endswith("_bias") else (I,) if name == "down_proj" else (H,)
+        yield from ((key, (rows, *columns)) for key in keys)
+
+
+def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> int:
+    total = 0
+    for key, spec in checkpoint.specs().items():
+        place = families.locate_key(family, key)
+        total += spec.nbytes * (moe.num_experts if place is not None and place.layer in layers else 1)
+    return total
+
+
+def mergeable_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    shared_rate: float = 0.75,
+    soup: bool = False,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write the folder of the mergeable model of an upcycled folder: its experts, and mixing logits at INIT in place of routers."""
+    config, moe, paths = _moe_folder(source, stage="moe")
+    if not 0 <= shared_rate <= 1:
+        raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
+    if not (soup or moe.has_shared_expert):
+        raise ValueError(f"soup is False, gate is {moe.gate!r}, which has no shared expert; want soup=True")
+    logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
+    with Checkpoint(source) as checkpoint:
+        _check_stacks(checkpoint, moe, paths)
+        expected = sum(spec.nbytes for spec in checkpoint.specs().values())
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+            folders.write_config(writer, folders.mergeable_config(config, shared_rate, soup))
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = _Job(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                path, _, name = key.partition(".gate.")
+                if path in paths and name:
+                    job.read(key)
+                    continue
+                job.add(key, checkpoint.get(key))
+                job.read(key)
+            for path in paths:
+                job.add(f"{path}.mixing_logits", logits)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files)
+
+
+def merge_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    shared_rate: float = 0.75,
+    alpha: Sequence[float] | None = None,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Merge an upcycled (INIT) or mergeable folder, XFT Eq. (3), to the folder of a dense model in the base's stock architecture.
+
+    `alpha` [E] replaces the learned or INIT coefficients in every layer. Raises ValueError with nothing written.
+    """
+    config, moe, paths = _moe_folder(source)
+    family = families.FAMILIES[config.moe_runtime["base_model_type"]]
+    with Checkpoint(source) as checkpoint:
+        mixtures = {path: _mixture(checkpoint, config, moe, path, shared_rate, alpha) for path in paths}
+        _check_stacks(checkpoint, moe, paths)
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite) as writer:
+            folders.write_config(writer, folders.dense_config(config))
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = _Job(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                path, _, rest = key.rpartition(".experts.")
+                if path in paths:
+                    weight = merge_rows(checkpoint, key, mixtures[path])
+                    layer = paths[path]
+                    parts = families.split_weights(family, {rest: weight})[rest]
+                    for part, name in zip(parts, families.mlp_keys(family, layer, moe.bias)[rest], strict=True):
+                        job.add(name, part)
+                elif not _is_router(key, paths):
+                    job.add(key, checkpoint.get(key))
+                job.read(key)
+    rows = [mixture.tolist() for mixture in mixtures.values()]
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, alpha=rows)
+
+
+def merge_rows(checkpoint: Checkpoint, key: str, alpha: torch.Tensor) -> torch.Tensor:
+    """sum_e alpha[e] W_e of the stack `key` [E, ...], expert by expert from disk, summed in float32; in the stack's dtype."""
+    out = None
+    for e, a in enumerate(alpha):
+        weight = checkpoint.get_rows(key, e)
+        # the order and the roundings of ops.merging
+        part = weight.to(alpha.dtype).mul_(a)
+        out = part if out is None else out.add_(part)
+    return out.to(weight.dtype)
+
+
+def _moe_folder(source, stage: str | None = None):
+    """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder."""
+    config = folders.read_config(source)
+    block = getattr(config, "moe_runtime", None)
+    if block is None:
+        raise ValueError(
+            f"model is {str(source)!r} of model_type {config.model_type!r}; want an upcycled model's folder"
+        )
+    if stage is not None and block["stage"] != stage:
+        raise ValueError(f"the stage of {source} is {block['stage']!r}; want {stage!r}")
+    family = families.FAMILIES[block["base_model_type"]]
+    return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
+
+
+def _check_stacks(checkpoint: Checkpoint, moe: MoEConfig, paths: dict[str, int]) -> None:
+    """Raise ValueError unless the experts' tensors are exactly those of the config."""
+    E, H, I = moe.num_experts, moe.hidden_size, moe.intermediate_size
+    up, rows = ("gate_up_proj", 2 * I) if moe.gated else ("up_proj", I)
+    shapes = {up: (E, rows, H), "down_proj": (E, H, I)}
+    if moe.bias:
+        shapes |= {f"{up}_bias": (E, rows), "down_proj_bias": (E, H)}
+    specs = {key: spec for key, spec in checkpoint.specs().items() if key.rpartition(".experts.")[0] in paths}
+    dtype = next(iter(specs.values())).dtype if specs else torch.float32
+    want = {f"{path}.experts.{name}": TensorSpec(shape, dtype) for path in paths for name, shape in shapes.items()}
+    check_keys(specs, want, source=checkpoint.path)
+
+
+def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float, alpha) -> torch.Tensor:
+    if alpha is not None:
+        alpha = torch.tensor(alpha, dtype=torch.float32)
+        if alpha.shape != (moe.num_experts,) or not abs(alpha.sum().item() - 1) < 1e-4:
+            raise ValueError(f"alpha is {alpha.tolist()}; want {moe.num_experts} numbers that sum to 1")
+        return alpha
+    block = config.moe_runtime
+    if block["stage"] == "moe":
+        return init_mixture(moe, shared_rate)
+    logits = checkpoint.get(f"{path}.mixing_logits")
+    return mixing(logits, None if block["soup"] else block["shared_rate"])
+
+
+def _is_router(key: str, paths: dict[str, int]) -> bool:
+    return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths

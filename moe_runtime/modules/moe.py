@@ -1,0 +1,131 @@
+"""The Mixture-of-Experts layer that takes the place of a dense MLP: router, experts, their combination.
+
+The names are transformers': `gate.weight`, `experts.gate_up_proj` [E, 2I, H] (gate first), `experts.down_proj` [E, H, I].
+With the gates xft and nonorm, expert 0 is the shared one and the router has E - 1 rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.ops.balance import balance_loss
+from moe_runtime.ops.moe_mlp import moe_mlp
+from moe_runtime.ops.routing import route
+
+
+class RouterOutput(NamedTuple):
+    """What a router returns; the first three in the order of transformers' routers."""
+
+    router_logits: torch.Tensor  # [T, E or E - 1], before noise
+    topk_weight: torch.Tensor  # [T, K] float32
+    topk_idx: torch.Tensor  # [T, K] int32
+    balance_loss: torch.Tensor | None  # [] float32, times its coefficient; None without a balance loss
+
+
+class Router(nn.Module):
+    """Router logits, optional noise while training, top-k. `weight` [R, H], R = routed experts.
+
+    router="mlp" computes weight_out tanh(weight x), weight_out [R, R]; noisy_gate adds
+    eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~ N(0, 1), while training (XFT, official code).
+    """
+
+    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+        super().__init__()
+        R, H = config.num_routed_experts, config.hidden_size
+        where = {"dtype": dtype, "device": device}
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(R, H, **where))
+        if config.router == "mlp":
+            self.weight_out = nn.Parameter(torch.empty(R, R, **where))
+        if config.noisy_gate:
+            self.noise_weight = nn.Parameter(torch.empty(R, H, **where))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights from N(0, initializer_range), as the official XFT code does."""
+        for weight in self.parameters():
+            weight.normal_(0.0, self.config.initializer_range, generator=generator)
+
+    def forward(self, x: torch.Tensor, eps: torch.Tensor | None = None) -> RouterOutput:
+        """Route `x` [T, H]. `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None."""
+        config = self.config
+        logits = F.linear(x, self.weight)
+        if config.router == "mlp":
+            logits = F.linear(torch.tanh(logits), self.weight_out)
+        logits = logits.float()
+        noise = scale = None
+        if config.noisy_gate and (self.training or eps is not None):
+            scale = F.softplus(F.linear(x, self.noise_weight).float()) + config.noise_epsilon
+            eps = torch.randn_like(scale) if eps is None else eps
+            noise = eps * scale
+        weight, idx = route(logits, config.top_k, config.gate, noise=noise)
+        return RouterOutput(logits, weight, idx, balance_loss(config, logits, idx, noise, scale))
+
+
+class Experts(nn.Module):
+    """E stacked MLPs: act(gate x) * (up x) through `down`, or act(up x) when not gated; biases by config."""
+
+    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+        super().__init__()
+        E, H, I = config.num_experts, config.hidden_size, config.intermediate_size
+        where = {"dtype": dtype, "device": device}
+        up, rows = ("gate_up_proj", 2 * I) if config.gated else ("up_proj", I)
+        self.config = config
+        self.up_name = up
+        self.register_parameter(up, nn.Parameter(torch.empty(E, rows, H, **where)))
+        self.down_proj = nn.Parameter(torch.empty(E, H, I, **where))
+        if config.bias:
+            self.register_parameter(f"{up}_bias", nn.Parameter(torch.empty(E, rows, **where)))
+            self.down_proj_bias = nn.Parameter(torch.empty(E, H, **where))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the weights from N(0, initializer_range), set the biases to zero."""
+        for name, weight in self.named_parameters():
+            weight.zero_() if name.endswith("_bias") else weight.normal_(
+                0.0, self.config.initializer_range, generator=generator
+            )
+
+    def forward(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> torch.Tensor:
+        """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H]."""
+        config = self.config
+        return moe_mlp(
+            x,
+            getattr(self, self.up_name),
+            self.down_proj,
+            topk_weight,
+            topk_idx,
+            act=config.hidden_act,
+            gated=config.gated,
+            gate_up_bias=getattr(self, f"{self.up_name}_bias") if config.bias else None,
+            down_bias=self.down_proj_bias if config.bias else None,
+        )
+
+
+class MoE(nn.Module):
+    """Router and experts; takes and returns what the dense MLP did. `records` collects RouterOutputs while it is a list."""
+
+    def __init__(self, config: MoEConfig, *, dtype=None, device=None):
+        super().__init__()
+        self.config = config
+        self.gate = Router(config, dtype=dtype, device=device)
+        self.experts = Experts(config, dtype=dtype, device=device)
+        self.records: list[RouterOutput] | None = None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states` [..., H] -> [..., H]."""
+        x = hidden_states.flatten(0, -2)
+        routing = self.gate(x)
+        if self.records is not None:
+            self.records.append(routing)
+        return self.experts(x, routing.topk_idx, routing.topk_weight).view_as(hidden_states)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in print(model)."""
+        c = self.config
+        return f"experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, hidden={c.hidden_size}, intermediate={c.intermediate_size}"

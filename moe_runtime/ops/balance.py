@@ -1,0 +1,71 @@
+"""Balance losses of a router, per layer, as return values.
+
+    cv2      cv2(importance) + cv2(load),  cv2(v) = var(v) / (mean(v)^2 + 1e-10)       Shazeer et al. 2017; XFT, code
+    switch   R sum_r f_r P_r,  f_r = share of slots sent to r, P_r = mean_t softmax(router_logits)[t, r]     Switch; UpIT
+
+importance_r = sum of the softmax probabilities of the tokens that selected r. load_r is the number of those tokens or,
+with noise, the sum over all tokens of the probability that a new draw of the noise selects r:
+
+    P = Phi((clean - (k+1)-th noisy logit) / scale)  if r is among the selected,  else Phi((clean - k-th) / scale)
+
+The official code decides "is among the selected" by comparing the noise (not the noisy logit) with the (k+1)-th noisy logit:
+`load_quirk=True`. Losses do not mask padding, as in the official code.
+"""
+
+import torch
+
+from moe_runtime.config import MoEConfig
+
+
+def cv2(v: torch.Tensor) -> torch.Tensor:
+    """Squared coefficient of variation of `v` [R], with the unbiased variance; 0 for R = 1."""
+    v = v.float()
+    return v.new_zeros(()) if v.numel() < 2 else v.var() / (v.mean().square() + 1e-10)
+
+
+def selection_mask(config: MoEConfig, topk_idx: torch.Tensor) -> torch.Tensor:
+    """`topk_idx` [T, K] -> which routed experts each token selected, [T, R] bool (the shared expert left out)."""
+    mask = torch.zeros(topk_idx.shape[0], config.num_experts, dtype=torch.bool, device=topk_idx.device)
+    mask.scatter_(1, topk_idx.long(), True)
+    return mask[:, int(config.has_shared_expert) :]
+
+
+def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor:
+    """Smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R] each; differentiable."""
+    noisy = router_logits + noise
+    top = noisy.topk(k + 1, -1).values
+    threshold_in, threshold_out = top[:, k : k + 1], top[:, k - 1 : k]
+    is_in = (noise if quirk else noisy) > threshold_in
+    z = (router_logits - torch.where(is_in, threshold_in, threshold_out)) / scale
+    return torch.special.ndtr(z).sum(0)
+
+
+def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor:
+    """cv2(importance) + cv2(load) of one layer, [] float32, without its coefficient."""
+    noisy = router_logits if noise is None else router_logits + noise
+    mask = selection_mask(config, topk_idx)
+    importance = (noisy.float().softmax(-1) * mask).sum(0)
+    k = config.num_routed_per_token
+    if noise is not None and k < config.num_routed_experts:
+        load = noisy_load(router_logits, noise, scale, k, config.load_quirk)
+    else:
+        load = mask.sum(0)
+    return cv2(importance) + cv2(load)
+
+
+def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
+    """R sum_r f_r P_r of one layer, [] float32, 1 when balanced; f carries no gradient."""
+    mask = selection_mask(config, topk_idx)
+    f = mask.sum(0).float() / max(mask.shape[0] * config.num_routed_per_token, 1)
+    return config.num_routed_experts * (f * router_logits.float().softmax(-1).mean(0)).sum()
+
+
+def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor | None:
+    """The layer's loss times its coefficient, [] float32; None where config.balance_loss is "none" or no token came."""
+    if config.balance_loss == "none" or config.num_routed_experts == 0 or router_logits.shape[0] == 0:
+        return None
+    if config.balance_loss == "switch":
+        loss = switch_loss(config, router_logits, topk_idx)
+    else:
+        loss = cv2_loss(config, router_logits, topk_idx, noise, scale)
+    return config.balance_loss_coef * loss

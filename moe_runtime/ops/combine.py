@@ -1,0 +1,77 @@
+"""Rows back to tokens: a gather and a weighted sum, never a scatter.
+
+out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]
+"""
+
+import torch
+import torch.nn.functional as F
+
+from moe_runtime import backends
+from moe_runtime.ops.library import LIB, register
+
+
+def combine(
+    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
+) -> torch.Tensor:
+    """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] integers -> [T, H] in y's dtype, summed in float32.
+
+    Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
+    """
+    if y.dim() != 2 or topk_weight.dim() != 2 or not y.shape[0] == topk_weight.numel() == slot_row.numel():
+        raise ValueError(
+            f"y is {tuple(y.shape)}, topk_weight {tuple(topk_weight.shape)}, slot_row {tuple(slot_row.shape)}; "
+            "want [T * K, H], [T, K], [T * K]"
+        )
+    if slot_row.is_floating_point():
+        raise ValueError(f"slot_row is {slot_row.dtype}; want integers")
+    topk_weight = topk_weight if y.dtype == torch.float64 else topk_weight.float()
+    return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
+
+
+LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
+LIB.define(
+    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> (Tensor, Tensor)"
+)
+
+
+def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor) -> torch.Tensor:
+    """`slot_row` [T, K] -> [T, H] in y's dtype. With weights, y must have their dtype; without, every weight is 1."""
+    if slot_row.numel() == 0:
+        return y.new_zeros(slot_row.shape[0], y.shape[1])
+    # one pass, parallel over tokens, float32 inside; a gather and a bmm take ten times as long on the CPU
+    return F.embedding_bag(slot_row, y, mode="sum", per_sample_weights=topk_weight)
+
+
+def _forward(y, topk_weight, slot_row, backend):
+    return weighted_sum(y.to(topk_weight.dtype), topk_weight, slot_row.view(topk_weight.shape)).to(y.dtype)
+
+
+def _backward(dout, y, topk_weight, slot_row, backend):
+    T, K = topk_weight.shape
+    wide = dout.to(topk_weight.dtype)
+    slot_row = slot_row.long()
+    dy = torch.empty_like(y)
+    dy[slot_row] = (topk_weight[:, :, None] * wide[:, None]).view(T * K, -1).to(y.dtype)
+    dweight = torch.einsum("tkh,th->tk", y[slot_row].view(T, K, -1).to(wide.dtype), wide)
+    return dy, dweight
+
+
+def _setup_context(ctx, inputs, output):
+    y, topk_weight, slot_row, ctx.backend = inputs
+    ctx.save_for_backward(y, topk_weight, slot_row)
+
+
+def _autograd(ctx, dout):
+    return *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend), None, None
+
+
+register(
+    "combine",
+    _forward,
+    lambda y, topk_weight, *_: y.new_empty(topk_weight.shape[0], y.shape[1]),
+    _autograd,
+    _setup_context,
+)
+register(
+    "combine_backward", _backward, lambda dout, y, topk_weight, *_: (torch.empty_like(y), torch.empty_like(topk_weight))
+)

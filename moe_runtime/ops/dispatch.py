@@ -1,0 +1,70 @@
+"""Tokens to experts: a stable counting sort of the T * K slots by expert.
+
+Slot t * K + k holds expert topk_idx[t, k]. Rows are the slots in expert order; slots of one expert keep their order:
+
+    row_slot[r] = slot of row r,  row_token[r] = row_slot[r] // K,  slot_row[s] = row of slot s
+    rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1]
+
+A slot whose id lies outside 0..E-1 (-1 by convention) is dropped: it sorts behind every expert and no expert owns its row.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime import backends
+from moe_runtime.ops.library import LIB, register
+
+
+class Dispatch(NamedTuple):
+    """Index arrays between slots and rows, named <from>_<to>."""
+
+    expert_offsets: torch.Tensor  # [E + 1] int32
+    row_token: torch.Tensor  # [R] int32
+    row_slot: torch.Tensor  # [R] int32
+    slot_row: torch.Tensor  # [R] int32
+
+
+def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
+    """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a bad shape or dtype."""
+    if topk_idx.dim() != 2 or topk_idx.is_floating_point():
+        raise ValueError(f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}; want [T, K] integers")
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}; want at least 1")
+    return Dispatch(
+        *torch.ops.moe_runtime.dispatch(topk_idx, num_experts, backends.pick("dispatch", topk_idx, backend))
+    )
+
+
+LIB.define("dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)")
+
+
+def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
+    expert = topk_idx.reshape(-1)
+    expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)
+    # 16-bit keys halve the radix sort's work
+    row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(stable=True).indices
+    count = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert.device)
+    count.scatter_add_(0, expert.long(), torch.ones_like(expert, dtype=torch.int32))
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert.device)
+    offsets[1:] = count[:num_experts].cumsum(0)
+    return offsets, row_slot
+
+
+def invert(row_slot: torch.Tensor) -> torch.Tensor:
+    """Return slot_row, the inverse permutation of `row_slot` [R], in its dtype."""
+    return torch.empty_like(row_slot).scatter_(0, row_slot, torch.arange(row_slot.numel(), device=row_slot.device))
+
+
+def _dispatch(topk_idx, num_experts, backend):
+    offsets, row_slot = sort_slots(topk_idx, num_experts)
+    return offsets, (row_slot // max(topk_idx.shape[1], 1)).int(), row_slot.int(), invert(row_slot).int()
+
+
+def _fake(topk_idx, num_experts, backend):
+    rows = [topk_idx.new_empty(topk_idx.numel(), dtype=torch.int32) for _ in range(3)]
+    return (topk_idx.new_empty(num_experts + 1, dtype=torch.int32), *rows)
+
+
+register("dispatch", _dispatch, _fake)

@@ -1,0 +1,155 @@
+"""Token-to-expert routing: router logits to K experts and their weights per token.
+
+With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s_r and S = the experts of the largest logits:
+
+    xft                  w_r = softmax_{r in S}(s_r) * s_max,  shared expert 1 - s_max      XFT, Eq. (2)
+    nonorm               w_r = s_r,                            shared expert 1 - s_max      XFT, Table 4 "- Normalization"
+    topk_softmax         w_r = softmax_{r in S}(router_logits_r)                            XFT, Table 4 "- Shared Expert"
+    softmax_topk         w_r = s_r                                                          XFT, Eq. (1)
+    softmax_topk_renorm  w_r = s_r / sum_{r in S} s_r                                       Mixtral, UpIT
+    sigmoid_topk         w_r = sigmoid(router_logits_r)                                     DeepSeek-V3 without its scale
+
+The paper's softmax of XFT runs over the selected *probabilities*, not over the logits. With xft and nonorm, expert 0 is
+shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K counts the shared expert, which comes last.
+Experts come in descending order of logit, ties to the lower id. The math is float32 whatever the logits' dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime import backends
+from moe_runtime.config import GATES, SHARED_GATES, check_choice
+from moe_runtime.ops.library import LIB, register
+
+
+class Routing(NamedTuple):
+    """What `route` returns: the weight and the expert of each of a token's K slots."""
+
+    topk_weight: torch.Tensor  # [T, K] float32
+    topk_idx: torch.Tensor  # [T, K] int32
+
+
+def route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    gate: str = "xft",
+    noise: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> Routing:
+    """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T, K], best expert first.
+
+    `noise`, of the same shape, is added to the logits; `bias` [E] moves the choice of experts but not their weights
+    (sigmoid_topk only). The weights are differentiable in logits and noise. Raises ValueError for a bad shape or top_k.
+    """
+    _check(router_logits, top_k, gate, noise, bias)
+    if noise is not None:
+        router_logits = router_logits + noise
+    logits = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
+    return Routing(*torch.ops.moe_runtime.route(logits, bias, top_k, gate, backends.pick("route", logits, backend)))
+
+
+def _check(router_logits, top_k, gate, noise, bias) -> None:
+    check_choice("gate", gate, GATES)
+    if router_logits.dim() != 2:
+        raise ValueError(f"router_logits is {tuple(router_logits.shape)}; want [T, E], tokens by experts")
+    if not router_logits.is_floating_point():
+        raise ValueError(f"router_logits is {router_logits.dtype}; want a floating dtype")
+    shared = int(gate in SHARED_GATES)
+    routed = router_logits.shape[1]
+    if not (1 <= top_k - shared <= routed or top_k == shared == 1 and routed == 0):
+        raise ValueError(
+            f"top_k is {top_k}, router_logits is {tuple(router_logits.shape)}, gate is {gate!r}; want "
+            f"{'2 <= top_k <= E, the shared expert counted' if shared else '1 <= top_k <= E'}"
+        )
+    if noise is not None and noise.shape != router_logits.shape:
+        raise ValueError(
+            f"noise is {tuple(noise.shape)}, router_logits {tuple(router_logits.shape)}; want equal shapes"
+        )
+    if bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
+        raise ValueError(f"bias is {tuple(bias.shape)}, gate is {gate!r}; want [{routed}] with gate 'sigmoid_topk'")
+
+
+def route_reference(
+    router_logits: torch.Tensor, top_k: int, gate: str = "xft", bias: torch.Tensor | None = None
+) -> Routing:
+    """The equations above, line by line, in the logits' dtype, through autograd."""
+    k = top_k - (gate in SHARED_GATES)
+    choice = router_logits if bias is None else router_logits.sigmoid() + bias
+    # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids
+    idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    selected_logits = router_logits.gather(1, idx)
+    s = router_logits.softmax(-1).gather(1, idx)
+    s_max = s.amax(-1, keepdim=True) if k else s.new_zeros(s.shape[0], 1)
+    weight = {
+        "xft": lambda: s.softmax(-1) * s_max,
+        "nonorm": lambda: s,
+        "topk_softmax": lambda: selected_logits.softmax(-1),
+        "softmax_topk": lambda: s,
+        "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
+        "sigmoid_topk": lambda: selected_logits.sigmoid(),
+    }[gate]()
+    if gate in SHARED_GATES:
+        weight = torch.cat([weight, 1 - s_max], -1)
+        idx = torch.cat([idx + 1, torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)], -1)
+    return Routing(weight, idx.int())
+
+
+LIB.define("route(Tensor router_logits, Tensor? bias, int top_k, str gate, str backend) -> (Tensor, Tensor)")
+LIB.define("route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
+
+
+def _route(router_logits, bias, top_k, gate, backend):
+    return tuple(route_reference(router_logits, top_k, gate, bias))
+
+
+def _route_fake(router_logits, bias, top_k, gate, backend):
+    T = router_logits.shape[0]
+    return router_logits.new_empty(T, top_k), router_logits.new_empty(T, top_k, dtype=torch.int32)
+
+
+def _route_backward(dweight, router_logits, topk_idx, gate, backend):
+    """Gradient of `route` in closed form (SPEC of the equations above); reaches every logit, unselected ones too."""
+    shared = int(gate in SHARED_GATES)
+    k = topk_idx.shape[1] - shared
+    idx = topk_idx[:, :k].long() - shared
+    dw = dweight[:, :k]
+    if k == 0:
+        return torch.zeros_like(router_logits)
+    if gate in ("topk_softmax", "softmax_topk_renorm"):
+        w = router_logits.gather(1, idx).softmax(-1)
+        return torch.zeros_like(router_logits).scatter_(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
+    if gate == "sigmoid_topk":
+        w = router_logits.gather(1, idx).sigmoid()
+        return torch.zeros_like(router_logits).scatter_(1, idx, dw * w * (1 - w))
+    p = router_logits.softmax(-1)
+    ds = dw.clone()
+    if gate == "xft":
+        s = p.gather(1, idx)
+        q, s_max = s.softmax(-1), s[:, :1]
+        ds = s_max * q * (dw - (q * dw).sum(-1, keepdim=True))
+        ds[:, 0] += (q * dw).sum(-1)
+    if shared:
+        ds[:, 0] -= dweight[:, k]
+    dp = torch.zeros_like(p).scatter_(1, idx, ds)
+    return p * (dp - (dp * p).sum(-1, keepdim=True))
+
+
+def _setup_context(ctx, inputs, output):
+    router_logits, _, _, ctx.gate, ctx.backend = inputs
+    ctx.save_for_backward(router_logits, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, dweight, _):
+    if dweight is None:
+        return None, None, None, None, None
+    router_logits, topk_idx = ctx.saved_tensors
+    op = torch.ops.moe_runtime.route_backward
+    return op(dweight, router_logits, topk_idx, ctx.gate, ctx.backend), None, None, None, None
+
+
+register("route", _route, _route_fake, _autograd, _setup_context)
+register("route_backward", _route_backward, lambda dweight, router_logits, *_: torch.empty_like(router_logits))

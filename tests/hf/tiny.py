@@ -1,0 +1,80 @@
+"""Small random models of every family, with what makes families differ: grouped attention, a rope base of 1e5, biases."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf import swap
+from moe_runtime.hf.families import FAMILIES, family_of, moe_shape
+
+ALL = list(FAMILIES)
+VOCAB = 96
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_CHANGES = {
+    "llama": {"mlp_bias": True},
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
+    "phi3": {"original_max_position_embeddings": 128},
+    "gpt_neox": {"rope_theta": None, "num_key_value_heads": None, "rotary_emb_base": 1e5},
+}
+
+
+def dense_config(model_type: str, **changes):
+    """Config of a tiny stock model; a value of None leaves the field to the family's default."""
+    fields = _BASE | _CHANGES.get(model_type, {}) | changes
+    return AutoConfig.for_model(model_type, **{name: value for name, value in fields.items() if value is not None})
+
+
+def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes):
+    """A tiny stock model, its norms and biases random too, larger than life so that every part shows in the logits."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(dense_config(model_type, **changes), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+    return model.eval()
+
+
+def config_of(model, **settings) -> MoEConfig:
+    """MoEConfig of 4 experts, 3 per token, for a dense model."""
+    return MoEConfig(**moe_shape(family_of(model), model.config), **{"num_experts": 4, "top_k": 3} | settings)
+
+
+def upcycled(model_type: str = "llama", layers=None, changes: dict | None = None, **settings):
+    """A tiny model after dense_to_moe, with experts that differ."""
+    model = dense(model_type, **changes or {})
+    swap.dense_to_moe(model, config_of(model, **settings), layers=layers)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name or ".mlp.gate." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8)
+    return model
+
+
+def batch(rows: int = 2, length: int = 12) -> torch.Tensor:
+    """Token ids without padding."""
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The model's logits on `batch()`, in evaluation mode."""
+    return model.eval()(batch() if ids is None else ids).logits
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative Frobenius error."""
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()

@@ -1,0 +1,186 @@
+"""Rows back to tokens against float64 loops over slots."""
+
+import pytest
+import torch
+
+from moe_runtime.ops.combine import combine
+from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.grouped_gemm import grouped_gemm
+from tests.support.oracle import assert_parity, bounds, choose_experts, make_case, moe_oracle, relative_error
+from tests.support.oracle import run as run_case
+
+
+def by_slots(y, topk_weight, slot_row):
+    """out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]."""
+    T, K = topk_weight.shape
+    rows = [sum((topk_weight[t, k] * y[slot_row[t * K + k]] for k in range(K)), 0 * y.sum(0)) for t in range(T)]
+    return torch.stack(rows) if rows else y.new_zeros(0, y.shape[1]) + 0 * y.sum() + 0 * topk_weight.sum()
+
+
+def eager(y, topk_weight, slot_row):
+    """transformers' way: gather, multiply in the rows' dtype, sum."""
+    T, K = topk_weight.shape
+    return (y[slot_row.long()].view(T, K, y.shape[1]) * topk_weight[..., None].to(y.dtype)).sum(1)
+
+
+def run(f, leaves, slot_row, dout, view=None):
+    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    v = view(leaves) if view else leaves
+    out = f(v["y"], v["topk_weight"], slot_row)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
+    return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
+
+
+def check(T, K, H, dtype, tolerance, view=None, change=None, index=torch.int32):
+    leaves = {"y": torch.randn(T * K, H).to(dtype), "topk_weight": 0.2 + torch.rand(T, K, dtype=torch.float64)}
+    leaves["topk_weight"] = leaves["topk_weight"].to(torch.float64 if dtype == torch.float64 else torch.float32)
+    slot_row, dout = torch.randperm(T * K).to(index), torch.randn(T, H).to(dtype)
+    if change:
+        change(leaves)
+    want = run(by_slots, {n: leaf.double() for n, leaf in leaves.items()}, slot_row, dout, view)
+    got = run(combine, leaves, slot_row, dout, view)
+    assert got["out"].dtype == dtype and got["dtopk_weight"].dtype == leaves["topk_weight"].dtype
+    assert_parity(got, want, bounds(run(eager, leaves, slot_row, dout, view), want, tolerance[dtype]))
+
+
+SHAPES = [
+    pytest.param(0, 2, 33, id="no tokens"),
+    pytest.param(1, 2, 33, id="one token"),
+    pytest.param(29, 3, 33, id="ragged T, H=33"),
+    pytest.param(29, 1, 17, id="one slot a token"),
+    pytest.param(5, 64, 8, id="many slots: the sum is long"),
+    pytest.param(7, 2, 1, id="H = 1"),
+]
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T, K, H", SHAPES)
+def test_parity(T, K, H, dtype, index, tolerance):
+    check(T, K, H, dtype, tolerance, index=index)
+
+
+@pytest.mark.parametrize(
+    "change, view",
+    [
+        pytest.param(lambda v: v.update(y=v["y"].t().contiguous()), lambda v: v | {"y": v["y"].t()}, id="y transposed"),
+        pytest.param(lambda v: v.update(y=v["y"].repeat(1, 2)), lambda v: v | {"y": v["y"][:, ::2]}, id="y strided"),
+        pytest.param(
+            lambda v: v.update(topk_weight=v["topk_weight"].t().contiguous()),
+            lambda v: v | {"topk_weight": v["topk_weight"].t()},
+            id="weights stored [K, T]",
+        ),
+        pytest.param(
+            lambda v: v.update(topk_weight=v["topk_weight"][:, :1].clone()),
+            lambda v: v | {"topk_weight": v["topk_weight"].expand(-1, 3)},
+            id="one weight for all slots (stride 0)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts(change, view, dtype, tolerance):
+    check(11, 3, 32, dtype, tolerance, view, change)
+
+
+def test_no_slots():
+    weight = torch.zeros(4, 0, requires_grad=True)
+    y = torch.zeros(0, 5, requires_grad=True)
+    out = combine(y, weight, torch.zeros(0, dtype=torch.int32))
+    assert out.shape == (4, 5) and not out.any()
+    grads = torch.autograd.grad(out.sum(), (y, weight))
+    assert [g.shape for g in grads] == [(0, 5), (4, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_in_float32(dtype):
+    # 1 + 64 * tiny: the terms vanish one by one in the narrow dtype, not in float32
+    tiny = torch.finfo(dtype).eps / 8
+    y = torch.full((65, 4), tiny, dtype=dtype)
+    y[0] = 1
+    out = combine(y, torch.ones(1, 65), torch.arange(65))
+    assert relative_error(out, torch.full((1, 4), 1 + 64 * tiny)) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_are_not_rounded(dtype):
+    eps = torch.finfo(dtype).eps
+    y = torch.tensor([[1.0], [-1.0]], dtype=dtype)
+    out = combine(y, torch.tensor([[1 + eps / 4, 1.0]]), torch.arange(2))
+    assert out.item() == pytest.approx(eps / 4, rel=0.01)
+
+
+def test_gradcheck():
+    y, weight = torch.randn(12, 4, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+    slot_row = torch.randperm(12)
+    assert torch.autograd.gradcheck(lambda y, w: combine(y, w, slot_row), (y, weight))
+
+
+@pytest.mark.parametrize("routing", ["random", "skip", "all", "twice", "dropped"])
+def test_the_steps_make_up_the_layer(routing, tolerance):
+    def steps(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated):
+        d = dispatch(topk_idx, up.shape[0])
+        gate, value = grouped_gemm(x[d.row_token.long()], up, d.expert_offsets, up_bias).chunk(2, -1)
+        y = grouped_gemm(torch.nn.functional.silu(gate) * value, down, d.expert_offsets, down_bias)
+        return combine(y, topk_weight, d.slot_row)
+
+    case = make_case(23, 33, 17, 4, 2, routing=routing, bias=True)
+    assert_parity(run_case(case, steps), run_case(case, moe_oracle, torch.float64), tolerance[torch.float32])
+
+
+def test_rows_in_expert_order_come_back_in_token_order():
+    idx = choose_experts(20, 5, 3, "random")
+    d = dispatch(idx, 5)
+    y = idx.reshape(-1)[d.row_slot.long()].float()[:, None]  # each row says which expert owns it
+    for k in range(3):
+        weight = torch.zeros(20, 3)
+        weight[:, k] = 1
+        assert combine(y, weight, d.slot_row)[:, 0].tolist() == idx[:, k].tolist()
+
+
+def test_twenty_runs_give_the_same_bits():
+    leaves, slot_row = {"y": torch.randn(96, 33), "topk_weight": torch.rand(32, 3)}, torch.randperm(96)
+    dout = torch.randn(32, 33)
+    first = run(combine, leaves, slot_row, dout)
+    for _ in range(20):
+        again = run(combine, leaves, slot_row, dout)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param({"y": torch.randn(7, 4)}, "y is (7, 4)", id="another R"),
+        pytest.param({"y": torch.randn(2, 3, 4)}, "(2, 3, 4)", id="batch dims"),
+        pytest.param({"topk_weight": torch.rand(6)}, "topk_weight (6,)", id="flat weights"),
+        pytest.param({"slot_row": torch.arange(5)}, "slot_row (5,)", id="too few slots"),
+        pytest.param({"slot_row": torch.arange(6.0)}, "torch.float32", id="float rows"),
+    ],
+)
+def test_bad_arguments_are_named(change, words):
+    args = {"y": torch.randn(6, 4), "topk_weight": torch.rand(3, 2), "slot_row": torch.arange(6)}
+    with pytest.raises(ValueError) as error:
+        combine(**args | change)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("T", [0, 3], ids=["no tokens", "tokens"])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype, layout, T):
+    y = torch.randn(2 * T, 5, dtype=dtype) if layout == "plain" else torch.randn(5, 2 * T, dtype=dtype).t()
+    weight = torch.rand(T, 2) if layout == "plain" else torch.rand(2, T).t()
+    slot_row = torch.randperm(2 * T).int()
+    leaves = [t.detach().requires_grad_() for t in (y, weight)]
+    torch.library.opcheck(torch.ops.moe_runtime.combine, (*leaves, slot_row, "torch"))
+    args = (torch.randn(T, 5, dtype=dtype), y, weight, slot_row, "torch")
+    torch.library.opcheck(torch.ops.moe_runtime.combine_backward, args)
+
+
+def test_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    leaves, slot_row = {"y": torch.randn(12, 5), "topk_weight": torch.rand(4, 3)}, torch.randperm(12).int()
+    assert torch._dynamo.explain(combine)(*leaves.values(), slot_row).graph_break_count == 0
+    dout = torch.randn(4, 5)
+    got = run(torch.compile(combine, fullgraph=True, backend="aot_eager"), leaves, slot_row, dout)
+    want = run(combine, leaves, slot_row, dout)
+    assert all(torch.equal(got[name], want[name]) for name in want)

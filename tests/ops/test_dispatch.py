@@ -1,0 +1,119 @@
+"""The stable counting sort of slots by expert against a sort in plain Python."""
+
+import pytest
+import torch
+
+from moe_runtime.ops.dispatch import dispatch
+from tests.support.oracle import choose_experts
+
+
+def sort_in_python(topk_idx: list[list[int]], E: int):
+    """expert_offsets, row_token, row_slot, slot_row: every expert's slots in order, then the dropped ones."""
+    K = len(topk_idx[0]) if topk_idx else 0
+    experts = [e for token in topk_idx for e in token]
+    groups = [[s for s, chosen in enumerate(experts) if chosen == e] for e in range(E)]
+    groups.append([s for s, chosen in enumerate(experts) if not 0 <= chosen < E])
+    row_slot = [s for group in groups for s in group]
+    offsets = [sum(len(group) for group in groups[:e]) for e in range(E + 1)]
+    return offsets, [s // K for s in row_slot], row_slot, [row_slot.index(s) for s in range(len(row_slot))]
+
+
+SHAPES = [
+    pytest.param(0, 4, 2, "random", id="no tokens"),
+    pytest.param(1, 4, 2, "random", id="one token"),
+    pytest.param(37, 8, 3, "random", id="ragged T"),
+    pytest.param(37, 8, 3, "skip", id="an expert without tokens"),
+    pytest.param(19, 5, 2, "all", id="all tokens on one expert"),
+    pytest.param(13, 4, 4, "random", id="K = E"),
+    pytest.param(9, 1, 1, "random", id="E = 1"),
+    pytest.param(11, 3, 2, "random", id="E = 3"),
+    pytest.param(40, 6, 3, "dropped", id="dropped slots"),
+    pytest.param(40, 6, 3, "twice", id="one token twice at one expert"),
+    pytest.param(5, 300, 4, "random", id="more experts than slots"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("T, E, K, routing", SHAPES)
+def test_equals_a_sort_in_python(T, E, K, routing, dtype):
+    idx = choose_experts(T, E, K, routing).to(dtype)
+    got = dispatch(idx, E)
+    assert [array.dtype for array in got] == [torch.int32] * 4
+    assert tuple(array.tolist() for array in got) == sort_in_python(idx.tolist(), E)
+
+
+@pytest.mark.parametrize("T, E, K, routing", SHAPES)
+def test_rows_and_slots_are_permutations_of_each_other(T, E, K, routing):
+    offsets, row_token, row_slot, slot_row = dispatch(choose_experts(T, E, K, routing), E)
+    assert sorted(row_slot.tolist()) == list(range(T * K))
+    assert torch.equal(row_slot[slot_row.long()], torch.arange(T * K, dtype=torch.int32))
+    assert torch.equal(row_token, row_slot // K)
+    assert offsets[0] == 0 and bool((offsets.diff() >= 0).all())
+
+
+@pytest.mark.parametrize(
+    "dtype, E",
+    [
+        pytest.param(torch.int8, 128, id="int8 cannot hold the mark E of a dropped slot"),
+        pytest.param(torch.uint8, 256, id="uint8 cannot hold the mark E of a dropped slot"),
+        pytest.param(torch.int16, 40000, id="int16 cannot hold E"),
+        pytest.param(torch.int32, 32767, id="the first E beyond 16-bit sort keys"),
+        pytest.param(torch.int32, 32766, id="the last E of 16-bit sort keys"),
+    ],
+)
+def test_any_integer_dtype(dtype, E):
+    limit = min(torch.iinfo(dtype).max, E - 1)
+    idx = torch.tensor([[0, limit], [5, limit - 1], [limit, 0]], dtype=dtype)
+    if dtype.is_signed:
+        idx[0, 0] = -1
+    offsets, _, row_slot, _ = dispatch(idx, E)
+    experts = [e if 0 <= e < E else E for e in idx.flatten().tolist()]
+    assert row_slot.tolist() == sorted(range(6), key=lambda s: (experts[s], s))
+    assert offsets[-1] == sum(e < E for e in experts)
+
+
+@pytest.mark.parametrize("e", [2**31 - 1, -(2**31)], ids=["largest int32", "smallest int32"])
+def test_far_ids_are_dropped_and_not_wrapped(e):
+    offsets, _, row_slot, _ = dispatch(torch.tensor([[e, 1], [0, e]], dtype=torch.int32), 2)
+    assert offsets.tolist() == [0, 1, 2] and row_slot.tolist() == [2, 1, 0, 3]
+    offsets, _, _, _ = dispatch(torch.tensor([[2**32, 1]]), 2)  # 0 in its low 32 bits
+    assert offsets.tolist() == [0, 0, 1]
+
+
+def test_strided_ids():
+    idx = choose_experts(12, 5, 4, "random")
+    want = dispatch(idx[:, ::2].contiguous(), 5)
+    assert all(torch.equal(a, b) for a, b in zip(dispatch(idx[:, ::2], 5), want))
+    assert all(torch.equal(a, b) for a, b in zip(dispatch(idx[:, ::2].t().contiguous().t(), 5), want))
+
+
+def test_no_slots_at_all():
+    offsets, *rows = dispatch(torch.zeros(5, 0, dtype=torch.int64), 3)
+    assert offsets.tolist() == [0, 0, 0, 0] and all(row.shape == (0,) for row in rows)
+
+
+def test_twenty_runs_give_the_same_bits():
+    idx = choose_experts(200, 8, 3, "dropped")
+    first = dispatch(idx, 8)
+    assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, dispatch(idx, 8)))
+
+
+@pytest.mark.parametrize(
+    "idx, E, words",
+    [
+        pytest.param(torch.zeros(3, dtype=torch.int64), 2, "(3,)", id="one dim"),
+        pytest.param(torch.zeros(3, 2), 2, "float32", id="floats"),
+        pytest.param(torch.zeros(3, 2, dtype=torch.complex64), 2, "complex64", id="complex numbers"),
+        pytest.param(torch.zeros(3, 2, dtype=torch.bool), 2, "bool", id="a mask in place of ids"),
+        pytest.param(torch.zeros(3, 2, dtype=torch.int64), 0, "num_experts is 0", id="no experts"),
+    ],
+)
+def test_bad_arguments_are_named(idx, E, words):
+    with pytest.raises(ValueError) as error:
+        dispatch(idx, E)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("T, E, K, routing", SHAPES[:4])
+def test_opcheck(T, E, K, routing):
+    torch.library.opcheck(torch.ops.moe_runtime.dispatch, (choose_experts(T, E, K, routing), E, "torch"))

@@ -1,0 +1,310 @@
+"""Leased memory: never shared by two live tensors, never read before it is written, back in the pool when a graph dies."""
+
+import concurrent.futures
+import copy
+import gc
+import importlib.util
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+
+from moe_runtime.ops import workspace
+from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.support.oracle import assert_parity, make_case, moe_eager, run
+
+NAMES = ("x", "up", "down", "topk_weight")
+
+
+@pytest.fixture(autouse=True)
+def _empty_pool():
+    workspace.release()
+    yield
+    workspace.release()
+
+
+def pool_bytes() -> int:
+    return sum(size * len(blocks) for size, blocks in workspace._free.items())
+
+
+def poison() -> int:
+    """Fill every free lease and this thread's scratch memory with NaN; returns the number of blocks."""
+    for blocks in workspace._free.values():
+        for block in blocks:
+            block[:] = b"\xff" * len(block)
+    for buffer in getattr(workspace._local, "buffers", {}).values():
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+    return sum(len(blocks) for blocks in workspace._free.values())
+
+
+def big_case(T=256, E=4, dtype=torch.float32, **kwargs):
+    """A layer whose pre-activation is large enough to be leased: T * 2 * 512 elements."""
+    case = make_case(T, 33, 256, E, 2, dtype, **kwargs)
+    assert T * 2 * 512 * case.dout.element_size() >= workspace.LEASE_FROM
+    return case
+
+
+def start(case):
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in case.leaves.items()}
+    return moe_mlp(*(leaves[name] for name in NAMES), case.topk_idx), list(leaves.values())
+
+
+def finish(case, out, leaves, **kwargs):
+    return [out.detach(), *torch.autograd.grad(out, leaves, case.dout, **kwargs)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# leases by themselves
+
+
+LIKE = torch.empty(0)
+SHAPE = (3, 1 << 18)
+
+
+def test_a_lease_is_a_plain_tensor():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensor = workspace.lease(SHAPE, LIKE.to(dtype))
+        assert tensor.shape == SHAPE and tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+        tensor.normal_()
+        for other in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), tensor.clone()):
+            assert torch.equal(other, tensor) and other.data_ptr() != tensor.data_ptr()
+
+
+def test_small_ones_come_from_the_allocator():
+    tensor = workspace.lease((10,), LIKE)
+    assert tensor.isnan().all()  # so the tests' poison reaches them
+    del tensor
+    assert pool_bytes() == 0
+
+
+def test_memory_returns_and_is_used_again():
+    tensor = workspace.lease(SHAPE, LIKE)
+    address = tensor.data_ptr()
+    del tensor
+    assert pool_bytes() == 3 << 20
+    assert workspace.lease(SHAPE, LIKE).data_ptr() == address
+
+
+def test_two_live_leases_never_share():
+    a, b = (workspace.lease(SHAPE, LIKE).fill_(v) for v in (1, 2))
+    c = workspace.lease(SHAPE, LIKE).fill_(3)
+    assert len({t.data_ptr() for t in (a, b, c)}) == 3 and (a == 1).all() and (b == 2).all()
+
+
+@pytest.mark.parametrize("part", [lambda t: t[2, 5:], lambda t: t.detach(), lambda t: t.view(-1)[::7], lambda t: t.numpy(), lambda t: t.untyped_storage()])
+def test_a_view_keeps_the_memory(part):
+    tensor = workspace.lease(SHAPE, LIKE).fill_(7)
+    view = part(tensor)
+    del tensor
+    gc.collect()
+    assert pool_bytes() == 0
+    other = workspace.lease(SHAPE, LIKE).fill_(9)
+    assert not isinstance(view, torch.Tensor) or (view == 7).all()
+    del view, other
+    assert pool_bytes() == 2 * (3 << 20)
+
+
+def test_release_empties_the_pool_and_spares_the_living():
+    dead, alive = workspace.lease(SHAPE, LIKE), workspace.lease(SHAPE, LIKE).fill_(5)
+    del dead
+    workspace.release()
+    assert pool_bytes() == 0 and (alive == 5).all()
+    del alive
+    assert pool_bytes() == 3 << 20
+
+
+def test_scratch_is_uninitialized_and_private_to_its_thread():
+    mine = workspace.scratch("x", (4, 5), LIKE)
+    assert mine.isnan().all()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        theirs = other.submit(workspace.scratch, "x", (4, 5), LIKE).result()
+    assert mine.data_ptr() != theirs.data_ptr()
+    assert workspace.scratch("x", (2, 2), LIKE).data_ptr() == mine.data_ptr()
+    assert workspace.scratch("y", (2, 2), LIKE).data_ptr() != mine.data_ptr()
+    assert workspace.scratch("x", (0, 9), LIKE).shape == (0, 9)
+
+
+def test_a_collection_in_the_middle_of_a_lease_does_not_deadlock():
+    # a lease in a reference cycle (an exception's traceback is enough) is returned by the garbage collector, which may
+    # run between any two instructions from Python 3.12 on, also while this thread holds the pool's lock
+    spec = importlib.util.find_spec("moe_runtime.ops.workspace")
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    cycles = []
+    for n in range(64):
+        cycle = [fresh.lease((fresh.LEASE_FROM // 4 + n,), LIKE)]
+        cycle.append(cycle)
+        cycles.append(cycle)
+    done = threading.Event()
+
+    def collect(frame, event, arg):
+        if frame.f_code.co_filename != fresh.__file__:
+            return None
+        if cycles:
+            cycles.pop()
+            gc.collect()
+        return collect
+
+    def work():
+        sys.settrace(collect)
+        tensor = fresh.lease((fresh.LEASE_FROM // 4,), LIKE)
+        del tensor
+        fresh.release()
+        sys.settrace(None)
+        done.set()
+
+    del cycle
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(5)
+
+
+# through the layer
+
+
+def test_layer_leases_and_returns():
+    case = big_case()
+    out, leaves = start(case)
+    assert pool_bytes() == 0
+    finish(case, out, leaves)
+    del out
+    assert pool_bytes() == 256 * 2 * 512 * 4
+    start(case)  # a graph that is dropped without a backward pass
+    gc.collect()
+    assert pool_bytes() == 256 * 2 * 512 * 4
+
+
+@pytest.mark.parametrize("routing", ["random", "dropped", "skip", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_old_contents_never_show(dtype, routing):
+    case = big_case(512, dtype=dtype, routing=routing, bias=False)
+    want = finish(case, *start(case))
+    for _ in range(3):
+        assert poison() > 0
+        got = finish(case, *start(case))
+        assert not any(t.isnan().any() for t in got) and same(got, want)
+
+
+def test_poison_between_forward_and_backward_does_not_reach_the_graph():
+    case, other = big_case(), big_case()
+    want = finish(case, *start(case))
+    out, leaves = start(case)
+    finish(other, *start(other))
+    poison()
+    assert same(finish(case, out, leaves), want)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_graphs_that_live_at_once(order):
+    cases = [big_case(T) for T in (256, 256, 300)]
+    want = [finish(case, *start(case)) for case in cases]
+    graphs = [start(case) for case in cases]
+    for i in order:
+        poison()
+        assert same(finish(cases[i], *graphs[i]), want[i])
+
+
+def test_layers_of_different_shapes_in_one_graph():
+    cases = [make_case(256, 33, I, 4, 2) for I in (256, 300, 17)]
+    x = cases[0].leaves["x"]
+
+    def network(layer):
+        leaves = [{n: leaf.clone().requires_grad_() for n, leaf in case.leaves.items()} for case in cases]
+        h = x.clone().requires_grad_()
+        leaves[0]["x"] = h
+        for case, own in zip(cases, leaves):
+            h = h + layer(h, own["up"], own["down"], own["topk_weight"], case.topk_idx) / 4
+        flat = [own[n] for own in leaves for n in NAMES[1:]] + [leaves[0]["x"]]
+        return [h.detach(), *torch.autograd.grad(h, flat, cases[0].dout)]
+
+    got, want = network(moe_mlp), network(moe_eager)
+    assert_parity(dict(enumerate(got)), dict(enumerate(want)), 1e-5)
+    poison()
+    assert same(network(moe_mlp), got)
+
+
+def test_backward_twice_with_retain_graph():
+    case = big_case()
+    out, leaves = start(case)
+    first = finish(case, out, leaves, retain_graph=True)
+    other = big_case()
+    finish(other, *start(other))
+    poison()
+    assert same(finish(case, out, leaves), first)
+
+
+def test_gradients_outlive_later_steps():
+    case, other = big_case(), big_case()
+    got = finish(case, *start(case))
+    copies = [t.clone() for t in got]
+    for _ in range(2):
+        finish(other, *start(other))
+        poison()
+    assert same(got, copies)
+
+
+def test_backward_from_another_thread():
+    case = big_case()
+    want = finish(case, *start(case))
+    out, leaves = start(case)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        got = pool.submit(finish, case, out, leaves).result(timeout=30)
+    assert same(got, want)
+    del out
+    assert same(finish(case, *start(case)), want)
+
+
+def test_threads_at_once():
+    cases = [big_case(T) for T in (256, 256, 300, 400)]
+    want = [finish(case, *start(case)) for case in cases]
+
+    def work(i):
+        return all(same(finish(cases[i], *start(cases[i])), want[i]) for _ in range(5))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4), timeout=60))
+
+
+@pytest.mark.parametrize("first", ["inference", "training"])
+def test_inference_mode_and_training_take_turns(first):
+    case = big_case()
+    want = run(case, lambda *args, **_: moe_mlp(*args))
+
+    def infer():
+        with torch.inference_mode():
+            return moe_mlp(*case.leaves.values(), case.topk_idx)
+
+    def train():
+        return run(case, lambda *args, **_: moe_mlp(*args))
+
+    workspace.release()
+    order = [infer, train] * 2 if first == "inference" else [train, infer] * 2
+    for step in order:
+        got = step()
+        assert torch.equal(got if step is infer else got["out"], want["out"])
+
+
+def test_pool_does_not_grow_with_every_new_length():
+    # batches of varying length, as every data loader without padding to a fixed length yields them
+    lengths = range(256, 256 + 32)
+    for T in lengths:
+        case = big_case(T)
+        finish(case, *start(case))
+    assert pool_bytes() <= 4 * (lengths[-1] * 2 * 512 * 4)
+
+
+def test_activation_checkpointing():
+    case = big_case()
+    want = finish(case, *start(case))
+    leaves = [case.leaves[name].clone().requires_grad_() for name in NAMES]
+    for reentrant in (False, True):
+        out = torch.utils.checkpoint.checkpoint(lambda *v: moe_mlp(*v, case.topk_idx), *leaves, use_reentrant=reentrant)
+        for leaf in leaves:
+            leaf.grad = None
+        out.backward(case.dout)
+        assert same([out.detach(), *(leaf.grad for leaf in leaves)], want)

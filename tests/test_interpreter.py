@@ -1,0 +1,106 @@
+"""The interpreter that the kernel tests run in, and what tests/support repairs and watches in it."""
+
+import os
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on the GPU here")
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    square = n[:, None] * N + n[None, :]
+    acc = tl.dot(tl.load(a_ptr + square), tl.load(b_ptr + square), tl.zeros([N, N], tl.float32), input_precision="ieee")
+    tl.store(out_ptr + square, acc.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _loop_kernel(x_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
+    acc = tl.zeros([BLOCK_P], tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        acc += tl.load(x_ptr + p, mask=p < P, other=0.0)
+    tl.store(out_ptr + tl.arange(0, BLOCK_P), acc)
+
+
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    tl.store(out_ptr + p, tl.load(x_ptr + p, mask=p < P))
+
+
+@triton.jit
+def _add_kernel(x_ptr, out_ptr, BLOCK_P: tl.constexpr):
+    p = tl.arange(0, BLOCK_P)
+    tl.store(out_ptr + p, tl.load(x_ptr + p) + tl.load(x_ptr + p))
+
+
+@triton.jit
+def _race_kernel(x_ptr, out_ptr, READ: tl.constexpr):
+    i = tl.program_id(0)
+    if READ:
+        tl.store(out_ptr + i, tl.load(out_ptr + 1 - i))
+    else:
+        tl.store(out_ptr, tl.load(x_ptr + i))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_dot_is_right(dtype, tolerance):
+    a, b = torch.randn(16, 16).to(dtype), torch.randn(16, 16).to(dtype)
+    out = torch.empty(16, 16)
+    _dot_kernel[(1,)](a, b, out, N=16)
+    want = a.double() @ b.double()
+    assert (out - want).norm() / want.norm() < tolerance[torch.float32]
+
+
+def test_bf16_store_rounds_to_nearest_even():
+    a, b, out = torch.randn(16, 16), torch.eye(16), torch.empty(16, 16, dtype=torch.bfloat16)
+    _dot_kernel[(1,)](a, b, out, N=16)
+    assert torch.equal(out, a.bfloat16())
+
+
+def test_loop_to_a_runtime_bound():
+    x, out = torch.randn(40), torch.empty(16)
+    _loop_kernel[(1,)](x, out, 40, BLOCK_P=16)
+    torch.testing.assert_close(out.sum(), x.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_load_without_other_is_poison(dtype):
+    x, out = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
+    _copy_kernel[(1,)](x, out, 13, BLOCK_P=16)
+    assert out[:13].eq(1).all() and out[13:].isnan().all()
+
+
+def test_bf16_arithmetic_is_refused():
+    x = torch.ones(16, dtype=torch.bfloat16)
+    with pytest.raises(Exception, match="upcast"):
+        _add_kernel[(1,)](x, torch.empty_like(x), BLOCK_P=16)
+
+
+@pytest.mark.parametrize(
+    "x, out, kind",
+    [
+        pytest.param(13, 16, "load", id="load-past-end"),
+        pytest.param(16, 13, "store", id="store-past-end"),
+    ],
+)
+def test_out_of_bounds_is_caught(x, out, kind):
+    # views into larger storage: torch would not notice
+    x, out = torch.ones(32)[:x], torch.empty(32)[:out]
+    with pytest.raises(Exception, match=f"{kind} out of bounds: 3 lane"):
+        _copy_kernel[(1,)](x, out, 16, BLOCK_P=16)
+
+
+@pytest.mark.parametrize("read, what", [(False, "write race"), (True, "read/write race")])
+def test_races_are_caught(read, what):
+    with pytest.raises(AssertionError, match=what):
+        _race_kernel[(2,)](torch.ones(2), torch.ones(2), READ=read)
+
+
+def test_unwritten_memory_is_nan():
+    assert torch.empty(64).isnan().all()

@@ -1,0 +1,302 @@
+"""What is shipped: how it is built, what it holds, what importing it does."""
+
+import ast
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import moe_runtime
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+IGNORED = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", "runs", ".*")
+WHEEL_BUDGET = 500_000  # bytes
+
+# a build backend's hooks, called as pip calls them
+BUILD = "import os, sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def run(*args, cwd: Path, path=(), check: bool = True, **env: str) -> subprocess.CompletedProcess:
+    """Run a Python with nothing importable but its standard library, `path` and what `cwd` gives."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1", **env}
+    done = subprocess.run([sys.executable, "-S", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def python_files(root: Path) -> set[str]:
+    """List the package's modules under `root` as a wheel names them, kernels/ among them."""
+    ours = {path.relative_to(root).as_posix() for path in (root / "moe_runtime").rglob("*.py")}
+    return ours | {f"moe_runtime/{path.relative_to(root).as_posix()}" for path in (root / "kernels").rglob("*.py")}
+
+
+def is_checkout() -> bool:
+    return (ROOT / ".git").exists()
+
+
+def versioned_files() -> list[Path]:
+    """List the files under version control, and those that are about to be."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [ROOT / name for name in names if name and os.path.lexists(ROOT / name)]
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory) -> Path:
+    """A copy of what version control holds: a clean clone."""
+    copy = tmp_path_factory.mktemp("tree") / "clone"
+    if not is_checkout():
+        return Path(shutil.copytree(ROOT, copy, symlinks=True, ignore=IGNORED))
+    for source in versioned_files():
+        target = copy / source.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def build_env(tmp_path_factory) -> Path:
+    """A folder that holds setuptools, the one thing that pyproject.toml asks of a build, and nothing else."""
+    folder = tmp_path_factory.mktemp("build_env")
+    site = Path(importlib.util.find_spec("setuptools").origin).parents[1]
+    for path in itertools.chain(site.glob("setuptools*"), site.glob("_distutils_hack")):
+        (folder / path.name).symlink_to(path)
+    assert run("-c", "import torch", cwd=folder, path=[folder], check=False).returncode != 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sdist(tree, build_env, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    run("-c", BUILD, "build_sdist", out, cwd=tree, path=[build_env])
+    return next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist, build_env, tmp_path_factory) -> Path:
+    """The wheel as a user gets it: from the sdist."""
+    out = tmp_path_factory.mktemp("wheel")
+    shutil.unpack_archive(sdist, out)
+    run("-c", BUILD, "build_wheel", out, cwd=next(out.glob("moe_runtime-*/")), path=[build_env])
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The wheel, installed by pip into a folder of its own."""
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
+    subprocess.run(pip, check=True)
+    return target
+
+
+def test_package_list_is_the_tree():
+    # 3.10 has no tomllib; the list is plain enough to be read without one
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(r'"(.+)"', re.search(r"^packages = \[(.*?)^\]", text, re.S | re.M)[1])
+    found = {path.parent.relative_to(ROOT) for path in (ROOT / "moe_runtime").rglob("__init__.py")}
+    assert listed == sorted({".".join(path.parts) for path in found} | {"moe_runtime.kernels"})
+
+
+def test_kernels_is_a_symlink_and_no_package():
+    link = ROOT / "moe_runtime" / "kernels"
+    assert link.is_symlink() and os.readlink(link) == "../kernels"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    if is_checkout():
+        command = ["git", "ls-files", "--stage", "moe_runtime/kernels"]
+        staged = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert not staged or staged.startswith("120000")
+
+
+def test_wheel_holds_the_package_and_no_more(wheel):
+    assert wheel.name == f"moe_runtime-{moe_runtime.__version__}-py3-none-any.whl"
+    assert wheel.stat().st_size < WHEEL_BUDGET
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        info = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_runtime" / "recipes").glob("*.yaml")}
+    assert names == python_files(ROOT) | recipes
+    assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+
+
+def test_wheel_of_the_sdist_is_that_of_the_tree(wheel, tree, build_env, tmp_path):
+    run("-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env])
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as other:
+        assert {i.filename: i.CRC for i in one.infolist()} == {i.filename: i.CRC for i in other.infolist()}
+
+
+def test_sdist_holds_sources_only(sdist):
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"pyproject.toml", "setup.py", "LICENSE", "README.md"} <= set(names)
+    assert [name for name in names if name.endswith((".so", ".o", ".pyc", ".cubin"))] == []
+    assert [name for name in names if name.startswith(("bench", "tests"))] == []
+
+
+def test_version_is_written_once(wheel):
+    assert Version(moe_runtime.__version__).release
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"moe_runtime-{moe_runtime.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {moe_runtime.__version__}\n" in metadata
+    texts = [path.read_text() for path in (ROOT / "pyproject.toml", ROOT / "setup.py")]
+    assert not any(f'"{moe_runtime.__version__}"' in text for text in texts)
+
+
+def test_every_import_is_declared():
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = re.findall(r"^(?:dependencies|train|plot) = \[(.*?)\]$", text, re.S | re.M)
+    declared = {name.replace("-", "_").lower() for name in re.findall(r"""["']([\w-]+)""", " ".join(lists))}
+    distribution = {"yaml": "pyyaml"}
+    imported = set()
+    for path in [*(ROOT / "moe_runtime").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {distribution.get(top, top) for top in (name.partition(".")[0] for name in names)}
+    assert imported - declared - sys.stdlib_module_names == {"moe_runtime"}
+
+
+def test_versions_are_not_compared_as_text():
+    # "2.9" > "2.11"
+    compared = re.compile(r"""__version__\s*[<>]=?|version\([^)]*\)\s*[<>]=?\s*["']""")
+    paths = [*(ROOT / "moe_runtime").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    assert [path for path in paths if compared.search(path.read_text())] == []
+
+
+def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path):
+    done = run(
+        "-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env], check=False, MOE_RUNTIME_BUILD_CUDA="1"
+    )
+    assert done.returncode != 0 and not list(tmp_path.iterdir())
+    assert done.stderr.strip().splitlines()[-1].startswith("MOE_RUNTIME_BUILD_CUDA is set")
+
+
+def kernel_modules(root: Path) -> list[str]:
+    return sorted(f"moe_runtime.kernels.{path.stem}" for path in (root / "kernels").glob("*.py"))
+
+
+# finds every module, imports those that need nothing but torch and triton, and says where the package lies
+FIND = """
+import importlib, importlib.util, sys
+import moe_runtime
+for name in sys.argv[1:]:
+    if importlib.util.find_spec(name) is None:
+        sys.exit(f"{name} is not there")
+    if name.startswith("moe_runtime.kernels."):
+        importlib.import_module(name)
+print(moe_runtime.__file__)
+"""
+
+
+def modules(root: Path) -> list[str]:
+    return sorted(name[:-3].replace("/__init__", "").replace("/", ".") for name in python_files(root))
+
+
+def test_installed_wheel_imports(installed, tmp_path):
+    done = run("-c", FIND, *modules(ROOT), cwd=tmp_path, path=[installed, *SITE])
+    assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
+
+
+def test_clean_clone_imports(tree):
+    done = run("-c", FIND, *modules(ROOT), cwd=tree, path=SITE)
+    assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py")
+
+
+def test_editable_install_imports(tree, build_env, tmp_path):
+    run("-c", BUILD, "build_editable", tmp_path, cwd=tree, path=[build_env])
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, next(tmp_path.glob("*.whl"))], check=True)
+    # torch and triton by a .pth: on PYTHONPATH an editable install of this checkout would come first
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    (site / "zz_torch.pth").write_text("\n".join(SITE))
+    done = subprocess.run([python, "-c", FIND, *modules(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py"), done.stderr
+
+
+def test_pip_package_kernels_is_not_hidden(tree, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    done = run("-c", "import kernels, moe_runtime; print(kernels.__file__)", cwd=tree, path=[tmp_path])
+    assert done.stdout.strip() == str(tmp_path / "kernels" / "__init__.py")
+
+
+IMPORT = """
+import sys, time
+start = time.perf_counter()
+import moe_runtime
+seconds = time.perf_counter() - start
+heavy = sorted({"torch", "transformers", "triton", "numpy"} & set(sys.modules))
+print(seconds < 1, heavy, sorted(set(moe_runtime.__all__) - set(dir(moe_runtime))))
+"""
+
+
+def test_import_is_light():
+    """No torch, so no CUDA context either."""
+    assert run("-c", IMPORT, cwd=ROOT, path=SITE).stdout.strip() == "True [] []"
+
+
+@pytest.mark.parametrize("name", moe_runtime.__all__)
+def test_public_names_resolve(name):
+    assert getattr(moe_runtime, name) is getattr(moe_runtime, name)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = moe_runtime.nonsense
+
+
+REGISTERED = """
+import sys
+{code}
+assert "transformers" in sys.modules
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+config = AutoConfig.for_model("moe_runtime_llama")
+print(type(config).__name__, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
+print([finder for finder in sys.meta_path if type(finder).__module__.startswith("moe_runtime")])
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import moe_runtime; from transformers import AutoModelForCausalLM", id="ours-first"),
+        pytest.param("from transformers import AutoModelForCausalLM; import moe_runtime", id="theirs-first"),
+        pytest.param("import transformers, moe_runtime; transformers.AutoConfig", id="theirs-without-auto-classes"),
+        # loads the auto classes while a file that our classes build on is half done
+        pytest.param("import moe_runtime; from transformers import LlamaForCausalLM", id="model-file"),
+        pytest.param("import moe_runtime.hf.modeling", id="our-own-file"),
+        pytest.param("from moe_runtime.methods import xft", id="a-method"),
+    ],
+)
+def test_auto_classes_know_ours(code):
+    done = run("-c", REGISTERED.format(code=code), cwd=ROOT, path=SITE)
+    assert done.stdout.splitlines() == ["MoeRuntimeLlamaConfig MoeRuntimeLlamaForCausalLM", "[]"]
+
+
+@pytest.mark.skipif(not is_checkout(), reason="not a checkout")
+def test_no_file_names_a_place_of_ours():
+    # paths of the machines this was written on, and hosts that a user's pip configuration decides
+    places = re.compile(
+        "|".join(["/wor" + "k/", "/roo" + "t/", "/opt/(wheels|py" + "pi)", r"(pyp" + r"i|pythonhosted)\.org"])
+    )
+    found = []
+    for path in versioned_files():
+        if path.is_symlink() or path.is_dir() or b"\0" in (data := path.read_bytes()):
+            continue
+        lines = data.decode(errors="replace").splitlines()
+        found += [f"{path.relative_to(ROOT)}:{n}: {line}" for n, line in enumerate(lines, 1) if places.search(line)]
+    assert found == []

@@ -18,6 +18,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -55,7 +56,7 @@ def parse_size(size: int | str) -> int:
     """Bytes of `size`: a number, or one with B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT]?)B|([KMGT])IB)?", str(size).upper())
     unit, base = (match[3], 1024) if match and match[3] else (match and match[2], 1000)
-    value = int(float(match[1]) * base ** " KMGT".index(unit or " ")) if match else 0
+    value = int(Fraction(match[1]) * base ** " KMGT".index(unit or " ")) if match else 0
     if value < 1:
         raise ValueError(f"size is {size!r}; want at least one byte, as a number or such as '2GB', '500MB', '1.5GiB'")
     return value
@@ -121,14 +122,14 @@ def _is_abandoned(folder: Path, pid: int) -> bool:
     if pid != os.getpid() and os.path.exists(f"/proc/{pid}"):
         return False
     # the lock speaks where the pid does not: for this process, and for containers that share a disk but not their pids
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return True
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(handle)
+    return False
 
 
 def _sweep(path: Path) -> None:
@@ -284,7 +285,7 @@ class Checkpoint:
     """A safetensors folder open for reading: `model.safetensors`, or shards and their `model.safetensors.index.json`.
 
     Opening reads the headers and checks them against each other and the index; ValueError names the file and the key.
-    Tensors are read on demand, with one shard open at a time, into memory of their own.
+    Tensors are read on demand, with one shard open at a time, into memory of their own. One thread at a time.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -450,8 +451,12 @@ class CheckpointWriter:
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if self._pending_bytes + spec.nbytes > self.max_shard_size:
             self._flush(tmp)
-        # a snapshot: the caller may reuse the memory before the shard is written
-        self._pending[key] = _empty(spec).copy_(tensor.detach())
+        tensor = tensor.detach()
+        as_stored = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        # a tensor that waits for others is copied: the caller may reuse its memory meanwhile
+        if not as_stored or spec.nbytes < self.max_shard_size:
+            tensor = _empty(spec).copy_(tensor)
+        self._pending[key] = tensor
         self._shard_of[key] = self._shards + 1
         self._pending_bytes += spec.nbytes
         self._total_bytes += spec.nbytes

@@ -9,7 +9,6 @@
 import ast
 import functools
 import importlib
-import inspect
 import random
 import sysconfig
 import textwrap
@@ -143,17 +142,18 @@ def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], .
     """Return the rows of the train files and those of the held-out files, without doubles, in the files' order."""
     train: dict[str, dict[str, str]] = {}
     held_out: dict[str, dict[str, str]] = {}
+    known = set()  # all that the train files define, documented or not, however deep
     for module, text in _library_files():
-        rows = held_out if is_held_out(module) else train
-        lines = text.splitlines()
+        lines, is_test = text.splitlines(), is_held_out(module)
         for node, owner in _functions(ast.parse(text)):
-            row = _row(module, lines, node, owner)
+            completion = _cut(lines, node)
+            if not is_test:
+                known.add(_flat(completion))
+            row = _row(module, node, owner, completion)
             if row is not None:
-                rows.setdefault(row["completion"], row)
-    # a function copied from file to file may be documented in one of them only, and stand deeper in the other
-    known = "\n".join(_flat(text) for module, text in _library_files() if not is_held_out(module))
-    fresh = tuple(row for completion, row in held_out.items() if _flat(completion) not in known)
-    return tuple(train.values()), fresh
+                (held_out if is_test else train).setdefault(completion, row)
+    fresh = (row for completion, row in held_out.items() if _flat(completion) not in known)
+    return tuple(train.values()), tuple(fresh)
 
 
 def _flat(text: str) -> str:
@@ -173,16 +173,21 @@ def _functions(node: ast.AST, owner: str | None = None) -> Iterator[tuple[Functi
             yield child, owner
 
 
-def _row(module: str, lines: list[str], node: Function, owner: str | None) -> dict[str, str] | None:
+def _cut(lines: list[str], node: Function) -> str:
+    """The source of a function, with its decorators, without the lines of its docstring, indentation removed."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    source = lines[first - 1 : node.end_lineno]
+    if ast.get_docstring(node, clean=False) is not None:
+        del source[node.body[0].lineno - first : node.body[0].end_lineno - first + 1]
+    return textwrap.dedent("\n".join(source)).strip("\n")
+
+
+def _row(module: str, node: Function, owner: str | None, completion: str) -> dict[str, str] | None:
     """Make the pair of one function; None where there is no docstring, no body beside it or no clean cut."""
     doc, rest = ast.get_docstring(node), node.body[1:]
     if not doc or not rest or _is_stub(rest):
         return None
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    begin, end = node.body[0].lineno, node.body[0].end_lineno
-    source = [*lines[first - 1 : begin - 1], *lines[end : node.end_lineno]]
-    completion = textwrap.dedent("\n".join(source)).strip("\n")
-    prompt = _prompt(node, owner, inspect.cleandoc(doc).strip())
+    prompt = _prompt(node, owner, doc.strip())
     if not (SIZE[0] <= len(completion) <= SIZE[1] >= len(prompt)) or not _is_body(completion, rest):
         return None
     return {"prompt": prompt, "completion": completion, "module": module}

@@ -106,11 +106,11 @@ def test_round_trip(tmp_path, shards):
     tensors = ten_tensors()
     out = write(tmp_path / "out", tensors, 4000 // shards)
     names = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
-    files = [SINGLE] if shards == 1 else [*names, INDEX]
-    assert sorted(file.name for file in out.iterdir()) == sorted(files)
+    expected = [SINGLE] if shards == 1 else [*names, INDEX]
+    assert sorted(file.name for file in out.iterdir()) == sorted(expected)
     assert siblings(out) == []
     loaded = {}
-    for name in files[:shards]:
+    for name in expected[:shards]:
         part = load_file(out / name)
         assert len(part) == 10 // shards
         with safe_open(out / name, "pt") as file:
@@ -808,8 +808,8 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
     monkeypatch.setattr(checkpoint, "_move_in", lambda *args: (order.append("move"), move(*args)))
     write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
     tmp = str(tmp_path / f".out.tmp-{os.getpid()}")
-    files = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
-    assert {*files, tmp} == set(order[: order.index("move")])
+    written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
+    assert {*written, tmp} == set(order[: order.index("move")])
     assert order[order.index("move") + 1 :] == [str(tmp_path)]
 
 
@@ -833,6 +833,20 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path, dea
     (tmp_path / f".out.old-{dead_pid}").mkdir()
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, f".out.tmp-{dead_pid + 1}"])
+
+
+def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, dead_pid, monkeypatch):
+    left, open_ = tmp_path / f".out.tmp-{dead_pid}", os.open
+    left.mkdir()
+
+    def refuse(path, *args, **options):
+        if Path(path) == left:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    write(tmp_path / "out", ten_tensors())
+    assert siblings(tmp_path / "out") == [left.name]
 
 
 def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path, dead_pid):
@@ -1003,22 +1017,22 @@ source, out = sys.argv[1:]
 torch.set_num_threads(1)
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 before = memory("VmRSS")
-limit = memory("VmData") + 150 * MB  # 50 of the shard, 20 of the tensor and its snapshot, the allocators' slack
+limit = memory("VmData") + 80 * MB  # 50 of the shard, 10 of the tensor, 20 of slack
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
     for key in reader:
         writer.add(key, reader.get(key))
-    print("growth", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
-# the limit bites: what holds more fails under it
+    print("growth", memory("VmHWM") - before)  # ru_maxrss would count what the parent had before exec
+    # the limit bites: who holds more than one shard fails under it
     try:
-        hold = [reader.get(key) for key in reader]
-    except (MemoryError, RuntimeError):
+        hold = [reader.get(key) for key in reader.keys()[:9]]
+    except OSError:
         print("refused")
 """
 
 
 def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
-    """600 MB in 12 shards, with 150 MB allowed: enforced by RLIMIT_DATA, and measured as the peak resident set."""
+    """600 MB in 12 shards, with 80 MB allowed: enforced by RLIMIT_DATA, and measured as the peak resident set."""
     source, out, size, weight_map = tmp_path / "source", tmp_path / "out", 10**7, {}
     source.mkdir()
     for shard in range(12):
@@ -1040,7 +1054,7 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     growth, *refused = done.stdout.splitlines()
-    assert int(growth.split()[1]) < 150 * 10**6
+    assert int(growth.split()[1]) < 80 * 10**6
     assert refused == ["refused"]
     with Checkpoint(out) as copy:
         assert len(list(out.glob("*.safetensors"))) == 12

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_runtime.checkpoint import CheckpointWriter, read_json
 from moe_runtime.config import MoEConfig
@@ -96,3 +96,17 @@ def stock_mlp_error(config, weights: dict[str, torch.Tensor]) -> float:
     mlp = stock.get_submodule(family.path.format(0))
     write_mlp(mlp, family, weights)
     return mlp_error(mlp, family)
+
+
+def probe_logits(source) -> torch.Tensor:
+    """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its folder."""
+    model = source if isinstance(source, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(source)
+    config = model.config.get_text_config()
+    length = min(32, getattr(config, "max_position_embeddings", None) or 32)
+    input_ids = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits.float()
+    model.train(training)
+    return logits

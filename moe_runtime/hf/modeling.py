@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationMixin, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from moe_runtime.hf import outputs
 from moe_runtime.hf.configuration import FORMAT, STAGES, ConfigMixin, moe_config
@@ -232,13 +233,16 @@ def model_classes(model_type: str) -> ModelClasses:
     base_inner, base_causal_lm = MODEL_MAPPING[base_config], MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     stem = config.__name__.removesuffix("Config")
     inner = _derive(f"{stem}Model", _Inner, base_inner, config)
-    # GenerationMixin by name, or a remote-code load derives yet another class to add it
-    causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config, GenerationMixin)
+    causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    # a base's own renamings between file and model (GPT-NeoX's embed_out is lm_head), which go by the class's name
+    renamings = get_checkpoint_conversion_mapping(base_causal_lm.__name__)
+    if renamings:
+        register_checkpoint_conversion_mapping(causal_lm.__name__, renamings, overwrite=True)
     return ModelClasses(config, inner, causal_lm, base_config, base_inner, base_causal_lm)
 
 
-def _derive(name: str, ours: type, base: type, config: type, *more: type) -> type:
+def _derive(name: str, ours: type, base: type, config: type) -> type:
     """Make and publish the class `name`: our mixin before the stock model class."""
 
     @functools.wraps(base.forward)
@@ -259,7 +263,7 @@ def _derive(name: str, ours: type, base: type, config: type, *more: type) -> typ
         # the mixing logits move by less than bfloat16 resolves
         "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or ()), "mixing_logits"],
     }
-    cls = type(name, (ours, base, *more), members)
+    cls = type(name, (ours, base), members)
     globals()[name] = cls
     return cls
 

@@ -14,7 +14,7 @@ from moe_runtime.hf.training import ROW_ID, _MoETrainer
 from moe_runtime.modules.moe import Router
 
 PROG = "moe-runtime train"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 class _MoESFTTrainer(_MoETrainer):
@@ -47,7 +47,9 @@ class _MoESFTTrainer(_MoETrainer):
         lm_loss = result[0] if return_outputs else result
         balance_loss = torch.zeros_like(lm_loss.detach())
         if caught:
-            share = outputs.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, lm_loss.device)
+            # clamped, as TRL does, for a step without a token to learn
+            items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).clamp(min=1)
+            share = outputs.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
         loss = lm_loss + balance_loss if caught else lm_loss
         if caught or self.aux_loss_enabled:
@@ -86,38 +88,21 @@ class TrainArguments:
         default=None, metadata={"help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"}
     )
     eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
-    router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv beside the model"})
+    router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"})
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
 
 
 def train_command(argv: list[str] | None = None) -> Path:
     """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
 
-    Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError for
-    a model without tokenizer, for data that cannot be read and for unknown flags.
+    Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError
+    for a model without tokenizer, for data that cannot be read and for unknown flags.
     """
     trl = require("trl")
     ours, script, args, model, mixture = _parse(trl, argv)
     name = ours.model or model.model_name_or_path
     _check_model(name)
-    register_auto_classes()
-    args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    } | (args.model_init_kwargs or {})
-    train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
-    trainer = _sft_trainer()(
-        model=name,
-        args=args,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        quantization_config=trl.get_quantization_config(model),
-        peft_config=trl.get_peft_config(model),
-        router_stats=ours.router_stats,
-        stop_on_nan=ours.stop_on_nan,
-    )
+    trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # transformers takes True for the last checkpoint, which the command line can only spell
     resume = args.resume_from_checkpoint
     result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
@@ -131,6 +116,28 @@ def train_command(argv: list[str] | None = None) -> Path:
     if hasattr(trainer, "end"):  # from transformers 5.18 on
         trainer.end()
     return Path(args.output_dir)
+
+
+def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
+    """Read the rows and build the MoESFTTrainer; the model is loaded by TRL, which knows the flags for it."""
+    register_auto_classes()
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    } | (args.model_init_kwargs or {})
+    train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
+    return _sft_trainer()(
+        model=name,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        quantization_config=trl.get_quantization_config(model),
+        peft_config=trl.get_peft_config(model),
+        router_stats=ours.router_stats,
+        stop_on_nan=ours.stop_on_nan,
+    )
 
 
 def _parse(trl, argv: list[str] | None) -> tuple:

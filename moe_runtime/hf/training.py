@@ -1,4 +1,4 @@
-"""What transformers' Trainer and TRL's SFTTrainer need from us: the parts of the loss, router statistics, a stop at NaN.
+"""What transformers' Trainer and TRL's SFTTrainer need of us: the parts of the loss, router statistics, a stop at NaN.
 
     loss = lm_loss + balance_loss
     balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from moe_runtime.hf import outputs
 from moe_runtime.modules.moe import Router
 from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
 
@@ -209,10 +210,10 @@ class MoETrainer(_MoETrainer, Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the model's own loss, which has the balance losses in it."""
         loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        lm_loss = getattr(out, "lm_loss", None)
+        lm_loss, ranks = getattr(out, "lm_loss", None), self._ranks(num_items_in_batch)
         if lm_loss is not None:
-            lm_loss = lm_loss.detach() * self._ranks(num_items_in_batch)
-            self._note(lm_loss, loss.detach() - lm_loss, inputs, num_items_in_batch)
+            share = outputs.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, loss.device)
+            self._note(ranks * lm_loss, ranks * share * out.aux_loss, inputs, num_items_in_batch)
         return (loss, out) if return_outputs else loss
 
 

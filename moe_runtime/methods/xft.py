@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf import families, swap
+from moe_runtime.hf import families, folders, swap
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.merging import merge_experts, mixing
@@ -76,11 +76,10 @@ def upcycle(
     if config is not None and settings:
         raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
     config = config or config_for(model, **settings)
-    probe = _probe(model)
-    before, dense_parameters = _logits(model, probe), _size(model)
+    before, dense_parameters = folders.probe_logits(model), _size(model)
     swap.dense_to_moe(model, config, layers=layers, seed=seed)
     moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    after = _logits(model, probe)
+    after = folders.probe_logits(model)
     idle = 1 - config.top_k / config.num_experts
     stacks = {
         f"{name}.experts.{n}": p for name, module in moe_layers.items() for n, p in module.experts.named_parameters()
@@ -161,23 +160,6 @@ def _alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
     if not off < 1e-4:
         raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
     return list(alpha)
-
-
-def _probe(model: nn.Module, batch: int = 2, length: int = 32) -> torch.Tensor:
-    """A fixed batch of random token ids."""
-    config = model.config.get_text_config()
-    length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, config.vocab_size, (batch, length), generator=generator).to(model.device)
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    training = model.training
-    model.eval()
-    logits = model(input_ids=input_ids, use_cache=False).logits.float()
-    model.train(training)
-    return logits
 
 
 def _size(model: nn.Module) -> int:

@@ -75,7 +75,7 @@ def upcycle_folder(
     new_config = folders.upcycled_config(config, moe, layers)
     layers = new_config.moe_runtime["layers"]
     with Checkpoint(source) as checkpoint:
-        _check_mlps(checkpoint, family, moe, layers)
+        _check_mlps(checkpoint, family, moe, layers, config.num_hidden_layers)
         keys = families.mlp_keys(family, layers[0], moe.bias)
         first = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
         error = folders.stock_mlp_error(config, first) if layers[0] == 0 else None
@@ -113,8 +113,8 @@ def _upcycle_key(job: _Job, key: str, family, moe: MoEConfig, layers: Sequence[i
     return job.read(*parts)
 
 
-def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> None:
-    """Raise ValueError unless the MLP tensors of all layers are there, in the shapes of the config and one dtype."""
+def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int], num_layers: int) -> None:
+    """Raise ValueError unless the MLP tensors of the layers are there, in the shapes of the config and one dtype."""
     specs = {key: spec for key, spec in checkpoint.specs().items() if families.locate_key(family, key) is not None}
     if not specs:
         raise ValueError(
@@ -122,8 +122,9 @@ def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence
         )
     dtype = next(iter(specs.values())).dtype
     want = {key: TensorSpec(shape, dtype) for layer in layers for key, shape in _mlp_specs(family, moe, layer)}
-    rest = {key for key in specs if families.locate_key(family, key).layer not in layers}
-    check_keys({key: spec for key, spec in specs.items() if key not in rest}, want, source=checkpoint.path)
+    other = set(range(num_layers)) - set(layers)  # dense layers stay as they are
+    specs = {key: spec for key, spec in specs.items() if families.locate_key(family, key).layer not in other}
+    check_keys(specs, want, source=checkpoint.path)
 
 
 def _mlp_specs(family, moe: MoEConfig, layer: int):
@@ -183,14 +184,15 @@ def merge_folder(
     target: str | Path,
     *,
     shared_rate: float = 0.75,
-    alpha: Sequence[float] | None = None,
+    alpha: Sequence[float] | str | None = None,
     max_shard_size: int | str = SHARD,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
     """Merge an upcycled (INIT) or mergeable folder, XFT Eq. (3), to the folder of a dense model in the base's stock architecture.
 
-    `alpha` [E] replaces the learned or INIT coefficients in every layer. Raises ValueError with nothing written.
+    `alpha` [E], or "uniform", replaces the learned or INIT coefficients in every layer. Raises ValueError, with nothing
+    written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
     """
     config, moe, paths = _moe_folder(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
@@ -255,6 +257,8 @@ def _check_stacks(checkpoint: Checkpoint, moe: MoEConfig, paths: dict[str, int])
 
 
 def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float, alpha) -> torch.Tensor:
+    if alpha == "uniform":
+        return torch.full((moe.num_experts,), 1 / moe.num_experts)
     if alpha is not None:
         alpha = torch.tensor(alpha, dtype=torch.float32)
         if alpha.shape != (moe.num_experts,) or not abs(alpha.sum().item() - 1) < 1e-4:
@@ -269,3 +273,10 @@ def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_r
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:
     return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
+
+
+@torch.no_grad()
+def compare_folders(dense: str | Path, other: str | Path) -> float:
+    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time."""
+    first, second = (folders.probe_logits(folder) for folder in (dense, other))
+    return ((second - first).norm() / first.norm()).item()

@@ -58,7 +58,7 @@ def _check(router_logits, top_k, gate, noise, bias) -> None:
         raise ValueError(f"router_logits is {router_logits.dtype}; want a floating dtype")
     shared = int(gate in SHARED_GATES)
     routed = router_logits.shape[1]
-    if not (1 <= top_k - shared <= routed or top_k == shared == 1 and routed == 0):
+    if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
         raise ValueError(
             f"top_k is {top_k}, router_logits is {tuple(router_logits.shape)}, gate is {gate!r}; want "
             f"{'2 <= top_k <= E, the shared expert counted' if shared else '1 <= top_k <= E'}"

@@ -67,7 +67,8 @@ def test_expert_keys_are_the_upcycled_checkpoints():
 
 
 @pytest.mark.parametrize(
-    "key", ["model.layers.1.mlp.gate_proj.scales", "model.layers.1.mlp.other.weight", "model.norm.weight", "layers.1.mlp"]
+    "key",
+    ["model.layers.1.mlp.gate_proj.scales", "model.layers.1.mlp.other.weight", "model.norm.weight", "layers.1.mlp"],
 )
 def test_other_keys_are_located_nowhere(key):
     assert families.locate_key(FAMILIES["llama"], key) is None

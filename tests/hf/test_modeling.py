@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -208,7 +209,7 @@ def test_in_a_fresh_process(imports, flags, said, tmp_path):
     torch.save(tiny.logits(model), tmp_path / "logits.pt")
     code = [sys.executable, "-c", RUN.format(imports=imports), str(tmp_path), json.dumps(flags)]
     ran = subprocess.run(code, capture_output=True, text=True, timeout=120)
-    assert __import__("re").match(said, ran.stdout), ran.stdout + ran.stderr
+    assert re.match(said, ran.stdout), ran.stdout + ran.stderr
     if "refused" not in said:
         # breakage 5: no source file is copied beside the weights, and auto_map still names the shim
         again = tmp_path / "again"
@@ -248,9 +249,7 @@ def test_a_wrong_shape_is_the_users_choice(tmp_path):
     spoiled(tmp_path, lambda s: s.update({"lm_head.weight": torch.ones(100, 32)}))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True, output_loading_info=True)
     assert info["mismatched_keys"] and model.lm_head.weight.shape == (96, 32)
 
 
@@ -337,12 +336,13 @@ def test_breakage_6_the_signature_names_the_columns(model_type):
 def test_breakage_7_in_memory_and_loaded_run_the_same(tmp_path):
     model = tiny.upcycled()
     loaded = reload(model, tmp_path)
-    assert model.get_experts_implementation() == loaded.get_experts_implementation() if hasattr(
-        model, "get_experts_implementation"
-    ) else True
+    assert (
+        model.get_experts_implementation() == loaded.get_experts_implementation()
+        if hasattr(model, "get_experts_implementation")
+        else True
+    )
     assert model.config._experts_implementation == loaded.config._experts_implementation
     for m in (model, loaded):
-        ops = []
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             tiny.logits(m)
         ops = {event.key: event.count for event in profile.key_averages() if event.key.startswith("moe_runtime::")}
@@ -484,7 +484,9 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     through.train()
     resumed = trainer(4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(not torch.equal(a, b) for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True))
+    assert all(
+        not torch.equal(a, b) for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True)
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(tiny.logits(loaded), tiny.logits(resumed.model))
     assert tiny.distance(tiny.logits(resumed.model), tiny.logits(through.model)) < 1e-5

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf import modeling, swap
-from moe_runtime.hf.families import FAMILIES
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
@@ -252,6 +251,18 @@ def test_wrapped_and_headless_models_are_refused():
         swap.dense_to_moe(model, config)
 
 
+def test_experts_with_an_adapter_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny.upcycled("mistral")
+    target = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    peft = get_peft_model(model, LoraConfig(**target))
+    for function in (lambda m: swap.moe_to_dense(m, first_expert), swap.moe_to_mergeable):
+        with pytest.raises(ValueError, match="layer 0's experts are ParamWrapper; want Experts; merge adapters"):
+            function(model)
+    swap.moe_to_mergeable(peft.merge_and_unload())
+
+
 def test_dropout_inside_the_mlp_is_refused():
     model = tiny.dense("starcoder2", residual_dropout=0.1)
     with pytest.raises(ValueError, match="residual_dropout is 0.1; want 0"):
@@ -332,11 +343,15 @@ def test_experts_of_a_frozen_model_come_back_frozen():
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_one_layer_at_a_time_is_verified():
-    model = tiny.dense(num_hidden_layers=3)
+def test_some_layers_are_verified_and_every_odd_one():
+    model = tiny.dense(num_hidden_layers=6)
+    assert list(swap.verify_mlp(model)) == [0, 3, 5]
     assert list(swap.verify_mlp(model, layers=[2, 1])) == [1, 2]
-    scale_closure(model)
-    swap.verify_mlp(model, layers=[1, 2])
-    with pytest.raises(ValueError, match="differs"):
+    layers = model.model.layers
+    layers[1].mlp.register_forward_hook(lambda *_: None)
+    layers[4].mlp = type("OtherMLP", (type(layers[4].mlp),), {})(model.config)
+    assert list(swap.verify_mlp(model)) == [0, 1, 3, 4, 5]
+    layers[2].mlp.up_proj.forward = lambda x: x.new_ones(*x.shape[:-1], 48)
+    with pytest.raises(ValueError, match="layers.2.mlp differs"):
         swap.verify_mlp(model)
-    assert FAMILIES["llama"].path.format(0) == "model.layers.0.mlp"
+    swap.verify_mlp(model, layers=[0, 1, 3, 4, 5])

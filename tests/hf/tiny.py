@@ -1,4 +1,4 @@
-"""Small random models of every family, with what makes families differ: grouped attention, a rope base of 1e5, biases."""
+"""Small random models of every family, with what families have: grouped attention, a rope base of 1e5, biases."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.routing import route, route_reference
-from tests.support.oracle import GATES, SHARED, SUM_ONE, assert_parity, route_oracle
+from tests.support.oracle import GATES, SHARED, SUM_ONE, route_mismatches, route_oracle
 
 SHAPES = [  # T, experts in the router, experts that it picks
     pytest.param(1, 7, 5, id="one token"),
@@ -28,20 +28,11 @@ def slots(gate: str, k: int) -> int:
 @pytest.mark.parametrize("T, R, k", SHAPES)
 @pytest.mark.parametrize("gate", GATES)
 def test_equals_the_equation(gate, T, R, k, dtype, tolerance):
-    logits = (2 * torch.randn(T, R)).to(dtype).requires_grad_()
+    logits = (2 * torch.randn(T, R)).to(dtype)
     weight, idx = route(logits, slots(gate, k), gate)
     assert idx.dtype == torch.int32
     assert weight.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)  # gates are fp32 end to end
-
-    clean = logits.detach().double().requires_grad_()
-    want, ids = route_oracle(clean, slots(gate, k), gate)
-    assert idx.tolist() == ids
-    dweight = torch.randn(want.shape, dtype=torch.float64)
-    (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
-    (dwant,) = torch.autograd.grad(want, clean, dweight)
-    assert_parity({"weight": weight}, {"weight": want}, tolerance[weight.dtype])
-    if dwant.norm() > 1e-9:  # softmax over one expert: no gradient
-        assert_parity({"dlogits": dlogits}, {"dlogits": dwant}, max(tolerance[dtype], 2e-5 if dtype != torch.float64 else 0))
+    assert not route_mismatches(route, logits, slots(gate, k), gate, tolerance[dtype])
 
 
 @pytest.mark.parametrize("T, R, k", SHAPES)

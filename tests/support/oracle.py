@@ -37,7 +37,9 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def cosine(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Cosine of the angle between two tensors; 1 if both are zero, 0 if one is."""
+    """Cosine of the angle between two tensors; 1 if both are zero, 0 if one is or the shapes differ."""
+    if got.shape != want.shape:
+        return 0.0
     got, want = got.detach().double().flatten(), want.detach().double().flatten()
     norms = (got.norm() * want.norm()).item()
     return (got @ want).item() / norms if norms > 0 else float(got.norm() == want.norm())
@@ -93,11 +95,14 @@ class Case:
 
 
 def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
-    """Ids [T, K]: random distinct | skip (nobody picks the last expert) | all (everybody picks expert E // 2) | twice | dropped."""
+    """Ids [T, K]: random distinct | skip (nobody picks the last expert) | all (everybody picks expert E // 2) | twice |
+    halves (token t picks expert t % 2 in all slots: T rows each at K = 2, and yet not every token) | dropped."""
     pool = E - 1 if routing == "skip" else E
     idx = torch.stack([torch.randperm(pool)[:K] for _ in range(T)]) if T else torch.zeros(0, K, dtype=torch.int64)
     if routing == "all":
         idx = torch.full((T, K), E // 2)
+    if routing == "halves":
+        idx = (torch.arange(T) % min(2, E))[:, None].repeat(1, K)
     if routing == "twice" and K > 1:  # one token, two slots, one expert
         idx[:, 1] = idx[:, 0]
     if routing == "dropped":  # by -1 and by ids behind the last expert
@@ -174,6 +179,12 @@ def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=Non
     return out
 
 
+def moe_mismatches(layer: Callable, case: Case, table: float) -> list[str]:
+    """Where `layer` is not the equation on this case: the parity check of the tests, and what the mutants must not pass."""
+    want = run(case, moe_oracle, torch.float64)
+    return mismatches(run(case, layer), want, bounds(run(case, moe_eager), want, table))
+
+
 # what autograd keeps
 
 
@@ -216,11 +227,27 @@ def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Ten
             w = [1 / (1 + torch.exp(-row[r])) for r in chosen]
         else:
             w = s
-        if gate in SHARED:
-            w, chosen = [*w, 1 - s[0]], [*(r + 1 for r in chosen), 0]
+        if gate in SHARED:  # s[0] is the largest probability; no routed experts at all leave everything to the shared one
+            w, chosen = [*w, 1 - s[0] if s else 1 + row.sum()], [*(r + 1 for r in chosen), 0]
         weights.append(torch.stack(w))
         ids.append(chosen)
     return torch.stack(weights), ids
+
+
+def route_mismatches(route: Callable, logits: torch.Tensor, top_k: int, gate: str, table: float) -> list[str]:
+    """Where route(logits, top_k, gate) -> (weight, idx) is not the equation: ids, weights, gradient of the logits."""
+    logits = logits.detach().requires_grad_()
+    weight, idx = route(logits, top_k, gate)
+    clean = logits.detach().double().requires_grad_()
+    want, ids = route_oracle(clean, top_k, gate)
+    bad = [] if idx.tolist() == ids else [f"ids are {idx.tolist()}, want {ids}"]
+    bad += mismatches({"weight": weight}, {"weight": want}, min(table, 5e-6))  # gates are float32 or wider
+    dweight = torch.cos(torch.arange(want.numel(), dtype=torch.float64)).view(want.shape)
+    (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
+    (dwant,) = torch.autograd.grad(want, clean, dweight)
+    if dwant.norm() < 1e-9:  # a softmax over one expert
+        return bad + ([] if dlogits.norm() < 1e-6 else [f"dlogits is {dlogits}, want 0"])
+    return bad + mismatches({"dlogits": dlogits}, {"dlogits": dwant}, max(table, 2e-5) if table > 1e-9 else table)
 
 
 def mixing_oracle(logits: list[float], shared_rate: float | None) -> list[float]:

@@ -1,0 +1,294 @@
+"""The whole way of XFT on real text, in minutes on two cores: what `make demo` runs.
+
+    standard library's source -> tokenizer, base model -> SFT, and XFT: upcycle -> tune -> learn mixing -> merge -> dense
+
+SFT and the tuned mixture see the same batches in the same order for the same number of steps; the merged model has SFT's
+size and speed. All numbers are means over the label tokens of functions from files that nothing was trained on.
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.checkpoint import atomic_folder, check_out_dir
+from moe_runtime.config import check_choice
+from moe_runtime.data import standard_library_pairs, standard_library_text, tokenize_pairs
+from moe_runtime.hf import fit as hf
+from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.methods import xft
+from moe_runtime.stats import collect_router_stats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """Sizes and steps of a demo."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    max_length: int
+    base_steps: int
+    base_batch: int
+    steps: int
+    batch: int
+    mixing_steps: int
+    held_out: int
+    documents: int | None = None  # of the standard library, for the base
+    base_rate: float = 3e-3
+    rate: float = 1e-3
+    mixing_rate: float = 3e-2
+    num_experts: int = 8
+    top_k: int = 6
+    shared_rate: float = 0.75
+
+
+PRESETS = {
+    "small": Preset(
+        vocab_size=2048, hidden_size=160, intermediate_size=432, num_layers=3, max_length=160, base_steps=300,
+        base_batch=32, steps=240, batch=16, mixing_steps=40, held_out=256,
+    ),
+    "tiny": Preset(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_layers=2, max_length=128, base_steps=20,
+        base_batch=8, steps=12, batch=8, mixing_steps=4, held_out=24, documents=400,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    model: str
+    loss: float
+    parameters: int
+    active: int
+    seconds: float
+    note: str
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+
+class Demo:
+    """The stages in order; each prints what it does and leaves what the next one needs."""
+
+    def __init__(self, preset: Preset, seed: int):
+        self.preset, self.seed = preset, seed
+        self.rows: list[Row] = []
+        self.histories: dict[str, hf.History] = {}
+        self.start = time.perf_counter()
+
+    def read(self) -> None:
+        p = self.preset
+        self.say("reading the standard library of this Python")
+        pairs = standard_library_pairs(seed=self.seed)
+        documents = standard_library_text()
+        if p.documents is not None:
+            documents = documents[:: max(len(documents) // p.documents, 1)][: p.documents]
+        self.tokenizer = train_tokenizer(documents, p.vocab_size)
+        self.blocks = pack(self.tokenizer, documents, p.max_length)
+        self.train_rows = tokenize_pairs(self.tokenizer, pairs.train, p.max_length)
+        self.held_out = tokenize_pairs(self.tokenizer, pairs.held_out[: p.held_out], p.max_length)
+        self.prompt = pairs.held_out[0]["prompt"]
+        self.say(
+            f"{len(self.blocks):,} blocks of {p.max_length} tokens to pre-train on, {len(self.train_rows):,} documented "
+            f"functions to tune on, {len(self.held_out)} held out; vocabulary {len(self.tokenizer):,}"
+        )
+
+    def pretrain(self) -> None:
+        p = self.preset
+        self.base = hf.small_llama(
+            self.tokenizer, hidden_size=p.hidden_size, intermediate_size=p.intermediate_size, num_layers=p.num_layers,
+            max_length=p.max_length, seed=self.seed,
+        )  # fmt: skip
+        seconds = self.fit("base", self.base, self.blocks, p.base_steps, p.base_rate, p.base_batch)
+        self.add("base", self.base, seconds, "pre-trained on source text")
+
+    def sft(self) -> None:
+        p = self.preset
+        self.dense = clone(self.base)
+        seconds = self.fit("SFT", self.dense, self.train_rows, p.steps, p.rate, p.batch)
+        self.add("SFT", self.dense, seconds, "the dense model, tuned")
+
+    def upcycle(self) -> None:
+        p = self.preset
+        self.moe = clone(self.base)
+        self.receipt = xft.upcycle(self.moe, num_experts=p.num_experts, top_k=p.top_k, seed=self.seed + 42)
+        self.say(str(self.receipt).replace("\n", "\n  "))
+        seconds = self.fit("MoE", self.moe, self.train_rows, p.steps, p.rate, p.batch)
+        self.add("MoE", self.moe, seconds, f"XFT: {p.num_experts} experts, {p.top_k} per token, tuned")
+        batches = [{"input_ids": torch.tensor([row["input_ids"]])} for row in self.held_out.select(range(min(64, len(self.held_out))))]
+        self.stats = collect_router_stats(self.moe, batches)
+
+    def merge(self) -> None:
+        p = self.preset
+        before = self.rows[-1].seconds
+        self.mergeable = xft.to_mergeable(clone(self.moe), shared_rate=p.shared_rate)
+        self.add("merged INIT", self.mergeable, before, f"lambda {p.shared_rate}, mixing not trained", dense=True)
+        seconds = self.fit("mixing", self.mergeable, self.train_rows, p.mixing_steps, p.mixing_rate, p.batch)
+        self.alpha = xft.mixing_coefficients(self.mergeable)
+        self.merged = xft.merge(self.mergeable)
+        self.add("merged", self.merged, before + seconds, f"lambda {p.shared_rate}, mixing learned: the result")
+
+    def fit(self, name: str, model, rows, steps: int, rate: float, batch: int) -> float:
+        with _bar(name, steps) as on_step:
+            history = hf.fit(
+                model, rows, self.tokenizer, steps=steps, learning_rate=rate, batch_size=batch, held_out=self.held_out,
+                eval_every=max(steps // 4, 1), seed=self.seed, on_step=on_step,
+            )  # fmt: skip
+        self.histories[name] = history
+        self.say(f"{name}: {steps} steps in {history.seconds:.0f} s, held-out loss {history.held_out[-1][1]:.4f}")
+        return history.seconds
+
+    def add(self, name: str, model, seconds: float, note: str, dense: bool = False) -> None:
+        total = sum(p.numel() for p in model.parameters())
+        active = total
+        if name == "MoE":
+            active = self.receipt.active_parameters
+        if dense:
+            total = active = self.rows[0].parameters
+        loss = hf.held_out_loss(model, self.held_out, self.tokenizer)
+        self.rows.append(Row(name, loss, total, active, seconds, note))
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
+
+
+def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) -> list[Row]:
+    """Run the demo and write its models, results.json and xft.png to the folder `out`; return the table's rows."""
+    check_choice("preset", preset, tuple(PRESETS))
+    out = check_out_dir(out, overwrite)
+    demo = Demo(PRESETS[preset], seed)
+    hf.quiet()
+    with atomic_folder(out, overwrite) as folder:
+        demo.read()
+        demo.pretrain()
+        save(demo.base, demo.tokenizer, folder / "base")
+        demo.sft()
+        save(demo.dense, demo.tokenizer, folder / "sft")
+        demo.upcycle()
+        save(demo.moe, demo.tokenizer, folder / "moe")
+        demo.merge()
+        save(demo.merged, demo.tokenizer, folder / "merged")
+        (folder / "results.json").write_text(json.dumps(results(demo), indent=2) + "\n", encoding="utf-8")
+        picture(demo, folder / "xft.png")
+    show(demo, out)
+    return demo.rows
+
+
+def pack(tokenizer, documents: list[str], length: int):
+    """Join the documents' tokens, EOS after each, and cut them into rows of `length`; labels are the ids."""
+    import datasets
+
+    ids = [i for encoded in tokenizer(documents, add_special_tokens=False).input_ids for i in [*encoded, tokenizer.eos_token_id]]
+    blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+def clone(model):
+    """Return an independent copy of the model."""
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def save(model, tokenizer, folder: Path) -> None:
+    """Save model and tokenizer, readable by older transformers too."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_legacy_rope(folder)
+
+
+def results(demo: Demo) -> dict:
+    """Return everything the table and the picture show, JSON-ready."""
+    return {
+        "preset": asdict(demo.preset),
+        "seed": demo.seed,
+        "rows": [asdict(row) | {"perplexity": row.perplexity} for row in demo.rows],
+        "upcycled_error": demo.receipt.error,
+        "alpha": demo.alpha.tolist(),
+        "expert_slots": demo.stats.counts.tolist(),
+        "held_out_curves": {name: history.held_out for name, history in demo.histories.items()},
+        "torch": torch.__version__,
+    }
+
+
+def picture(demo: Demo, path: Path) -> None:
+    """Draw held-out losses, router load and learned mixing into one PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    losses, load, mixing = figure.subplots(1, 3)
+    for name in ("SFT", "MoE"):
+        steps, values = zip(*[(0, demo.rows[0].loss), *demo.histories[name].held_out], strict=True)
+        losses.plot(steps, values, marker="o", label=name)
+    for row, style in zip(demo.rows[3:], (":", "--"), strict=True):
+        losses.axhline(row.loss, linestyle=style, color="black", label=row.model)
+    losses.set(xlabel="step", ylabel="held-out loss", title="held-out loss (lower is better)")
+    losses.legend()
+    demo.stats.heatmap(load)
+    normal = demo.alpha[:, 1:]
+    image = mixing.imshow(normal.numpy(), aspect="auto", cmap="viridis")
+    figure.colorbar(image, ax=mixing, label="alpha")
+    mixing.set_xticks(range(normal.shape[1]), range(1, normal.shape[1] + 1))
+    mixing.set_yticks(range(normal.shape[0]))
+    mixing.set(xlabel="expert", ylabel="layer", title=f"learned mixing of the normal experts (shared: {demo.preset.shared_rate})")
+    figure.savefig(path, dpi=120)
+
+
+def show(demo: Demo, out: Path) -> None:
+    """Print the table and what it says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="held-out functions of the standard library")
+    for column, justify in (("model", "left"), ("loss", "right"), ("perplexity", "right"), ("parameters", "right"),
+                            ("per token", "right"), ("train s", "right"), ("", "left")):  # fmt: skip
+        table.add_column(column, justify=justify)
+    for row in demo.rows:
+        numbers = f"{row.loss:.4f}", f"{row.perplexity:.2f}", f"{row.parameters:,}", f"{row.active:,}", f"{row.seconds:.0f}"
+        table.add_row(row.model, *numbers, row.note)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    by_name = {row.model: row for row in demo.rows}
+    gain = by_name["SFT"].loss - by_name["merged"].loss
+    verdict = f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
+    print(
+        f"The merged model has the size and the speed of SFT's, and a held-out loss that is {verdict}.\n"
+        f"The mixture kept the base's function when it was made: relative error {demo.receipt.error:.1e}.\n"
+        f"dense model: {out / 'merged'}   AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r}) loads it\n"
+        f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}"
+    )
+    text = hf.complete(demo.merged, demo.tokenizer, demo.prompt)
+    print(f"\nIt was asked:\n{_indent(demo.prompt)}\nand wrote:\n{_indent(text)}")
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines())
+
+
+def _bar(name: str, steps: int):
+    """A progress bar on a terminal; nothing elsewhere."""
+    from contextlib import contextmanager
+
+    from tqdm import tqdm
+
+    @contextmanager
+    def bar():
+        with tqdm(total=steps, desc=name, unit="step", leave=False, disable=not sys.stderr.isatty()) as progress:
+
+            def on_step(step: int, total: int, loss: float) -> None:
+                progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                progress.update(step - progress.n)
+
+            yield on_step
+
+    return bar()

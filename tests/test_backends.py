@@ -1,0 +1,143 @@
+"""Which backend runs, and why not another: asked for is honoured or refused with the reason, never replaced."""
+
+import pytest
+import torch
+
+from moe_runtime import backends
+from moe_runtime.ops.combine import combine
+from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.grouped_gemm import grouped_gemm
+from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.moe_mlp import moe_mlp
+from moe_runtime.ops.routing import route
+
+CPU = torch.device("cpu")
+IDX = torch.zeros(3, 2, dtype=torch.int32)
+CALLS = {
+    "route": lambda **b: route(torch.randn(3, 4), 2, "softmax_topk", **b)[0],
+    "dispatch": lambda **b: dispatch(IDX, 2, **b)[0],
+    "grouped_gemm": lambda **b: grouped_gemm(torch.randn(3, 4), torch.randn(1, 2, 4), torch.tensor([0, 3]), **b),
+    "combine": lambda **b: combine(torch.randn(6, 4), torch.rand(3, 2), torch.arange(6), **b),
+    "moe_mlp": lambda **b: moe_mlp(torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b),
+    "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch):
+    monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
+
+
+@pytest.fixture
+def not_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+class OnGpu:
+    """What `pick` looks at in a tensor on a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda:0")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    def of(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        return OnGpu()
+
+    return of
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op):
+    assert backends.pick(op, torch.zeros(1)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
+    torch.manual_seed(1)
+    want = CALLS[op]()
+    torch.manual_seed(1)
+    assert torch.equal(CALLS[op](backend="torch"), want)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("op", CALLS)
+def test_asked_for_and_unusable_is_an_error_that_says_why(op, backend, not_interpreted):
+    with pytest.raises(ValueError) as error:
+        CALLS[op](backend=backend)
+    assert f"backend is {backend!r} for {op}, but " in str(error.value)
+    assert backends.why_not(backend, op, CPU) in str(error.value)
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("backend", ["Triton", "cutlass", ""])
+def test_unknown_backend_is_an_error(op, backend):
+    with pytest.raises(ValueError) as error:
+        CALLS[op](backend=backend)
+    assert f"backend is {backend!r}" in str(error.value) and "torch, triton, cuda" in str(error.value)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_unknown_variable_is_an_error(op, monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "tritn")
+    with pytest.raises(ValueError, match="'tritn'; want one of torch, triton, cuda"):
+        CALLS[op]()
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_empty_variable_is_none(op, monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "")  # how a shell or a compose file unsets it
+    assert CALLS[op]() is not None
+
+
+@pytest.mark.parametrize("op", backends.TRITON_OPS)
+def test_variable_is_honoured_or_refused(op, monkeypatch, not_interpreted):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        CALLS[op]()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backends.pick(op, torch.zeros(1)) == "triton"
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("op", CALLS)
+def test_variable_leaves_ops_without_such_a_kernel_alone(op, backend, monkeypatch):
+    if op in {"triton": backends.TRITON_OPS, "cuda": backends.CUDA_OPS}[backend]:
+        pytest.skip(f"{op} has a {backend} kernel")
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+    assert backends.pick(op, torch.zeros(1)) == "torch"
+
+
+def test_an_argument_beats_the_variable(monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    assert all(backends.pick(op, torch.zeros(1), "torch") == "torch" for op in CALLS)
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
+    with pytest.raises(ValueError, match="cuda"):
+        backends.pick("merge_experts", torch.zeros(1), "cuda")
+
+
+@pytest.mark.parametrize("op", backends.TRITON_OPS)
+def test_triton_is_the_default_on_a_gpu_that_can(op, gpu):
+    assert backends.pick(op, gpu((9, 0))) == "triton" == backends.pick(op, gpu((8, 0)), "triton")
+    assert backends.pick(op, gpu((12, 0))) == "triton"  # newer than anything we know
+    assert backends.pick(op, gpu((7, 5))) == "torch"
+    with pytest.raises(ValueError, match="sm_75; want sm_80 or newer"):
+        backends.pick(op, gpu((7, 5)), "triton")
+
+
+@pytest.mark.parametrize("op", backends.TRITON_OPS)
+def test_without_triton(op, gpu, monkeypatch):
+    monkeypatch.setattr(backends, "_triton_installed", lambda: False)
+    assert backends.pick(op, gpu((9, 0))) == "torch"
+    with pytest.raises(ValueError, match="triton is not installed"):
+        backends.pick(op, gpu((9, 0)), "triton")
+
+
+def test_why_not_is_none_or_a_reason(not_interpreted):
+    for op in CALLS:
+        assert backends.why_not("torch", op, CPU) is None
+        for backend in ("triton", "cuda"):
+            assert isinstance(backends.why_not(backend, op, CPU), str)
+            assert isinstance(backends.why_not(backend, op, torch.device("meta")), str)
+
+
+def test_ops_with_kernels_are_ops():
+    assert set(backends.TRITON_OPS) | set(backends.CUDA_OPS) <= set(CALLS)

@@ -1,0 +1,133 @@
+"""MoEConfig: frozen, checked on construction, a JSON object and back."""
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from moe_runtime.config import ACTIVATIONS, BALANCE_LOSSES, GATES, ROUTERS, SHARED_GATES, MoEConfig, check_choice, check_positive
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def test_defaults_are_the_papers():
+    config = MoEConfig(**SIZES)  # XFT, Sec. 4.1
+    assert (config.num_experts, config.top_k, config.gate) == (8, 6, "xft")
+    assert (config.num_routed_experts, config.num_routed_per_token) == (7, 5)
+    assert config.balance_loss == "none" and config.balance_loss_coef == 0.0 and not config.noisy_gate
+
+
+def test_names_of_the_public_api():
+    assert GATES == ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
+    assert BALANCE_LOSSES == ("none", "cv2", "switch") and ROUTERS == ("linear", "mlp") and "silu" in ACTIVATIONS
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_counts_include_the_shared_expert(gate):
+    config, shared = MoEConfig(**SIZES, gate=gate, num_experts=8, top_k=6), gate in ("xft", "nonorm")
+    assert config.has_shared_expert == shared == (gate in SHARED_GATES)
+    assert (config.num_routed_experts, config.num_routed_per_token) == ((7, 5) if shared else (8, 6))
+
+
+def test_is_frozen_and_takes_keywords_only():
+    config = MoEConfig(**SIZES)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.top_k = 2
+    with pytest.raises((AttributeError, TypeError)):  # slots: no new attributes either
+        object.__setattr__(config, "topk", 2)
+    with pytest.raises(TypeError):
+        MoEConfig(64, 96)
+    assert dataclasses.replace(config, top_k=2).top_k == 2 and config.top_k == 6
+    with pytest.raises(ValueError, match="top_k is 9"):  # a copy with a change is checked as well
+        dataclasses.replace(config, top_k=9)
+
+
+def test_equal_values_make_equal_hashable_configs():
+    a, b = MoEConfig(**SIZES, top_k=2), MoEConfig(**SIZES, top_k=2)
+    assert a == b and hash(a) == hash(b) and a != MoEConfig(**SIZES)
+
+
+ODD = MoEConfig(
+    hidden_size=33, intermediate_size=17, num_experts=3, top_k=2, gate="nonorm", router="mlp", hidden_act="gelu", gated=False,
+    bias=True, noisy_gate=True, noise_epsilon=0.5, balance_loss="cv2", balance_loss_coef=0.01, load_quirk=True, initializer_range=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [MoEConfig(**SIZES), ODD], ids=["defaults", "every field set"])
+def test_round_trips(config):
+    text = json.dumps(config.to_dict())
+    assert MoEConfig.from_dict(json.loads(text)) == config
+    assert pickle.loads(pickle.dumps(config)) == config and copy.deepcopy(config) == config
+    assert set(config.to_dict()) == {field.name for field in dataclasses.fields(MoEConfig)}
+
+
+def test_to_dict_is_a_copy():
+    config = MoEConfig(**SIZES)
+    config.to_dict()["top_k"] = 99
+    assert config.top_k == 6
+
+
+def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know():
+    assert MoEConfig.from_dict(SIZES) == MoEConfig(**SIZES)
+    with pytest.raises(ValueError, match="topk"):
+        MoEConfig.from_dict(SIZES | {"topk": 2})
+    with pytest.raises(ValueError, match="nexperts, topk"):
+        MoEConfig.from_dict(SIZES | {"topk": 2, "nexperts": 4})
+    with pytest.raises((TypeError, ValueError), match="intermediate_size"):
+        MoEConfig.from_dict({"hidden_size": 64})
+    with pytest.raises(ValueError, match="top_k is 9"):
+        MoEConfig.from_dict(SIZES | {"top_k": 9})
+
+
+BAD = [
+    *[({name: value}, f"{name} is {value!r}") for name in ("hidden_size", "intermediate_size", "num_experts", "top_k") for value in (0, -3, 2.0, "8", None, True)],
+    ({"gate": "top2"}, "gate is 'top2'"),
+    ({"gate": None}, "gate is None"),
+    ({"router": "conv"}, "router is 'conv'"),
+    ({"hidden_act": "swiglu"}, "hidden_act is 'swiglu'"),
+    ({"balance_loss": "aux"}, "balance_loss is 'aux'"),
+    ({"balance_loss": None}, "balance_loss is None"),
+    ({"num_experts": 4, "top_k": 5}, "top_k is 5, num_experts is 4"),
+    ({"gate": "xft", "top_k": 1}, "top_k is 1"),
+    ({"gate": "nonorm", "top_k": 1}, "top_k is 1"),
+    ({"balance_loss_coef": -0.01}, "balance_loss_coef is -0.01"),
+    ({"balance_loss_coef": math.nan}, "balance_loss_coef is nan"),
+    ({"balance_loss_coef": math.inf}, "balance_loss_coef is inf"),
+    ({"balance_loss_coef": "0.01"}, "balance_loss_coef is '0.01'"),
+    ({"noise_epsilon": 0.0}, "noise_epsilon is 0.0"),
+    ({"noise_epsilon": math.nan}, "noise_epsilon is nan"),
+    ({"initializer_range": -0.02}, "initializer_range is -0.02"),
+    ({"initializer_range": math.nan}, "initializer_range is nan"),
+    ({"gated": "no"}, "gated is 'no'"),
+    ({"bias": "false"}, "bias is 'false'"),
+]
+
+
+@pytest.mark.parametrize("change, words", BAD, ids=[f"{next(reversed(c))}={list(c.values())[-1]!r}" for c, _ in BAD])
+def test_message_names_the_bad_value_and_what_is_wanted(change, words):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(**SIZES | change)
+    assert words in str(error.value) and "; want " in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"num_experts": 1, "top_k": 1}, {"num_experts": 2, "top_k": 2}, {"num_experts": 8, "top_k": 8}, {"gate": "softmax_topk", "top_k": 1}])
+def test_edges_that_are_fine(change):
+    MoEConfig(**SIZES | change)
+
+
+def test_one_expert_with_a_shared_gate_has_nothing_to_route():
+    config = MoEConfig(**SIZES, num_experts=1, top_k=1)
+    assert (config.num_routed_experts, config.num_routed_per_token) == (0, 0)
+
+
+def test_checks_by_themselves():
+    check_choice("x", "a", ("a", "b"))
+    check_positive("n", 1)
+    with pytest.raises(ValueError, match="x is 'c'; want one of a, b"):
+        check_choice("x", "c", ("a", "b"))
+    with pytest.raises(ValueError, match="n is .*; want an integer of at least 1"):
+        check_positive("n", np.float64(1))

@@ -1,0 +1,275 @@
+"""data.py and hf/tokenizer.py: what is read, what the standard library gives, what is masked."""
+
+import ast
+import json
+import sys
+import time
+
+import pytest
+
+from moe_runtime import data
+from moe_runtime.hf.tokenizer import SMALLEST, pair_collator, train_tokenizer
+
+CHAT = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
+LAYOUTS = {
+    "messages": {"messages": CHAT},
+    "prompt-completion": {"prompt": "two and two\n", "completion": "four"},
+    "text": {"text": "two and two is four"},
+    "instruction-response": {"instruction": "two and two\n", "response": "four"},
+}
+SCAN = data._library_rows.__wrapped__  # without its cache
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["two and two is four: def f(x): return x + 1"] * 20, 300)
+
+
+def write(path, rows, kind):
+    import datasets
+
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_read_rows_reads_each_layout(tmp_path, layout, kind):
+    rows = [LAYOUTS[layout] | {"note": i} for i in range(3)]
+    got = data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind))
+    renamed = {"instruction": "prompt", "response": "completion"}
+    want = {renamed.get(name, name): value for name, value in LAYOUTS[layout].items()}
+    assert len(got) == 3 and got.column_names == list(want) and got[2] == want
+
+
+def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
+    rows = [{"prompt": "p", "completion": "c", "messages": CHAT, "tools": "[]"}]
+    assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).column_names == ["messages", "tools"]
+
+
+def test_read_rows_reads_a_folder(tmp_path):
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl", [LAYOUTS["text"]] * 2, "jsonl")
+    assert len(data.read_rows(tmp_path / "set")) == 2
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        pytest.param("none.jsonl", None, "does not exist", id="missing"),
+        pytest.param("empty.jsonl", "", "is empty", id="empty-file"),
+        pytest.param("empty.json", "[]", "want", id="empty-list"),
+        pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
+        pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
+        pytest.param("other.jsonl", '{"question": "q", "prompt": "p"}', "columns question, prompt; want", id="columns"),
+    ],
+)  # fmt: skip
+def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="data is ") as error:
+        data.read_rows(tmp_path / name)
+    assert says in str(error.value) and "want" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_read_rows_names_the_columns_wanted(tmp_path):
+    with pytest.raises(ValueError, match=r"messages \| prompt \+ completion \| text \| instruction \+ response"):
+        data.read_rows(write(tmp_path / "x.jsonl", [{"q": 1}], "jsonl"))
+
+
+def test_read_rows_of_an_unreachable_hub_id_is_one_error(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="data is 'nobody/no-such-set', which cannot be read"):
+        data.read_rows("nobody/no-such-set")
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
+        data.read_rows("x.jsonl")
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    start = time.perf_counter()
+    pairs = data.standard_library_pairs()
+    assert time.perf_counter() - start < 30  # 4 s on one core of a Xeon, 2026-11-20
+    return pairs
+
+
+def test_library_pairs_are_many_and_bounded(pairs):
+    assert len(pairs.train) > 2000 and len(pairs.held_out) > 150
+    for row in [*pairs.train, *pairs.held_out]:
+        assert list(row) == ["prompt", "completion", "module"]
+        assert data.SIZE[0] <= len(row["completion"]) <= data.SIZE[1] >= len(row["prompt"])
+        assert row["prompt"].endswith("\n") and not row["prompt"].endswith("\n\n")
+
+
+def test_library_pairs_are_functions_without_their_docstring(pairs):
+    for row in [*pairs.train, *pairs.held_out]:
+        (function,) = ast.parse(row["completion"]).body
+        assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        assert f" {function.name}(" in row["prompt"].partition("\n")[0]
+        doc = row["prompt"].partition("\n")[2].strip()
+        assert ast.get_docstring(function) is None and (len(doc) < 60 or doc not in row["completion"])
+
+
+def test_library_pairs_keep_comments_and_say_what_they_are(pairs):
+    (row,) = (row for row in pairs.train + pairs.held_out if row["completion"].startswith("def insort_right("))
+    signature = "insort_right(a, x, lo=0, hi=None, *, key=None)"
+    assert row["prompt"].startswith(f"Write a Python function {signature}.\nInsert item x in list a")
+    assert any("#" in row["completion"] for row in pairs.train)
+
+
+def test_library_pairs_do_not_leak(pairs):
+    modules = [{row["module"] for row in rows} for rows in pairs]
+    assert not modules[0] & modules[1]
+    assert all(data.is_held_out(module) == held for held, names in enumerate(modules) for module in names)
+    completions = [row["completion"] for row in pairs.train + pairs.held_out]
+    assert len(set(completions)) == len(completions)
+
+
+def library(monkeypatch, *files):
+    """Pairs of a library of these files; "b.py" is not held out, "held.py" is."""
+    held = next(f"held{i}.py" for i in range(99) if data.is_held_out(f"held{i}.py"))
+    assert not data.is_held_out("b.py")
+    files = tuple((held if name == "held.py" else name, text) for name, text in files)
+    monkeypatch.setattr(data, "_library_files", lambda: files)
+    monkeypatch.setattr(data, "_library_rows", SCAN)
+    return data.standard_library_pairs()
+
+
+@pytest.mark.parametrize(
+    "copy, leaks",
+    [
+        pytest.param('def f(x):\n    """Doc."""\n    # twice\n    return x * 2  # as said above', True, id="same"),
+        pytest.param("def f(x):\n    # twice\n    return x * 2  # as said above", True, id="undocumented"),
+        pytest.param('def f(x):\n    """Other."""\n    # twice\n    return x * 2  # as said above', True, id="reworded"),
+        pytest.param("class A:\n    def f(x):\n        # twice\n        return x * 2  # as said above", True, id="deeper"),
+        pytest.param("def f(x):\n    # thrice\n    return x * 3  # as said above", False, id="another"),
+    ],
+)  # fmt: skip
+def test_what_a_train_file_defines_is_not_held_out(monkeypatch, copy, leaks):
+    held = 'def f(x):\n    """Doc."""\n    # twice\n    return x * 2  # as said above\n'
+    assert len(library(monkeypatch, ("b.py", copy), ("held.py", held)).held_out) == (not leaks)
+    assert len(library(monkeypatch, ("held.py", held), ("b.py", copy)).held_out) == (not leaks)
+
+
+def test_library_pairs_repeat_and_limit(pairs):
+    again = data.standard_library_pairs(limit=50)
+    assert again.train == pairs.train[:50] and again.held_out == pairs.held_out[:50]
+    other = data.standard_library_pairs(seed=1)
+    assert other.train != pairs.train and sorted(map(str, other.train)) == sorted(map(str, pairs.train))
+    again.train[0]["prompt"] = "changed"
+    assert data.standard_library_pairs(limit=50).train == pairs.train[:50]
+    with pytest.raises(ValueError, match="limit is 0"):
+        data.standard_library_pairs(limit=0)
+
+
+def test_library_text_is_the_files_in_pieces():
+    documents = data.standard_library_text()
+    files = [text for module, text in data._library_files() if not data.is_held_out(module)]
+    assert len(files) > 100 and sum(map(len, documents)) > 0.99 * sum(map(len, files))
+    assert sorted(map(len, documents))[len(documents) // 2] > data.PIECE * 0.9
+    assert documents[0] == "".join(files)[: len(documents[0])]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param('def f(x): "Doc."; return x + 12345678901234567890123456789', id="one-line"),
+        pytest.param('def f(x):\n    """Doc."""\n    raise NotImplementedError("a text over the lower bound")', id="stub"),
+        pytest.param('class A:\n    def f(x):\n        """Doc."""\n        return """\nabc""" + x * 10**9', id="string"),
+        pytest.param('def f(x):\n    """Doc."""\n    ' + "x += 1\n    " * 200 + "return x", id="long"),
+        pytest.param('def f(x):\n    """Doc."""\n    return x', id="short"),
+        pytest.param("def f(x):\n    y = x * x + 1234567890\n    return y * y * y", id="no-docstring"),
+    ],
+)  # fmt: skip
+def test_functions_without_a_clean_pair_are_left_out(monkeypatch, source):
+    good = '\n\ndef g(x):\n    """Double it."""\n    # twice\n    return x * 2  # as said above\n'
+    (row,) = library(monkeypatch, ("b.py", source + good)).train
+    assert row["completion"] == "def g(x):\n    # twice\n    return x * 2  # as said above"
+    assert row["prompt"] == "Write a Python function g(x).\nDouble it.\n"
+
+
+def test_tokenize_pairs_masks_the_prompt(tokenizer):
+    row = {"prompt": "two and two\n", "completion": "four"}
+    (got,) = data.tokenize_pairs(tokenizer, [row], 64)
+    prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in row.values())
+    assert got["input_ids"] == [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
+    assert got["labels"] == [-100] * (1 + len(prompt)) + [*answer, tokenizer.eos_token_id]
+
+
+def test_tokenize_pairs_learns_all_of_a_text(tokenizer):
+    (got,) = data.tokenize_pairs(tokenizer, [{"text": "two is four"}], 64)
+    assert got["labels"] == got["input_ids"] and got["input_ids"][0] == tokenizer.bos_token_id
+    assert got["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def test_tokenize_pairs_learns_what_the_assistant_says(tokenizer):
+    (got,) = data.tokenize_pairs(tokenizer, [{"messages": CHAT}], 64)
+    learnt = [i for i, label in zip(got["input_ids"], got["labels"], strict=True) if label != -100]
+    assert tokenizer.decode(learnt) == "four</s>"
+
+
+def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
+    short = {"prompt": "two\n", "completion": "two two two two two two"}
+    rows = [{"prompt": "two and two " * 20, "completion": "four"}, short]
+    (whole,) = data.tokenize_pairs(tokenizer, [short], 64)
+    (got,) = data.tokenize_pairs(tokenizer, rows, 8, row_ids=True)
+    assert got["row_id"] == 1 and got["input_ids"] == whole["input_ids"][:8] and got["labels"] == whole["labels"][:8]
+    with pytest.raises(ValueError, match="max_length is 8"):
+        data.tokenize_pairs(tokenizer, rows[:1], 8)
+
+
+def test_tokenize_pairs_names_what_it_cannot_use(tokenizer):
+    with pytest.raises(ValueError, match="columns question; want prompt"):
+        data.tokenize_pairs(tokenizer, [{"question": "q"}], 8)
+    with pytest.raises(ValueError, match="marks nothing as generated"):
+        data.tokenize_pairs(tokenizer, [{"messages": CHAT[:1]}], 8)
+
+
+def test_the_collator_pads_labels_with_minus_100(tokenizer):
+    rows = data.tokenize_pairs(tokenizer, [{"prompt": "a" * n + "\n", "completion": "four"} for n in (1, 9)], 64)
+    batch = pair_collator(tokenizer)(list(rows))
+    short = len(rows[0]["input_ids"])
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(rows[1]["input_ids"]))
+    assert (batch["input_ids"][0, short:] == tokenizer.pad_token_id).all()
+    assert (batch["labels"][0, short:] == -100).all() and batch["labels"][0, short - 1] == tokenizer.eos_token_id
+    assert batch["attention_mask"].sum(1).tolist() == [short, len(rows[1]["input_ids"])]
+
+
+def test_the_tokenizer_round_trips_any_text_and_its_folder(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "def f(x):\n\treturn  x # 漢字 \U0001f600 é  \n\n"
+    for each in (tokenizer, loaded):
+        ids = each(text)["input_ids"]
+        assert ids[0] == each.bos_token_id and each.decode(ids[1:]) == text
+        assert (each.bos_token_id, each.eos_token_id, each.pad_token_id) == (1, 2, 0) and each.padding_side == "right"
+    assert loaded.chat_template == tokenizer.chat_template and len(loaded) == len(tokenizer) <= 300
+    prompt = loaded.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert loaded.apply_chat_template(CHAT, tokenize=False) == prompt + "four</s>\n"
+
+
+def test_the_tokenizer_needs_room():
+    with pytest.raises(ValueError, match=f"vocab_size is 100; want at least {SMALLEST}"):
+        train_tokenizer(["a"], 100)
+    assert len(train_tokenizer(["a"], SMALLEST)) == SMALLEST

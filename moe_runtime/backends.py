@@ -69,7 +69,7 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
     An explicit `backend`, or MOE_RUNTIME_BACKEND, is honoured or refused (ValueError), never replaced. Without one:
     "triton" on a GPU that has the kernel, else "torch".
     """
-    asked = backend or os.environ.get("MOE_RUNTIME_BACKEND")
+    asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
     if asked is None:
         return "triton" if x.is_cuda and why_not("triton", op, x.device) is None else "torch"
     check_choice("backend", asked, BACKENDS)

@@ -5,10 +5,7 @@ the file into memory of their own: safetensors' mmap refuses a file larger than 
 backend allocates the whole tensor first (torch 2.13, safetensors 0.8, 2026-11-20). No pickle is ever loaded.
 """
 
-import contextlib
-import ctypes
 import errno
-import fcntl
 import json
 import math
 import mmap
@@ -16,7 +13,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +21,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from moe_runtime.files import atomic_folder, check_out_dir, is_plain_name, parse_object, read_json
+from moe_runtime.files import atomic_write_json as atomic_write_json
+from moe_runtime.files import atomic_write_text as atomic_write_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,153 +62,8 @@ def parse_size(size: int | str) -> int:
     return value
 
 
-def _parse_object(text: bytes, source: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not valid JSON ({error}); want one JSON object") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{source} is a JSON {type(value).__name__}; want one JSON object")
-    return value
-
-
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Read one JSON object; raises ValueError naming the file, and the position where it is not JSON."""
-    try:
-        return _parse_object(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); want a JSON file") from error
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def atomic_write_text(path: str | os.PathLike, text: str) -> None:
-    """Write `text` as UTF-8; whenever the process or the machine dies, `path` holds the old text or the new one."""
-    path = Path(os.path.realpath(path))
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        _sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as indented JSON, the way of `atomic_write_text`; raises ValueError for NaN and infinities."""
-    atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def check_out_dir(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing."""
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"out_dir is {path}, which is a file; want a new or empty folder")
-    if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
-        raise ValueError(f"out_dir is {path}, a mount point or a parent of the current folder; want one inside it")
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"out_dir is {path}, which exists; want a new or empty folder; or pass overwrite=True")
-    return path
-
-
-def _is_abandoned(folder: Path, pid: int) -> bool:
-    if pid != os.getpid() and os.path.exists(f"/proc/{pid}"):
-        return False
-    # the lock speaks where the pid does not: for this process, and for containers that share a disk but not their pids
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(handle)
-    return False
-
-
-def _sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it; bring back an old folder set aside and not replaced."""
-    for left in list(path.parent.iterdir()) if path.parent.is_dir() else ():
-        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-(\d+)", left.name)
-        if match and left.is_dir() and _is_abandoned(left, int(match[2])):
-            if match[1] == "old" and not path.exists():
-                os.rename(left, path)
-            else:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders in one step; False where the filesystem cannot."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    at_cwd, exchange = -100, 2
-    return renameat2 is not None and renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
-
-
-def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
-    """Rename `tmp` to `path`, which is absent, empty, or (with `overwrite`) replaced and deleted."""
-    old = tmp
-    if not (overwrite and path.exists()):
-        os.rename(tmp, path)
-    elif not _exchange(tmp, path):
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
-        try:
-            os.rename(path, old)
-            os.rename(tmp, path)
-        except BaseException:
-            if old.exists() and not path.exists():
-                os.rename(old, path)
-            raise
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it when the block raises.
-
-    A killed process leaves only the hidden folder, which the next writer of `path` removes. With `overwrite` an old
-    folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted. Raises
-    ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
-    """
-    path = check_out_dir(path, overwrite)
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        _sweep(path)
-        check_out_dir(path, overwrite)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp.mkdir()
-    except OSError as error:
-        reason = f"beside which {tmp.name} cannot be made ({error.strerror})"
-        raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
-    lock = os.open(tmp, os.O_RDONLY)
-    try:
-        # a filesystem without locks keeps its left-overs
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield tmp
-        for folder, _, names in os.walk(tmp):
-            for name in (*names, "."):
-                _sync(Path(folder, name))
-        _move_in(tmp, path, overwrite)
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
-
-
 def _join(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
-
-
-def _is_plain(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
@@ -236,7 +91,7 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if not isinstance(weight_map, dict):
         raise ValueError(f"weight_map of {index} is {str(weight_map)[:80]}; want an object from key to shard")
     for key, shard in weight_map.items():
-        if not _is_plain(shard) or not shard.endswith(".safetensors"):
+        if not is_plain_name(shard) or not shard.endswith(".safetensors"):
             raise ValueError(f"shard of {key} in {index} is {shard!r}; want the plain name of a .safetensors file")
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
@@ -265,7 +120,7 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
     if size < 8 or length > min(size - 8, MAX_HEADER):
         again = "get it again, it is cut off or a git-lfs pointer"
         raise ValueError(f"{file} is {size} bytes with a header of {length}; want a whole safetensors file; {again}")
-    header = _parse_object(stream.read(length), f"header of {file}")
+    header = parse_object(stream.read(length), f"header of {file}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise ValueError(f"__metadata__ of {file} is {metadata!r}; want an object")
@@ -480,7 +335,7 @@ class CheckpointWriter:
 
     def _target(self, name: str) -> Path:
         tmp = self._open_folder()
-        if not _is_plain(name) or name == INDEX or name.endswith(".safetensors") or (tmp / name).exists():
+        if not is_plain_name(name) or name == INDEX or name.endswith(".safetensors") or (tmp / name).exists():
             raise ValueError(f"name is {name!r}; want a plain file name, not taken; tensors are written by add")
         return tmp / name
 

@@ -45,7 +45,9 @@ def upcycle(
         str, typer.Option(help="xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk.")
     ] = "xft",
     router: Annotated[str, typer.Option(help="linear or mlp.")] = "linear",
-    noisy_gate: Annotated[bool, typer.Option("--noisy-gate", help="Noise on the router logits while training.")] = False,
+    noisy_gate: Annotated[
+        bool, typer.Option("--noisy-gate", help="Noise on the router logits while training.")
+    ] = False,
     balance_loss: Annotated[str, typer.Option(help="none, cv2 or switch.")] = "none",
     balance_loss_coef: Annotated[float, typer.Option(help="Weight of the balance loss.")] = 0.0,
     layers: Annotated[str | None, typer.Option(help="Layers to upcycle, such as 0-3,8; all by default.")] = None,
@@ -91,7 +93,9 @@ def to_mergeable(
             progress=progress,
         )  # fmt: skip
     _say(receipt)
-    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime merge mixed dense")
+    typer.echo(
+        f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime merge mixed dense"
+    )
 
 
 @app.command(epilog="Example: moe-runtime merge mixed dense")
@@ -100,7 +104,8 @@ def merge(
     target: Target,
     shared_rate: SharedRate = 0.75,
     alpha: Annotated[
-        str | None, typer.Option(help="Coefficients in place of the learned ones: uniform, or E numbers a,b,... that sum to 1.")
+        str | None,
+        typer.Option(help="Coefficients in place of the learned ones: uniform, or E numbers a,b,... that sum to 1."),
     ] = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,

@@ -1,5 +1,6 @@
 """What a user may set: frozen, keyword-only dataclasses, checked on construction, one JSON object each."""
 
+import math
 from dataclasses import asdict, dataclass, fields
 
 GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
@@ -19,6 +20,19 @@ def check_positive(name: str, value: int) -> None:
     """Raise ValueError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; want an integer of at least 1")
+
+
+def check_number(name: str, value: float, positive: bool = False) -> None:
+    """Raise ValueError unless `value` is a finite number of 0 or more, or above 0 if `positive`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf or (positive and value == 0):
+        raise ValueError(f"{name} is {value!r}; want a number {'above 0' if positive else 'of 0 or more'}")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; want True or False")
 
 
 class _Serializable:
@@ -78,10 +92,11 @@ class MoEConfig(_Serializable):
             raise ValueError(
                 f"top_k is {self.top_k}, gate is {self.gate!r}; want at least 2: the shared expert and one routed expert"
             )
-        if self.balance_loss_coef < 0:
-            raise ValueError(f"balance_loss_coef is {self.balance_loss_coef}; want 0 or more")
-        if self.noise_epsilon <= 0:
-            raise ValueError(f"noise_epsilon is {self.noise_epsilon}; want a positive number")
+        check_number("balance_loss_coef", self.balance_loss_coef)
+        check_number("initializer_range", self.initializer_range)
+        check_number("noise_epsilon", self.noise_epsilon, positive=True)
+        for name in ("gated", "bias", "noisy_gate", "load_quirk"):
+            check_bool(name, getattr(self, name))
 
     @property
     def has_shared_expert(self) -> bool:

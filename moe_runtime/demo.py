@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.checkpoint import atomic_folder, check_out_dir
+from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.config import check_choice
 from moe_runtime.data import standard_library_pairs, standard_library_text, tokenize_pairs
 from moe_runtime.hf import fit as hf
@@ -126,7 +126,10 @@ class Demo:
         self.say(str(self.receipt).replace("\n", "\n  "))
         seconds = self.fit("MoE", self.moe, self.train_rows, p.steps, p.rate, p.batch)
         self.add("MoE", self.moe, seconds, f"XFT: {p.num_experts} experts, {p.top_k} per token, tuned")
-        batches = [{"input_ids": torch.tensor([row["input_ids"]])} for row in self.held_out.select(range(min(64, len(self.held_out))))]
+        batches = [
+            {"input_ids": torch.tensor([row["input_ids"]])}
+            for row in self.held_out.select(range(min(64, len(self.held_out))))
+        ]
         self.stats = collect_router_stats(self.moe, batches)
 
     def merge(self) -> None:
@@ -189,7 +192,11 @@ def pack(tokenizer, documents: list[str], length: int):
     """Join the documents' tokens, EOS after each, and cut them into rows of `length`; labels are the ids."""
     import datasets
 
-    ids = [i for encoded in tokenizer(documents, add_special_tokens=False).input_ids for i in [*encoded, tokenizer.eos_token_id]]
+    ids = [
+        i
+        for encoded in tokenizer(documents, add_special_tokens=False).input_ids
+        for i in [*encoded, tokenizer.eos_token_id]
+    ]
     blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
@@ -241,7 +248,11 @@ def picture(demo: Demo, path: Path) -> None:
     figure.colorbar(image, ax=mixing, label="alpha")
     mixing.set_xticks(range(normal.shape[1]), range(1, normal.shape[1] + 1))
     mixing.set_yticks(range(normal.shape[0]))
-    mixing.set(xlabel="expert", ylabel="layer", title=f"learned mixing of the normal experts (shared: {demo.preset.shared_rate})")
+    mixing.set(
+        xlabel="expert",
+        ylabel="layer",
+        title=f"learned mixing of the normal experts (shared: {demo.preset.shared_rate})",
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -255,12 +266,20 @@ def show(demo: Demo, out: Path) -> None:
                             ("per token", "right"), ("train s", "right"), ("", "left")):  # fmt: skip
         table.add_column(column, justify=justify)
     for row in demo.rows:
-        numbers = f"{row.loss:.4f}", f"{row.perplexity:.2f}", f"{row.parameters:,}", f"{row.active:,}", f"{row.seconds:.0f}"
+        numbers = (
+            f"{row.loss:.4f}",
+            f"{row.perplexity:.2f}",
+            f"{row.parameters:,}",
+            f"{row.active:,}",
+            f"{row.seconds:.0f}",
+        )
         table.add_row(row.model, *numbers, row.note)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     by_name = {row.model: row for row in demo.rows}
     gain = by_name["SFT"].loss - by_name["merged"].loss
-    verdict = f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
+    verdict = (
+        f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
+    )
     print(
         f"The merged model has the size and the speed of SFT's, and a held-out loss that is {verdict}.\n"
         f"The mixture kept the base's function when it was made: relative error {demo.receipt.error:.1e}.\n"

@@ -18,7 +18,9 @@ CALLS = {
     "dispatch": lambda **b: dispatch(IDX, 2, **b)[0],
     "grouped_gemm": lambda **b: grouped_gemm(torch.randn(3, 4), torch.randn(1, 2, 4), torch.tensor([0, 3]), **b),
     "combine": lambda **b: combine(torch.randn(6, 4), torch.rand(3, 2), torch.arange(6), **b),
-    "moe_mlp": lambda **b: moe_mlp(torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b),
+    "moe_mlp": lambda **b: moe_mlp(
+        torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b
+    ),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
 }
 

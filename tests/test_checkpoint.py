@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_runtime import checkpoint
+from moe_runtime import checkpoint, files
 from moe_runtime.checkpoint import (
     DTYPES,
     INDEX,
@@ -650,7 +650,7 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monkeypatch, exchange):
     if not exchange:
-        monkeypatch.setattr(checkpoint, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
     tensors = ten_tensors()
     out = write(tmp_path / "out", tensors, 800)
     (out / "sub").mkdir()
@@ -686,7 +686,7 @@ def test_overwrite_is_one_step_where_the_filesystem_can_exchange(shm, monkeypatc
     write(out, {"new": torch.zeros(3)}, overwrite=True)
     assert Checkpoint(out).keys() == ["new"]
     assert siblings(out) == []
-    assert not checkpoint._exchange(out, shm / "nope")
+    assert not files._exchange(out, shm / "nope")
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -701,7 +701,7 @@ def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, fa
                 raise PermissionError(errno.EACCES, "Permission denied")
         rename(source, target)
 
-    monkeypatch.setattr(checkpoint, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(PermissionError):
         write(out, {"new": torch.zeros(3)}, overwrite=True)
@@ -801,11 +801,11 @@ def test_errors_of_save_file_carry_their_number(tmp_path, monkeypatch):
 def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
     if overwrite:
         write(tmp_path / "out", ten_tensors())
-    order, sync, move = [], os.fsync, checkpoint._move_in
+    order, sync, move = [], os.fsync, files._move_in
     monkeypatch.setattr(
         os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))
     )
-    monkeypatch.setattr(checkpoint, "_move_in", lambda *args: (order.append("move"), move(*args)))
+    monkeypatch.setattr(files, "_move_in", lambda *args: (order.append("move"), move(*args)))
     write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
     tmp = str(tmp_path / f".out.tmp-{os.getpid()}")
     written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
@@ -883,7 +883,7 @@ def test_atomic_folder_for_other_writers(tmp_path):
 KILL = """
 import os, signal, sys, time
 import torch
-from moe_runtime import checkpoint
+from moe_runtime import checkpoint, files
 from moe_runtime.checkpoint import CheckpointWriter
 assert "transformers" not in sys.modules
 torch.set_num_threads(1)
@@ -904,11 +904,11 @@ def arm(moment):
     elif moment == "shards renamed":
         os.rename = nth(3, os.rename)
     elif moment == "before the move":
-        checkpoint._move_in = die
+        files._move_in = die
     elif moment == "after the exchange":
-        checkpoint.shutil.rmtree = die
+        files.shutil.rmtree = die
     elif moment == "between the renames":
-        checkpoint._exchange = lambda a, b: False
+        files._exchange = lambda a, b: False
         os.rename = nth(7, os.rename)
 
 def write(out, moment, overwrite):

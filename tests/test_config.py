@@ -9,7 +9,16 @@ import pickle
 import numpy as np
 import pytest
 
-from moe_runtime.config import ACTIVATIONS, BALANCE_LOSSES, GATES, ROUTERS, SHARED_GATES, MoEConfig, check_choice, check_positive
+from moe_runtime.config import (
+    ACTIVATIONS,
+    BALANCE_LOSSES,
+    GATES,
+    ROUTERS,
+    SHARED_GATES,
+    MoEConfig,
+    check_choice,
+    check_positive,
+)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -53,7 +62,8 @@ def test_equal_values_make_equal_hashable_configs():
 
 ODD = MoEConfig(
     hidden_size=33, intermediate_size=17, num_experts=3, top_k=2, gate="nonorm", router="mlp", hidden_act="gelu", gated=False,
-    bias=True, noisy_gate=True, noise_epsilon=0.5, balance_loss="cv2", balance_loss_coef=0.01, load_quirk=True, initializer_range=0.1,
+    bias=True, noisy_gate=True, noise_epsilon=0.5, balance_loss="cv2", balance_loss_coef=0.01, load_quirk=True,
+    initializer_range=0.1,
 )  # fmt: skip
 
 
@@ -84,7 +94,11 @@ def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know():
 
 
 BAD = [
-    *[({name: value}, f"{name} is {value!r}") for name in ("hidden_size", "intermediate_size", "num_experts", "top_k") for value in (0, -3, 2.0, "8", None, True)],
+    *[
+        ({name: value}, f"{name} is {value!r}")
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
+        for value in (0, -3, 2.0, "8", None, True)
+    ],
     ({"gate": "top2"}, "gate is 'top2'"),
     ({"gate": None}, "gate is None"),
     ({"router": "conv"}, "router is 'conv'"),
@@ -114,7 +128,15 @@ def test_message_names_the_bad_value_and_what_is_wanted(change, words):
     assert words in str(error.value) and "; want " in str(error.value)
 
 
-@pytest.mark.parametrize("change", [{"num_experts": 1, "top_k": 1}, {"num_experts": 2, "top_k": 2}, {"num_experts": 8, "top_k": 8}, {"gate": "softmax_topk", "top_k": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_experts": 1, "top_k": 1},
+        {"num_experts": 2, "top_k": 2},
+        {"num_experts": 8, "top_k": 8},
+        {"gate": "softmax_topk", "top_k": 1},
+    ],
+)
 def test_edges_that_are_fine(change):
     MoEConfig(**SIZES | change)
 

@@ -13,7 +13,7 @@ RANK = {
     "kernels": 0,
     "config": 1,
     "backends": 1,
-    "checkpoint": 1,
+    "checkpoint": 1, "files": 1,
     "ops": 2,
     "modules": 3,
     "hf": 4,

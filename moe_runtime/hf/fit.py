@@ -136,7 +136,9 @@ def held_out_loss(model, rows, tokenizer, batch_size: int = 32) -> float:
         batch = {name: value.to(model.device) for name, value in batch.items()}
         labels = batch.pop("labels")[:, 1:]
         logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
         total, count = total + loss.item(), count + int((labels != -100).sum())
     model.train(training)
     return total / count

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_runtime.checkpoint import CheckpointWriter, read_json
+from moe_runtime.checkpoint import CheckpointWriter
 from moe_runtime.config import MoEConfig
+from moe_runtime.files import read_json
 from moe_runtime.hf.configuration import SHIM, moe_fields
 from moe_runtime.hf.families import FAMILIES, family_of, moe_shape, write_mlp
 from moe_runtime.hf.modeling import model_classes

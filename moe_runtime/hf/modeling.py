@@ -51,10 +51,6 @@ class _Model:
         else:
             super()._init_weights(module)
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Do nothing, as the config's."""
-
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Refuse transformers' own implementations, which these experts would ignore without a word."""
         if requested_experts not in (None, "eager", "moe_runtime"):
@@ -260,8 +256,6 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
         "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.",
         "config_class": config,
         "forward": forward,
-        # the mixing logits move by less than bfloat16 resolves
-        "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or ()), "mixing_logits"],
     }
     cls = type(name, (ours, base), members)
     globals()[name] = cls

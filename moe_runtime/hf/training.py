@@ -30,6 +30,7 @@ class RouterStatsCallback(TrainerCallback):
 
     The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
     router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
+    MoETrainer and MoESFTTrainer put it first; in a plain Trainer, reporting callbacks before it do not see its numbers.
     """
 
     def __init__(self, path: str | Path | None = None, per_layer: bool = False, min_entropy: float = LOW_ENTROPY):

@@ -39,6 +39,12 @@ class MergedMLP(nn.Module):
         )
         self.mixing_logits.copy_(logits)
 
+    def _apply(self, fn, recurse=True):
+        """Keep the logits float32 whatever the module is cast to: steps of 1e-5 are lost on a bfloat16 number near 1."""
+        super()._apply(fn, recurse)
+        self.mixing_logits.data = self.mixing_logits.data.float()
+        return self
+
     def alpha(self) -> torch.Tensor:
         """Return the mixing coefficients [E] float32, which sum to 1."""
         return mixing(self.mixing_logits, None if self.soup else self.shared_rate)

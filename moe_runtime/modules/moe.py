@@ -56,10 +56,15 @@ class Router(nn.Module):
         logits = F.linear(x, self.weight)
         if config.router == "mlp":
             logits = F.linear(torch.tanh(logits), self.weight_out)
-        logits = logits.float()
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(wide)
+        if eps is not None and not (config.noisy_gate and eps.shape == logits.shape):
+            raise ValueError(
+                f"eps is {tuple(eps.shape)}, noisy_gate is {config.noisy_gate}; want {tuple(logits.shape)} and True"
+            )
         noise = scale = None
         if config.noisy_gate and (self.training or eps is not None):
-            scale = F.softplus(F.linear(x, self.noise_weight).float()) + config.noise_epsilon
+            scale = F.softplus(F.linear(x, self.noise_weight).to(wide)) + config.noise_epsilon
             eps = torch.randn_like(scale) if eps is None else eps
             noise = eps * scale
         weight, idx = route(logits, config.top_k, config.gate, noise=noise)
@@ -92,23 +97,33 @@ class Experts(nn.Module):
             )
 
     def forward(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> torch.Tensor:
-        """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H]."""
-        config = self.config
+        """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H].
+
+        Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
+        """
+        config, device = self.config, x.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.down_proj.dtype
+        weights = {name: weight.to(dtype) for name, weight in self.named_parameters()}
         return moe_mlp(
-            x,
-            getattr(self, self.up_name),
-            self.down_proj,
+            x.to(dtype),
+            weights[self.up_name],
+            weights["down_proj"],
             topk_weight,
             topk_idx,
             act=config.hidden_act,
             gated=config.gated,
-            gate_up_bias=getattr(self, f"{self.up_name}_bias") if config.bias else None,
-            down_bias=self.down_proj_bias if config.bias else None,
+            gate_up_bias=weights.get(f"{self.up_name}_bias"),
+            down_bias=weights.get("down_proj_bias"),
         )
 
 
 class MoE(nn.Module):
-    """Router and experts; takes and returns what the dense MLP did. `records` collects RouterOutputs while it is a list."""
+    """Router and experts; takes and returns what the dense MLP did.
+
+    `records` collects RouterOutputs while it is a list: set it for one forward pass and take it away before the backward
+    pass, in which gradient checkpointing runs the layer again.
+    """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
         super().__init__()
@@ -119,7 +134,7 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
-        x = hidden_states.flatten(0, -2)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing = self.gate(x)
         if self.records is not None:
             self.records.append(routing)

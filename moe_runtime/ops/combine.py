@@ -43,17 +43,18 @@ def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: to
 
 
 def _forward(y, topk_weight, slot_row, backend):
-    return weighted_sum(y.to(topk_weight.dtype), topk_weight, slot_row.view(topk_weight.shape)).to(y.dtype)
+    slot_row = slot_row.reshape(topk_weight.shape)
+    return weighted_sum(y.to(topk_weight.dtype), topk_weight.contiguous(), slot_row).to(y.dtype)
 
 
 def _backward(dout, y, topk_weight, slot_row, backend):
     T, K = topk_weight.shape
     wide = dout.to(topk_weight.dtype)
-    slot_row = slot_row.long()
-    dy = torch.empty_like(y)
-    dy[slot_row] = (topk_weight[:, :, None] * wide[:, None]).view(T * K, -1).to(y.dtype)
-    dweight = torch.einsum("tkh,th->tk", y[slot_row].view(T, K, -1).to(wide.dtype), wide)
-    return dy, dweight
+    H, slot_row = y.shape[1], slot_row.reshape(-1).long()
+    dy = y.new_empty(y.shape)
+    dy[slot_row] = (topk_weight[:, :, None] * wide[:, None]).reshape(T * K, H).to(y.dtype)
+    dweight = torch.einsum("tkh,th->tk", y[slot_row].view(T, K, H).to(wide.dtype), wide)
+    return dy, dweight.contiguous()
 
 
 def _setup_context(ctx, inputs, output):
@@ -65,13 +66,13 @@ def _autograd(ctx, dout):
     return *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend), None, None
 
 
-register(
-    "combine",
-    _forward,
-    lambda y, topk_weight, *_: y.new_empty(topk_weight.shape[0], y.shape[1]),
-    _autograd,
-    _setup_context,
-)
-register(
-    "combine_backward", _backward, lambda dout, y, topk_weight, *_: (torch.empty_like(y), torch.empty_like(topk_weight))
-)
+def _fake(y, topk_weight, slot_row, backend):
+    return y.new_empty(topk_weight.shape[0], y.shape[1])
+
+
+def _backward_fake(dout, y, topk_weight, slot_row, backend):
+    return y.new_empty(y.shape), topk_weight.new_empty(topk_weight.shape)
+
+
+register("combine", _forward, _fake, _autograd, _setup_context)
+register("combine_backward", _backward, _backward_fake)

@@ -16,6 +16,9 @@ from moe_runtime import backends
 from moe_runtime.ops.library import LIB, register
 
 
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
 class Dispatch(NamedTuple):
     """Index arrays between slots and rows, named <from>_<to>."""
 
@@ -27,7 +30,7 @@ class Dispatch(NamedTuple):
 
 def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
     """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a bad shape or dtype."""
-    if topk_idx.dim() != 2 or topk_idx.is_floating_point():
+    if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS:
         raise ValueError(f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}; want [T, K] integers")
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}; want at least 1")
@@ -41,12 +44,12 @@ LIB.define("dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, 
 
 def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
-    expert = topk_idx.reshape(-1)
+    expert = topk_idx.reshape(-1).long()  # a narrower id might not hold num_experts, the mark of a dropped slot
     expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)
     # 16-bit keys halve the radix sort's work
     row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(stable=True).indices
     count = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert.device)
-    count.scatter_add_(0, expert.long(), torch.ones_like(expert, dtype=torch.int32))
+    count.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert.device)
     offsets[1:] = count[:num_experts].cumsum(0)
     return offsets, row_slot

@@ -14,6 +14,7 @@ from moe_runtime import backends
 from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import moe_mlp_torch
 from moe_runtime.ops.activation import activate
+from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register
 
 
@@ -71,7 +72,7 @@ def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias, t
         raise ValueError(
             f"topk_weight is {tuple(topk_weight.shape)}, topk_idx {tuple(topk_idx.shape)}; want [{T}, K] both"
         )
-    if topk_idx.is_floating_point() or not topk_weight.is_floating_point():
+    if topk_idx.dtype not in INTEGERS or not topk_weight.is_floating_point():
         raise ValueError(f"topk_idx is {topk_idx.dtype}, topk_weight {topk_weight.dtype}; want integers and floats")
     for name, bias, size in (("gate_up_bias", up_bias, rows), ("down_bias", down_bias, H)):
         if bias is not None and bias.shape != (E, size):
@@ -113,7 +114,8 @@ LIB.define(
 )
 LIB.define(
     "moe_mlp_backward(Tensor dout, Tensor x, Tensor up, Tensor down, Tensor topk_weight, Tensor? up_bias, Tensor? down_bias, "
-    "Tensor? trainable, Tensor z, Tensor expert_offsets, Tensor row_slot, str act, bool gated, str backend) "
+    "Tensor? trainable, Tensor z, Tensor expert_offsets, Tensor row_slot, bool[6] needs, str act, bool gated, "
+    "str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -134,18 +136,33 @@ def _forward_fake(x, up, down, topk_weight, topk_idx, up_bias, down_bias, traina
 
 
 def _backward(
-    dout, x, up, down, topk_weight, up_bias, down_bias, trainable, z, expert_offsets, row_slot, act, gated, backend
+    dout,
+    x,
+    up,
+    down,
+    topk_weight,
+    up_bias,
+    down_bias,
+    trainable,
+    z,
+    expert_offsets,
+    row_slot,
+    needs,
+    act,
+    gated,
+    backend,
 ):
     experts = moe_mlp_torch.Experts(up, down, up_bias, down_bias, act, gated)
     grads = moe_mlp_torch.backward(
-        dout.contiguous(), x.contiguous(), experts, topk_weight, z, expert_offsets, row_slot, trainable
+        dout.contiguous(), x.contiguous(), experts, topk_weight, z, expert_offsets, row_slot, trainable, needs
     )
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _backward_fake(dout, x, up, down, topk_weight, up_bias, down_bias, trainable, z, *_):
+def _backward_fake(dout, x, up, down, topk_weight, up_bias, down_bias, trainable, z, offsets, row_slot, needs, *_):
     inputs = (x, up, down, topk_weight, up_bias, down_bias)
-    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs)
+    wanted = (True if t is topk_weight else need for t, need in zip(inputs, needs))
+    return tuple(x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(inputs, wanted))
 
 
 def _setup_context(ctx, inputs, output):
@@ -159,10 +176,10 @@ def _setup_context(ctx, inputs, output):
 def _autograd(ctx, dout, *_):
     if dout is None:
         return (None,) * 12
-    biases = ctx.saved_tensors[4:6]
-    op = torch.ops.moe_runtime.moe_mlp_backward
-    dx, dup, ddown, dweight, dup_bias, ddown_bias = op(dout, *ctx.saved_tensors, ctx.act, ctx.gated, ctx.backend)
-    dup_bias, ddown_bias = (None if b is None else g for b, g in zip(biases, (dup_bias, ddown_bias), strict=True))
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks anew at every look
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5, 6)]
+    grads = torch.ops.moe_runtime.moe_mlp_backward(dout, *saved, needs, ctx.act, ctx.gated, ctx.backend)
+    dx, dup, ddown, dweight, dup_bias, ddown_bias = (grad if need else None for grad, need in zip(grads, needs))
     return dx, dup, ddown, dweight, None, dup_bias, ddown_bias, None, None, None, None, None
 
 

@@ -86,7 +86,9 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         torch.mm(h, experts.down[e].t(), out=y[a:b])
         if experts.down_bias is not None:
             _add_bias(y[a:b], experts.down_bias[e], row_weight[a:b] if fold else None)
-    y[bounds[E] :].zero_()
+    if bounds[E] < R:  # dropped slots: their weights may be anything
+        y[bounds[E] :].zero_()
+        topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
     return _combine(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
@@ -104,18 +106,21 @@ def _combine(y, row_slot, topk_weight, folded: bool):
 
 
 class Gradients(NamedTuple):
-    """Gradients of `forward`; None where the input has no such part."""
+    """Gradients of `forward`; None where the input has no such part or needs none."""
 
-    x: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    x: torch.Tensor | None
+    up: torch.Tensor | None
+    down: torch.Tensor | None
     topk_weight: torch.Tensor
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, trainable=None) -> Gradients:
-    """Gradients from `dout` [T, H]. `z_all` [0, ...] is computed again; experts whose `trainable` is False get zero."""
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, trainable, needs) -> Gradients:
+    """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for.
+
+    `z_all` [0, ...] is computed again; experts whose `trainable` is False get zero weight gradients.
+    """
     E, Z, H = experts.up.shape
     T, K = topk_weight.shape
     R, I = T * K, experts.down.shape[2]
@@ -124,15 +129,15 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, t
     row_weight = topk_weight.reshape(-1)[row_slot]
     drow_weight = torch.zeros_like(row_weight)
     trains = [True] * E if trainable is None else trainable.tolist()
-    grads = Gradients(
-        x, *(torch.empty_like(w) for w in experts[:2]), topk_weight,
-        *(None if bias is None else torch.empty_like(bias) for bias in experts[2:4]),
-    )  # fmt: skip
-    dx = scratch("y", (R, H), x)
+    up, down, _, up_bias, down_bias = (
+        t.new_empty(t.shape) if t is not None and need else None
+        for t, need in zip((*experts[:2], None, *experts[2:4]), needs[1:])
+    )
+    dx = scratch("y", (R, H), x) if needs[0] else None
     for e in range(E):
         a, b = bounds[e], bounds[e + 1]
         if a == b or not trains[e]:
-            for grad in (grads.up, grads.down, grads.up_bias, grads.down_bias):
+            for grad in (up, down, up_bias, down_bias):
                 if grad is not None:
                     grad[e].zero_()
         if a == b:
@@ -144,19 +149,29 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, t
         dh = torch.mm(dy, experts.down[e], out=scratch("dh", (b - a, I), x))
         dz, wh = scratch("dz", (b - a, Z), x), scratch("h", (b - a, I), x)
         _activation_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
-        torch.mm(dz, experts.up[e], out=dx[a:b])
+        if dx is not None:
+            torch.mm(dz, experts.up[e], out=dx[a:b])
         if experts.down_bias is not None:
             drow_weight[a:b].add_(dy.to(drow_weight.dtype) @ experts.down_bias[e].to(drow_weight.dtype))
         if trains[e]:
-            torch.mm(dy.t(), wh, out=grads.down[e])
-            torch.mm(dz.t(), rows, out=grads.up[e])
-            if experts.up_bias is not None:
-                grads.up_bias[e].copy_(dz.sum(0))
-            if experts.down_bias is not None:
-                grads.down_bias[e].copy_(row_weight[a:b] @ dy.to(row_weight.dtype))
-    dx[bounds[E] :].zero_()
-    dtopk_weight = drow_weight[invert(row_slot)].view(T, K)
-    return grads._replace(x=_combine(dx, row_slot, topk_weight, folded=True), topk_weight=dtopk_weight)
+            grads = Gradients(None, up, down, row_weight[a:b], up_bias, down_bias)
+            _weight_gradients(grads, e, dy, wh, dz, rows)
+    if dx is not None:
+        dx[bounds[E] :].zero_()
+        dx = _combine(dx, row_slot, topk_weight, folded=True)
+    return Gradients(dx, up, down, drow_weight[invert(row_slot)].view(T, K), up_bias, down_bias)
+
+
+def _weight_gradients(grads: Gradients, e: int, dy, wh, dz, rows) -> None:
+    """Fill expert e's gradients: down = dy^T wh, up = dz^T x; biases are sums over the rows."""
+    if grads.down is not None:
+        torch.mm(dy.t(), wh, out=grads.down[e])
+    if grads.up is not None:
+        torch.mm(dz.t(), rows, out=grads.up[e])
+    if grads.up_bias is not None:
+        grads.up_bias[e].copy_(dz.sum(0))
+    if grads.down_bias is not None:
+        grads.down_bias[e].copy_(grads.topk_weight @ dy.to(grads.topk_weight.dtype))
 
 
 def _up(rows, experts: Experts, e: int):

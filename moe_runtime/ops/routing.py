@@ -81,7 +81,7 @@ def route_reference(
     idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     selected_logits = router_logits.gather(1, idx)
     s = router_logits.softmax(-1).gather(1, idx)
-    s_max = s.amax(-1, keepdim=True) if k else s.new_zeros(s.shape[0], 1)
+    s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
     weight = {
         "xft": lambda: s.softmax(-1) * s_max,
         "nonorm": lambda: s,
@@ -101,7 +101,7 @@ LIB.define("route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx
 
 
 def _route(router_logits, bias, top_k, gate, backend):
-    return tuple(route_reference(router_logits, top_k, gate, bias))
+    return tuple(t.contiguous() for t in route_reference(router_logits, top_k, gate, bias))
 
 
 def _route_fake(router_logits, bias, top_k, gate, backend):
@@ -110,6 +110,10 @@ def _route_fake(router_logits, bias, top_k, gate, backend):
 
 
 def _route_backward(dweight, router_logits, topk_idx, gate, backend):
+    return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
+
+
+def _logits_gradient(dweight, router_logits, topk_idx, gate):
     """Gradient of `route` in closed form (SPEC of the equations above); reaches every logit, unselected ones too."""
     shared = int(gate in SHARED_GATES)
     k = topk_idx.shape[1] - shared
@@ -151,5 +155,9 @@ def _autograd(ctx, dweight, _):
     return op(dweight, router_logits, topk_idx, ctx.gate, ctx.backend), None, None, None, None
 
 
+def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend):
+    return router_logits.new_empty(router_logits.shape)
+
+
 register("route", _route, _route_fake, _autograd, _setup_context)
-register("route_backward", _route_backward, lambda dweight, router_logits, *_: torch.empty_like(router_logits))
+register("route_backward", _route_backward, _route_backward_fake)

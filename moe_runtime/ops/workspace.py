@@ -12,8 +12,6 @@ import weakref
 import torch
 
 _local = threading.local()
-_free: dict[int, list[mmap.mmap]] = {}
-_lock = threading.Lock()
 LEASE_FROM = 1 << 20  # bytes; smaller ones come from the allocator's own free lists
 
 
@@ -27,34 +25,71 @@ def scratch(name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.
     key = (name, dtype, like.device)
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < size:
-        buffers[key] = buffer = torch.empty(size, dtype=dtype, device=like.device)
+        with torch.inference_mode(False):  # or the buffer could never be written outside of it
+            buffers[key] = buffer = torch.empty(size, dtype=dtype, device=like.device)
     return buffer[:size].view(shape)
+
+
+class _Pool:
+    """Free blocks of memory. Used and free bytes together never exceed the most that was in use at once."""
+
+    def __init__(self):
+        # reentrant: the garbage collector may give a block back while this thread takes one
+        self.lock = threading.RLock()
+        self.free: list[mmap.mmap] = []
+        self.used = self.peak = 0
+
+    def take(self, size: int) -> mmap.mmap:
+        """Return a block of at least `size` bytes: the smallest free one that fits without wasting half, or a new one."""
+        with self.lock:
+            fitting = [block for block in self.free if size <= len(block) <= 2 * size]
+            block = min(fitting, key=len, default=None)
+            if block is None:
+                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                self.free.remove(block)
+            self.used += len(block)
+            self.peak = max(self.peak, self.used)
+            self._trim()
+            return block
+
+    def give_back(self, block: mmap.mmap) -> None:
+        """Take a block that no tensor uses any more."""
+        with self.lock:
+            self.used -= len(block)
+            self.free.append(block)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Drop the blocks that lay here longest until the bound holds."""
+        while self.free and self.used + sum(map(len, self.free)) > self.peak:
+            self.free.pop(0)
+
+    def release(self) -> None:
+        """Drop all free blocks and forget the peak."""
+        with self.lock:
+            self.free.clear()
+            self.peak = self.used
+
+
+_pool = _Pool()
 
 
 def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor of `shape`; its memory comes back here when the tensor dies (CPU only)."""
-    size = like.element_size()
+    count = 1
     for n in shape:
-        size *= n
+        count *= n
+    size = count * like.element_size()
     if like.device.type != "cpu" or size < LEASE_FROM:
         return like.new_empty(shape)
-    with _lock:
-        blocks = _free.get(size)
-        block = blocks.pop() if blocks else None
-    if block is None:
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = _pool.take(size)
     owner = (ctypes.c_char * size).from_buffer(block)
-    weakref.finalize(owner, _give_back, size, block).atexit = False
+    weakref.finalize(owner, _pool.give_back, block).atexit = False
     return torch.frombuffer(owner, dtype=like.dtype).view(shape)
-
-
-def _give_back(size: int, block: mmap.mmap) -> None:
-    with _lock:
-        _free.setdefault(size, []).append(block)
 
 
 def release() -> None:
     """Give all memory that no tensor uses back to the system (this thread's scratch and every free lease)."""
     _local.__dict__.pop("buffers", None)
-    with _lock:
-        _free.clear()
+    _pool.release()

@@ -1,4 +1,4 @@
-"""The saved form: what lies in the folder, who can load it, and what the classes return in training."""
+"""The saved form: what lies in the folder, who can load it and who may not, and that it generates, compiles and trains."""
 
 import copy
 import inspect
@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moe_runtime.hf import modeling, swap
 from moe_runtime.hf.families import FAMILIES
@@ -271,7 +270,7 @@ def test_a_config_that_is_not_ours_is_refused():
         AutoModelForCausalLM.from_config(AutoConfig.for_model("moe_runtime_llama", hidden_size=32))
 
 
-# --- the seven that broke (the fifth is in test_in_a_fresh_process)
+# --- the seven that broke (the third is in test_outputs.py, the fifth in test_in_a_fresh_process)
 
 
 def test_breakage_1_experts_implementation(tmp_path):
@@ -299,22 +298,6 @@ def test_breakage_2_from_config_initialises_everything(model_type, make):
         if name.endswith("mixing_logits"):
             assert torch.equal(parameter, torch.ones(3))
     assert type(model) is type(make(model_type)) and tiny.logits(model).isfinite().all()
-
-
-def test_breakage_3_what_trl_reads(tmp_path):
-    model = reload(tiny.upcycled(balance_loss="switch", balance_loss_coef=0.1), tmp_path).train()
-    config = model.config
-    names = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-    assert [getattr(config, name) for name in names] == [3, 3, 2, 48, 1]
-    assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
-    out = model.base_model(input_ids=tiny.batch(), use_cache=False, output_router_logits=True)
-    assert [logits.shape for logits in out.router_logits] == [(24, 3)] * 2
-    aux = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok, None)
-    (aux + out.balance_loss).backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
-    assert model.base_model(tiny.batch(), output_router_logits=False).router_logits is None
-    hidden = model.base_model(tiny.batch(), return_dict=False)
-    assert isinstance(hidden, tuple) and hidden[0].shape == (2, 12, 32)
 
 
 def test_breakage_4_auto_map_is_a_dict(tmp_path):
@@ -360,101 +343,6 @@ def test_generate_with_and_without_cache(model_type):
     with_cache = model.generate(ids, use_cache=True, **options)
     assert with_cache.shape == (2, 13)
     assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
-
-
-def gradients(model, **kwargs):
-    model.zero_grad()
-    loss = model(tiny.batch(), labels=tiny.batch(), **kwargs).loss
-    loss.backward()
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("make", [tiny.upcycled, mergeable])
-def test_gradient_checkpointing_changes_nothing(model_type, make):
-    settings = {"balance_loss": "cv2", "balance_loss_coef": 0.1, "noisy_gate": True} if make is tiny.upcycled else {}
-    model = make(model_type, **settings).train()
-    torch.manual_seed(5)
-    loss, want = gradients(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    torch.manual_seed(5)
-    again, got = gradients(model)
-    assert torch.equal(loss, again) and list(got) == list(want)
-    assert all(tiny.distance(got[name], want[name]) < 1e-5 for name in want)
-
-
-def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
-    model = tiny.upcycled(balance_loss="cv2", balance_loss_coef=0.1).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    model.enable_input_require_grads()
-    with pytest.raises(ValueError, match="use_reentrant is True for gradient checkpointing; want False"):
-        model(tiny.batch(), labels=tiny.batch())
-    assert all(module.records is None for module in model.modules() if isinstance(module, MoE))
-    model.eval()(tiny.batch(), labels=tiny.batch())
-    plain = tiny.upcycled().train()
-    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    plain.enable_input_require_grads()
-    gradients(plain, output_router_logits=True)  # nothing hangs on the logits: nothing is lost
-    plain.config.router_aux_loss_coef = 0.1
-    with pytest.raises(ValueError, match="use_reentrant is True"):
-        gradients(plain, output_router_logits=True)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["cv2", "switch"])
-def test_balance_losses_are_added_and_reported_apart(kind, training):
-    model = tiny.upcycled(balance_loss=kind, balance_loss_coef=0.5).train(training)
-    plain = tiny.upcycled().train(training)
-    out = model(tiny.batch(), labels=tiny.batch())
-    records = []
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.register_forward_hook(lambda module, args, _: records.append(module.gate(args[0].flatten(0, 1))))
-    model(tiny.batch())
-    want = sum(record.balance_loss for record in records)
-    assert want > 0 and torch.allclose(out.aux_loss, want)
-    assert torch.equal(out.lm_loss, plain(tiny.batch(), labels=tiny.batch()).loss)
-    assert torch.equal(out.loss, out.lm_loss + out.aux_loss) and out.router_logits is None
-    out.aux_loss.backward()
-    # the first layer's router has the second's loss too, through its experts
-    assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
-
-
-def test_the_pooled_loss_is_transformers():
-    model = tiny.upcycled().train()
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, :4] = 0
-    labels = tiny.batch().masked_fill(mask == 0, -100)
-    plain = model(tiny.batch(), attention_mask=mask, labels=labels)
-    assert not hasattr(plain, "aux_loss")
-    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.25
-    out = model(tiny.batch(), attention_mask=mask, labels=labels)
-    want = 0.25 * load_balancing_loss_func(out.router_logits, 3, 2, mask)
-    assert torch.allclose(out.aux_loss, want) and torch.equal(out.lm_loss, plain.loss)
-    assert torch.equal(out.loss, out.lm_loss + out.aux_loss)
-    out.aux_loss.backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
-    assert model(tiny.batch(), output_router_logits=False).get("router_logits") is None
-    loss, aux, *_ = model(tiny.batch(), labels=labels, return_dict=False)
-    assert loss.dim() == 0 and aux.dim() == 0
-
-
-def test_gradient_accumulation_counts_the_auxiliary_loss_once():
-    model = tiny.upcycled(balance_loss="switch", balance_loss_coef=0.5)
-    labels = tiny.batch()
-    labels[1, :7] = -100  # the second row has fewer tokens
-    items = labels[:, 1:].ne(-100).sum()
-    out = [model(tiny.batch()[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items) for i in range(2)]
-    counts = labels[:, 1:].ne(-100).sum(1) / items
-    want = sum(count * o.aux_loss for count, o in zip(counts, out, strict=True))
-    assert torch.allclose(sum(o.loss - o.lm_loss for o in out), want, atol=1e-6)
-
-
-def test_records_go_even_when_the_forward_fails():
-    model = tiny.upcycled(balance_loss="cv2", balance_loss_coef=0.1)
-    with pytest.raises((IndexError, RuntimeError)):
-        model(torch.tensor([[tiny.VOCAB + 5]]))
-    assert all(module.records is None for module in model.modules() if isinstance(module, MoE))
 
 
 @pytest.mark.parametrize("make", [tiny.upcycled, mergeable])

@@ -139,6 +139,18 @@ def test_the_rest_of_the_model_is_the_same_objects():
     assert calls == [1]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_kept_and_the_config_is_one_object(training):
+    model = tiny.dense().train(training)
+    swap.dense_to_moe(model, tiny.config_of(model))
+    assert {module.training for module in model.modules()} == {training}
+    swap.moe_to_mergeable(model)
+    assert {module.training for module in model.modules()} == {training}
+    swap.moe_to_dense(model, first_expert)
+    assert {module.training for module in model.modules()} == {training}
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
 def test_hidden_states_are_recorded_at_every_stage(model_type, tmp_path):
     model = tiny.upcycled(model_type)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import logging
 import math
 import subprocess
 import sys
@@ -112,9 +111,8 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
 def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
     model = upcycled(**settings)
     model.config.router_aux_loss_coef, model.config.output_router_logits = coef, bool(coef)
-    trainer = run(
-        kind, model, tmp_path, eval_set=rows([1, 5, 3]), gradient_accumulation_steps=2, logging_steps=2, max_steps=4
-    )
+    steps = {"gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 2}
+    trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
     metrics = trainer.evaluate()
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
     assert [len(values) for values in parts] == [2, 2, 2] and min(parts[2]) > 1e-3
@@ -125,8 +123,10 @@ def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
 
 
 @KINDS
-def test_the_first_loss_is_the_models_own(kind, tmp_path):
+@pytest.mark.parametrize("coef", [0.0, 0.1], ids=["balance", "balance-and-pooled"])
+def test_the_first_loss_is_the_models_own(kind, coef, tmp_path):
     model = upcycled()
+    model.config.router_aux_loss_coef, model.config.output_router_logits = coef, bool(coef)
     batch = pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows([0, 7]), 64)))
     with torch.no_grad():
         want = model.train()(**batch)
@@ -500,6 +500,13 @@ def test_the_command_evaluates_and_resumes(folder, tmp_path, capsys):
     assert not (tmp_path / "router_stats.csv").exists()
 
 
+def test_the_command_names_the_rows_of_a_bad_batch(folder, tmp_path):
+    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--output_dir", str(tmp_path)]
+    argv += ["--learning_rate", "1e30", "--per_device_train_batch_size", "3", "--report_to", "none", "--max_steps", "3"]
+    with pytest.raises(ValueError, match=r"loss is (nan|inf) at step 2 in a batch of the rows \d, \d, \d; want"):
+        train_command(argv)
+
+
 @pytest.mark.parametrize(
     "argv, says",
     [
@@ -549,6 +556,3 @@ def test_a_missing_trl_is_named(monkeypatch):
         sft._sft_trainer.cache_clear()
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         training.Nothing  # noqa: B018
-
-
-logging.getLogger("transformers").setLevel(logging.ERROR)

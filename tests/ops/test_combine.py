@@ -110,7 +110,10 @@ def test_weights_are_not_rounded(dtype):
 
 
 def test_gradcheck():
-    y, weight = torch.randn(12, 4, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+    y, weight = (
+        torch.randn(12, 4, dtype=torch.float64, requires_grad=True),
+        torch.rand(4, 3, dtype=torch.float64, requires_grad=True),
+    )
     slot_row = torch.randperm(12)
     assert torch.autograd.gradcheck(lambda y, w: combine(y, w, slot_row), (y, weight))
 
@@ -125,6 +128,15 @@ def test_the_steps_make_up_the_layer(routing, tolerance):
 
     case = make_case(23, 33, 17, 4, 2, routing=routing, bias=True)
     assert_parity(run_case(case, steps), run_case(case, moe_oracle, torch.float64), tolerance[torch.float32])
+
+
+def test_backward_inside_autocast_is_not_rounded():
+    leaves, dout = (torch.randn(12, 33, requires_grad=True), torch.rand(4, 3, requires_grad=True)), torch.randn(4, 33)
+    out = combine(*leaves, torch.randperm(12))
+    want = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(out, leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 def test_rows_in_expert_order_come_back_in_token_order():

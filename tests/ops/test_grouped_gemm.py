@@ -22,7 +22,9 @@ def by_rows(x, weight, expert_offsets, bias=None):
 def by_experts(x, weight, expert_offsets, bias=None):
     """The eager path, in the inputs' dtype."""
     bounds = expert_offsets.tolist()
-    parts = [x[a:b] @ w.t() + (0 if bias is None else bias[e]) for e, (a, b, w) in enumerate(zip(bounds, bounds[1:], weight))]
+    parts = [
+        x[a:b] @ w.t() + (0 if bias is None else bias[e]) for e, (a, b, w) in enumerate(zip(bounds, bounds[1:], weight))
+    ]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])])
 
 
@@ -97,7 +99,9 @@ def _one_expert(leaves):
     "change, view",
     [
         pytest.param(_transposed, lambda v: v | {"weight": v["weight"].transpose(1, 2)}, id="weights stored in x out"),
-        pytest.param(_one_expert, lambda v: v | {"weight": v["weight"].expand(3, -1, -1)}, id="E views of one expert (stride 0)"),
+        pytest.param(
+            _one_expert, lambda v: v | {"weight": v["weight"].expand(3, -1, -1)}, id="E views of one expert (stride 0)"
+        ),
         pytest.param(lambda v: v.update(x=v["x"].t().contiguous()), lambda v: v | {"x": v["x"].t()}, id="x transposed"),
         pytest.param(lambda v: v.update(x=v["x"].repeat(1, 2)), lambda v: v | {"x": v["x"][:, ::2]}, id="x strided"),
     ],
@@ -149,7 +153,12 @@ def test_twenty_runs_give_the_same_bits():
     ],
 )
 def test_bad_arguments_are_named(change, words):
-    args = {"x": torch.randn(6, 4), "weight": torch.randn(3, 2, 4), "expert_offsets": torch.tensor([0, 3, 3, 6]), "bias": None}
+    args = {
+        "x": torch.randn(6, 4),
+        "weight": torch.randn(3, 2, 4),
+        "expert_offsets": torch.tensor([0, 3, 3, 6]),
+        "bias": None,
+    }
     with pytest.raises(ValueError) as error:
         grouped_gemm(**args | change)
     assert words in str(error.value)

@@ -6,7 +6,8 @@ import torch
 from moe_runtime.config import ACTIVATIONS
 from moe_runtime.ops import moe_mlp_torch
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
-from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run, saved_bytes
+from tests.support import layouts
+from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -69,57 +70,15 @@ def test_index_dtypes_and_recompute(idx, recompute, tolerance):
     check(make_case(19, 33, 17, 4, 2, routing="twice", bias=True, idx=idx), tolerance, recompute=recompute)
 
 
-def _stride_zero(case):
-    case.leaves |= {name: case.leaves[name][:1].clone() for name in ("up", "down")}
-    E = 4
-    case.view = lambda v: v | {name: v[name].expand(E, -1, -1) for name in ("up", "down")}
-
-
-def _transposed_weights(case):
-    case.leaves |= {name: case.leaves[name].transpose(1, 2).contiguous() for name in ("up", "down")}
-    case.view = lambda v: v | {name: v[name].transpose(1, 2) for name in ("up", "down")}
-
-
-def _experts_last(case):
-    case.leaves |= {name: case.leaves[name].permute(1, 2, 0).contiguous() for name in ("up", "down")}
-    case.view = lambda v: v | {name: v[name].permute(2, 0, 1) for name in ("up", "down")}
-
-
-def _strided_x(case):
-    case.leaves["x"] = case.leaves["x"].repeat_interleave(2, 1)
-    case.view = lambda v: v | {"x": v["x"][:, ::2]}
-
-
-def _transposed_x(case):
-    case.leaves["x"] = case.leaves["x"].t().contiguous()
-    case.view = lambda v: v | {"x": v["x"].t()}
-
-
-def _expanded_x(case):
-    case.leaves["x"] = case.leaves["x"][:1].clone()
-    T = case.topk_idx.shape[0]
-    case.view = lambda v: v | {"x": v["x"].expand(T, -1)}
-
-
-def _transposed_gates(case):
-    case.leaves["topk_weight"] = case.leaves["topk_weight"].t().contiguous()
-    case.topk_idx = case.topk_idx.t().contiguous().t()
-    case.view = lambda v: v | {"topk_weight": v["topk_weight"].t()}
-
-
-def _expanded_gradient(case):
-    case.dout = case.dout[:1].expand_as(case.dout)
-
-
 LAYOUTS = [
-    pytest.param(_stride_zero, id="E views of one expert (stride 0)"),
-    pytest.param(_transposed_weights, id="weights stored in x out"),
-    pytest.param(_experts_last, id="weights with the expert as the fastest dim"),
-    pytest.param(_strided_x, id="every other column of x"),
-    pytest.param(_transposed_x, id="x transposed"),
-    pytest.param(_expanded_x, id="one token, expanded"),
-    pytest.param(_transposed_gates, id="weights and ids stored [K, T]"),
-    pytest.param(_expanded_gradient, id="gradient with stride 0, as of sum()"),
+    pytest.param(layouts.stride_zero, id="E views of one expert (stride 0)"),
+    pytest.param(layouts.transposed_weights, id="weights stored in x out"),
+    pytest.param(layouts.experts_last, id="weights with the expert as the fastest dim"),
+    pytest.param(layouts.strided_x, id="every other column of x"),
+    pytest.param(layouts.transposed_x, id="x transposed"),
+    pytest.param(layouts.expanded_x, id="one token, expanded"),
+    pytest.param(layouts.transposed_gates, id="weights and ids stored [K, T]"),
+    pytest.param(layouts.expanded_gradient, id="gradient with stride 0, as of sum()"),
 ]
 
 
@@ -152,7 +111,11 @@ def test_reference_follows_the_equation(routing):
 def test_float64_layer_with_float32_gates():
     case = make_case(19, 33, 17, 4, 2, torch.float64)
     case.leaves["topk_weight"] = case.leaves["topk_weight"].float()
-    assert_parity(run(case, layer()), run(case, moe_oracle, torch.float64), {"out": 1e-12, "dx": 1e-12, "dup": 1e-12, "ddown": 1e-12, "dtopk_weight": 1e-6})
+    assert_parity(
+        run(case, layer()),
+        run(case, moe_oracle, torch.float64),
+        {"out": 1e-12, "dx": 1e-12, "dup": 1e-12, "ddown": 1e-12, "dtopk_weight": 1e-6},
+    )
 
 
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -181,7 +144,9 @@ def test_gradcheck(act, case_of):
     leaves = [leaf.requires_grad_() for leaf in case.leaves.values()]
 
     def f(x, up, down, topk_weight, up_bias, down_bias):
-        return layer()(x, up, down, topk_weight, case.topk_idx, up_bias=up_bias, down_bias=down_bias, act=act, gated=case.gated)
+        return layer()(
+            x, up, down, topk_weight, case.topk_idx, up_bias=up_bias, down_bias=down_bias, act=act, gated=case.gated
+        )
 
     assert torch.autograd.gradcheck(f, leaves, fast_mode=False)
 
@@ -250,6 +215,16 @@ def test_twenty_runs_give_the_same_bits(dtype):
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
+def test_backward_inside_autocast_is_not_rounded():
+    case = make_case(19, 33, 17, 4, 2, bias=True)
+    want, leaves = run(case, layer()), {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
+    v = {"gate_up_bias": leaves["up_bias"], "down_bias": leaves["down_bias"]}
+    out = moe_mlp(leaves["x"], leaves["up"], leaves["down"], leaves["topk_weight"], case.topk_idx, **v)
+    with torch.autocast("cpu", torch.bfloat16):  # its matmul would be bfloat16 in the kernels of the backward pass too
+        got = torch.autograd.grad(out, list(leaves.values()), case.dout)
+    assert all(torch.equal(grad, want[f"d{name}"]) for name, grad in zip(leaves, got))
+
+
 def test_permuted_tokens_give_permuted_outputs():
     case = make_case(29, 33, 17, 4, 2, torch.float64)
     x, up, down, weight = case.leaves.values()
@@ -281,16 +256,26 @@ def _bad(**change):
         pytest.param({"x": torch.randn(6, 32)}, "x (6, 32)", id="another H"),
         pytest.param({"gate_up_proj": torch.randn(4, 33, 34)}, "gate_up_proj is (4, 33, 34)", id="weights in x out"),
         pytest.param({"down_proj": torch.randn(3, 33, 17)}, "down_proj (3, 33, 17)", id="another E"),
-        pytest.param({"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"),
+        pytest.param(
+            {"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"
+        ),
         pytest.param({"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"),
-        pytest.param({"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)}, "(5, 2)", id="another T"),
+        pytest.param(
+            {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)},
+            "(5, 2)",
+            id="another T",
+        ),
         pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx is torch.float32", id="float ids"),
-        pytest.param({"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight torch.int64", id="integer weights"),
+        pytest.param(
+            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight torch.int64", id="integer weights"
+        ),
         pytest.param({"act": "tanh"}, "act is 'tanh'", id="unknown activation"),
         pytest.param({"gate_up_bias": torch.randn(4, 17)}, "gate_up_bias is (4, 17)", id="bias of another size"),
         pytest.param({"down_bias": torch.randn(33)}, "down_bias is (33,)", id="bias without E"),
         pytest.param({"x": torch.randn(6, 33).bfloat16()}, "torch.bfloat16", id="x and weights differ in dtype"),
-        pytest.param({"down_bias": torch.randn(4, 33).half()}, "down_bias is torch.float16", id="bias of another dtype"),
+        pytest.param(
+            {"down_bias": torch.randn(4, 33).half()}, "down_bias is torch.float16", id="bias of another dtype"
+        ),
         pytest.param({"trainable": torch.ones(4)}, "trainable is (4,) torch.float32", id="trainable is no mask"),
         pytest.param({"trainable": torch.ones(3, dtype=torch.bool)}, "trainable is (3,)", id="trainable of another E"),
         pytest.param({"x": torch.ones(6, 33, dtype=torch.int64)}, "torch.int64", id="integer x"),
@@ -300,88 +285,3 @@ def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
         moe_mlp(**_bad(**change))
     assert words in str(error.value)
-
-
-# memory, graphs
-
-
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bfloat16", "float32"])
-def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, gated):
-    T, H, I, E, K = 512, 64, 96, 4, 2
-    case = make_case(T, H, I, E, K, dtype, gated=gated, bias=True)
-    leaves = [leaf.requires_grad_() for leaf in case.leaves.values()]
-    x, up, down, weight, up_bias, down_bias = leaves
-
-    def step(**options):
-        return moe_mlp(x, up, down, weight, case.topk_idx, gated=gated, gate_up_bias=up_bias, down_bias=down_bias, **options)
-
-    Z = up.shape[1]
-    kept, out = saved_bytes(step, [up, down, up_bias, down_bias])
-    assert size * T * (H + K * Z) < kept <= T * (size * (H + K * Z) + 12 * K) + 4 * (E + 1)  # gated bf16: 2H + 4IK + 12K a token
-    kept, again = saved_bytes(lambda: step(recompute=True), [up, down, up_bias, down_bias])
-    assert size * T * H < kept <= T * (size * H + 12 * K) + 4 * (E + 1)  # no pre-activation
-    grads = [torch.autograd.grad(o, leaves, case.dout) for o in (out, again)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no tensor requires a gradient"])
-def test_keeps_nothing_without_a_gradient(how):
-    case = make_case(32, 33, 17, 4, 2)
-    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)
-    with context():
-        kept, out = saved_bytes(lambda: moe_mlp(*case.leaves.values(), case.topk_idx), [])
-    assert kept == 0 and not out.requires_grad
-
-
-OPCHECK = [
-    pytest.param({}, {}, id="as it is used"),
-    pytest.param({"T": 0}, {}, id="no tokens"),
-    pytest.param({"gated": False, "bias": True, "dtype": torch.bfloat16}, {}, id="biases, no gate, bfloat16"),
-    pytest.param({"bias": True}, {"trainable": torch.tensor([True, False, True])}, id="frozen experts"),
-    pytest.param({}, {"save": False}, id="recompute"),
-    pytest.param({}, {"change": _transposed_weights}, id="weights stored in x out"),
-    pytest.param({}, {"change": _stride_zero}, id="E views of one expert"),
-    pytest.param({}, {"change": _transposed_x}, id="x transposed"),
-    pytest.param({}, {"change": _transposed_gates}, id="weights and ids stored [K, T]"),
-]
-
-
-@pytest.mark.parametrize("sizes, options", OPCHECK)
-def test_opcheck(sizes, options):
-    case = make_case(**{"T": 5, "H": 8, "I": 6, "E": 3, "K": 2} | sizes)
-    if "change" in options:
-        options["change"](case)
-    leaves = case.leaves if "change" in options else {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
-    v = {name: tensor[:3] if name in ("up", "down") else tensor for name, tensor in case.view(leaves).items()}
-    weights, biases = (v["up"], v["down"], v["topk_weight"]), (v.get("up_bias"), v.get("down_bias"))
-    trainable, save = options.get("trainable"), options.get("save", True)
-    torch.library.opcheck(
-        torch.ops.moe_runtime.moe_mlp,
-        (v["x"], *weights, case.topk_idx, *biases, trainable, case.act, case.gated, save, "torch"),
-    )
-    plain = [None if t is None else t.detach() for t in (v["x"], *weights, *biases)]
-    x, up, down, weight, up_bias, down_bias = plain
-    _, z, offsets, row_slot = torch.ops.moe_runtime.moe_mlp(
-        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, case.act, case.gated, save, "torch"
-    )
-    args = (case.dout, *plain, trainable, z, offsets, row_slot, case.act, case.gated, "torch")
-    torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("change", [None, _transposed_weights, _stride_zero], ids=["plain", "weights in x out", "stride 0"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
-def test_compiles_without_a_graph_break(recompute, change, dynamic):
-    torch._dynamo.reset()
-    case = make_case(12, 33, 17, 4, 2)
-    if change:
-        change(case)
-    if not dynamic:
-        leaves = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
-        assert torch._dynamo.explain(moe_mlp)(*leaves.values(), case.topk_idx).graph_break_count == 0
-    compiled = torch.compile(layer(recompute=recompute), fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for T in (12, 29, 5) if dynamic and change is None else (12,):
-        other = case if T == 12 else make_case(T, 33, 17, 4, 2)
-        got, want = run(other, compiled), run(other, layer(recompute=recompute))
-        assert all(torch.equal(got[name], want[name]) for name in want)

@@ -5,6 +5,7 @@ its steps wrapped. The checks are those of test_moe_mlp, test_routing, test_comb
 """
 
 import inspect
+import itertools
 import textwrap
 
 import pytest
@@ -102,33 +103,105 @@ def unstable(topk_idx, num_experts):
     """Equal experts in another order: legal for the sum, so this one must NOT be caught."""
     offsets, row_slot = SORT(topk_idx, num_experts)
     bounds = [*offsets.tolist(), row_slot.numel()]
-    return offsets, torch.cat([row_slot[a:b].flip(0) for a, b in zip(bounds, bounds[1:])])
+    return offsets, torch.cat([row_slot[a:b].flip(0) for a, b in itertools.pairwise(bounds)])
 
 
 EVERYWHERE = set(ROUTINGS)
 MUTANTS = [  # name in moe_mlp_torch, its replacement, routings that must show it
-    pytest.param("forward", with_experts(lambda e: e._replace(up=swapped(e.up))), {"random", "skip"}, id="two experts swapped in the up projection"),
-    pytest.param("forward", with_experts(lambda e: e._replace(down=e.down.roll(1, 0))), EVERYWHERE, id="down projection of the neighbour"),
+    pytest.param(
+        "forward",
+        with_experts(lambda e: e._replace(up=swapped(e.up))),
+        {"random", "skip"},
+        id="two experts swapped in the up projection",
+    ),
+    pytest.param(
+        "forward",
+        with_experts(lambda e: e._replace(down=e.down.roll(1, 0))),
+        EVERYWHERE,
+        id="down projection of the neighbour",
+    ),
     pytest.param("forward", with_experts(lambda e: e._replace(down_bias=None)), EVERYWHERE, id="down bias forgotten"),
     pytest.param("forward", with_experts(lambda e: e._replace(act="gelu")), EVERYWHERE, id="another activation"),
-    pytest.param("forward", with_experts(lambda e: e._replace(up=e.up.roll(17, 1))), EVERYWHERE, id="gate and up exchanged"),
-    pytest.param("forward", lambda x, e, w, i, save: FORWARD(x, e, torch.ones_like(w), i, save), EVERYWHERE, id="routing weights forgotten"),
-    pytest.param("forward", lambda x, e, w, i, save: FORWARD(x, e, w.flip(1), i, save), {"random", "skip", "dropped"}, id="weights of the other slot"),
-    pytest.param("forward", lambda x, e, w, i, save: FORWARD(x, e, w, i.clamp(0, 3), save), {"dropped"}, id="dropped slots computed"),
+    pytest.param(
+        "forward", with_experts(lambda e: e._replace(up=e.up.roll(17, 1))), EVERYWHERE, id="gate and up exchanged"
+    ),
+    pytest.param(
+        "forward",
+        lambda x, e, w, i, save: FORWARD(x, e, torch.ones_like(w), i, save),
+        EVERYWHERE,
+        id="routing weights forgotten",
+    ),
+    pytest.param(
+        "forward",
+        lambda x, e, w, i, save: FORWARD(x, e, w.flip(1), i, save),
+        {"random", "skip", "dropped"},
+        id="weights of the other slot",
+    ),
+    pytest.param(
+        "forward",
+        lambda x, e, w, i, save: FORWARD(x, e, w, i.clamp(0, 3), save),
+        {"dropped"},
+        id="dropped slots computed",
+    ),
     pytest.param("sort_slots", without_last_row, {"random", "skip"}, id="last row of an expert dropped"),
     pytest.param("sort_slots", with_offsets(shifted), {"random", "skip", "dropped"}, id="offsets off by one"),
-    pytest.param("invert", lambda row_slot: row_slot, {"random", "skip", "dropped"}, id="combine reads rows in slot order"),
-    pytest.param("forward", after_others(edited(FORWARD, "y[bounds[E] :].zero_()", "pass")), {"dropped"}, id="rows behind the last expert not zeroed"),
-    pytest.param("_is_everyone", lambda tokens, T: tokens.numel() == T, {"halves"}, id="T rows taken for all tokens in order"),
-    pytest.param("_blocks", edited(moe_mlp_torch._blocks, "range(start, end, step)", "range(start, end - step, step)"), EVERYWHERE, id="last block of rows skipped"),
-    pytest.param("backward", after_others(edited(BACKWARD, "dx[bounds[E] :].zero_()", "pass")), {"dropped"}, id="dx behind the last expert not zeroed"),
-    pytest.param("backward", edited(BACKWARD, "grad[e].zero_()", "pass"), {"skip", "all", "halves"}, id="gradient of an idle expert not written"),
-    pytest.param("backward", changed_gradient(up=swapped), {"random", "skip"}, id="weight gradients of two experts swapped"),
-    pytest.param("backward", changed_gradient(down=lambda g: g * 0.99), EVERYWHERE, id="a gradient one percent too small"),
-    pytest.param("backward", changed_gradient(topk_weight=torch.zeros_like), EVERYWHERE, id="no gradient for the router"),
-    pytest.param("backward", changed_gradient(up_bias=lambda g: g.flip(1)), EVERYWHERE, id="bias gradient of gate and up exchanged"),
-    pytest.param("backward", lambda d, x, e, w, *rest: BACKWARD(d, x, e, torch.ones_like(w), *rest), EVERYWHERE, id="backward without the weights"),
-    pytest.param("backward", lambda d, x, e, w, z, *rest: BACKWARD(d, x, e, w, z.roll(1, 0), *rest), EVERYWHERE, id="pre-activation of the next row"),
+    pytest.param(
+        "invert", lambda row_slot: row_slot, {"random", "skip", "dropped"}, id="combine reads rows in slot order"
+    ),
+    pytest.param(
+        "forward",
+        after_others(edited(FORWARD, "y[bounds[E] :].zero_()", "pass")),
+        {"dropped"},
+        id="rows behind the last expert not zeroed",
+    ),
+    pytest.param(
+        "_is_everyone", lambda tokens, T: tokens.numel() == T, {"halves"}, id="T rows taken for all tokens in order"
+    ),
+    pytest.param(
+        "_blocks",
+        edited(moe_mlp_torch._blocks, "range(start, end, step)", "range(start, end - step, step)"),
+        EVERYWHERE,
+        id="last block of rows skipped",
+    ),
+    pytest.param(
+        "backward",
+        after_others(edited(BACKWARD, "dx[bounds[E] :].zero_()", "pass")),
+        {"dropped"},
+        id="dx behind the last expert not zeroed",
+    ),
+    pytest.param(
+        "backward",
+        edited(BACKWARD, "grad[e].zero_()", "pass"),
+        {"skip", "all", "halves"},
+        id="gradient of an idle expert not written",
+    ),
+    pytest.param(
+        "backward", changed_gradient(up=swapped), {"random", "skip"}, id="weight gradients of two experts swapped"
+    ),
+    pytest.param(
+        "backward", changed_gradient(down=lambda g: g * 0.99), EVERYWHERE, id="a gradient one percent too small"
+    ),
+    pytest.param(
+        "backward", changed_gradient(topk_weight=torch.zeros_like), EVERYWHERE, id="no gradient for the router"
+    ),
+    pytest.param(
+        "backward",
+        changed_gradient(up_bias=lambda g: g.flip(1)),
+        EVERYWHERE,
+        id="bias gradient of gate and up exchanged",
+    ),
+    pytest.param(
+        "backward",
+        lambda d, x, e, w, *rest: BACKWARD(d, x, e, torch.ones_like(w), *rest),
+        EVERYWHERE,
+        id="backward without the weights",
+    ),
+    pytest.param(
+        "backward",
+        lambda d, x, e, w, z, *rest: BACKWARD(d, x, e, w, z.roll(1, 0), *rest),
+        EVERYWHERE,
+        id="pre-activation of the next row",
+    ),
 ]
 
 
@@ -163,17 +236,34 @@ def test_mutant_is_caught_in_bfloat16(change, tolerance, monkeypatch):
 REFERENCE = routing.route_reference
 ROUTE_MUTANTS = [
     pytest.param("xft", "s.softmax(-1) * s_max", "s * s_max", id="second softmax forgotten"),
-    pytest.param("xft", "s.softmax(-1) * s_max", "selected_logits.softmax(-1) * s_max", id="softmax of the logits, not of the probabilities"),
+    pytest.param(
+        "xft",
+        "s.softmax(-1) * s_max",
+        "selected_logits.softmax(-1) * s_max",
+        id="softmax of the logits, not of the probabilities",
+    ),
     pytest.param("xft", "s.softmax(-1) * s_max", "s.softmax(-1)", id="s_max forgotten"),
     pytest.param("xft", "1 - s_max", "s_max", id="shared expert gets s_max"),
     pytest.param("xft", "1 - s_max", "1 - s_max.detach()", id="no gradient through the shared expert"),
     pytest.param("xft", "s.softmax(-1) * s_max", "s.softmax(-1) * s_max.detach()", id="no gradient through s_max"),
-    pytest.param("nonorm", '"nonorm": lambda: s,', '"nonorm": lambda: s / s.sum(-1, keepdim=True),', id="nonorm normalises"),
-    pytest.param("softmax_topk", "router_logits.softmax(-1).gather(1, idx)", "router_logits.gather(1, idx).softmax(-1)", id="softmax after the choice"),
+    pytest.param(
+        "nonorm", '"nonorm": lambda: s,', '"nonorm": lambda: s / s.sum(-1, keepdim=True),', id="nonorm normalises"
+    ),
+    pytest.param(
+        "softmax_topk",
+        "router_logits.softmax(-1).gather(1, idx)",
+        "router_logits.gather(1, idx).softmax(-1)",
+        id="softmax after the choice",
+    ),
     pytest.param("topk_softmax", "selected_logits.softmax(-1)", "s", id="softmax before the choice"),
     pytest.param("sigmoid_topk", "selected_logits.sigmoid()", "s.sigmoid()", id="sigmoid of the probabilities"),
     pytest.param("xft", "idx + 1", "idx", id="expert ids not shifted past the shared one"),
-    pytest.param("softmax_topk", "descending=True, stable=True).indices[:, :k]", "descending=True, stable=True).indices[:, 1 : k + 1]", id="choice off by one"),
+    pytest.param(
+        "softmax_topk",
+        "descending=True, stable=True).indices[:, :k]",
+        "descending=True, stable=True).indices[:, 1 : k + 1]",
+        id="choice off by one",
+    ),
     pytest.param("softmax_topk", "indices[:, :k]", "indices[:, :k].sort(-1).values", id="slots in order of id"),
     pytest.param("softmax_topk", "router_logits.sigmoid() + bias", "router_logits", id="unharmed"),
 ]
@@ -187,7 +277,11 @@ def test_mutant_of_the_router_is_caught(gate, old, new, request, tolerance):
 
 
 def test_lost_rule_for_ties_is_caught(tolerance):
-    mutant = edited(REFERENCE, "choice.sort(dim=-1, descending=True, stable=True).indices", "choice.flip(-1).sort(dim=-1, descending=True, stable=True).indices.sub(6).neg()")
+    mutant = edited(
+        REFERENCE,
+        "choice.sort(dim=-1, descending=True, stable=True).indices",
+        "choice.flip(-1).sort(dim=-1, descending=True, stable=True).indices.sub(6).neg()",
+    )
     assert not route_mismatches(mutant, torch.randn(5, 7), 4, "softmax_topk", tolerance[torch.float32])
     assert route_mismatches(mutant, torch.zeros(5, 7), 4, "softmax_topk", tolerance[torch.float32])
 

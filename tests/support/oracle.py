@@ -64,7 +64,9 @@ def mismatches(got: dict, want: dict, bound: dict | float) -> list[str]:
         error, angle = relative_error(got[name], want[name]), cosine(got[name], want[name])
         piece = worst_slice(got[name], want[name])
         if not (error <= limit and 1 - angle <= max(limit, 1e-12) and piece <= 4 * limit):
-            bad.append(f"{name}: relative error {error:.2e}, cosine {angle:.6f}, worst slice {piece:.2e}; want {limit:.2e}")
+            bad.append(
+                f"{name}: relative error {error:.2e}, cosine {angle:.6f}, worst slice {piece:.2e}; want {limit:.2e}"
+            )
     return bad
 
 
@@ -112,7 +114,9 @@ def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
     return idx
 
 
-def make_case(T, H, I, E, K, dtype=torch.float32, routing="random", act="silu", gated=True, bias=False, idx=torch.int32) -> Case:
+def make_case(
+    T, H, I, E, K, dtype=torch.float32, routing="random", act="silu", gated=True, bias=False, idx=torch.int32
+) -> Case:
     """A layer whose outputs and gradients are O(1)."""
     Z = 2 * I if gated else I
     leaves = {
@@ -130,7 +134,9 @@ def make_case(T, H, I, E, K, dtype=torch.float32, routing="random", act="silu", 
 
 def run(case: Case, layer: Callable, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=) -> out and d<leaf> for every leaf."""
-    leaves = {name: leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()}
+    leaves = {
+        name: leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()
+    }
     v = case.view(leaves)
     out = layer(
         v["x"], v["up"], v["down"], v["topk_weight"], case.topk_idx,
@@ -215,19 +221,25 @@ def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Ten
         values = row.tolist()
         chosen = sorted(range(len(values)), key=lambda r: (-values[r], r))[:k]
         exp = [torch.exp(v - max(values)) for v in row]
-        p = [v / sum(exp) for v in exp]
+        total = sum(exp)
+        p = [v / total for v in exp]
         s = [p[r] for r in chosen]
         if gate == "xft":  # softmax of the probabilities, a second one
-            w = [torch.exp(v) / sum(torch.exp(u) for u in s) * s[0] for v in s]
+            total = sum(torch.exp(v) for v in s)
+            w = [torch.exp(v) / total * s[0] for v in s]
         elif gate == "topk_softmax":
-            w = [torch.exp(row[r] - row[chosen[0]]) / sum(torch.exp(row[q] - row[chosen[0]]) for q in chosen) for r in chosen]
+            total = sum(exp[r] for r in chosen)
+            w = [exp[r] / total for r in chosen]
         elif gate == "softmax_topk_renorm":
-            w = [v / sum(s) for v in s]
+            total = sum(s)
+            w = [v / total for v in s]
         elif gate == "sigmoid_topk":
             w = [1 / (1 + torch.exp(-row[r])) for r in chosen]
         else:
             w = s
-        if gate in SHARED:  # s[0] is the largest probability; no routed experts at all leave everything to the shared one
+        if (
+            gate in SHARED
+        ):  # s[0] is the largest probability; no routed experts at all leave everything to the shared one
             w, chosen = [*w, 1 - s[0] if s else 1 + row.sum()], [*(r + 1 for r in chosen), 0]
         weights.append(torch.stack(w))
         ids.append(chosen)

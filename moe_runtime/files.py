@@ -1,0 +1,160 @@
+"""Files and folders that appear whole or not at all, and JSON whose errors name the file."""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether `name` is a file name without a folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
+
+
+def parse_object(text: bytes, source: str) -> dict[str, Any]:
+    """Parse one JSON object; raises ValueError naming `source` and the position."""
+    try:
+        value = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not valid JSON ({error}); want one JSON object") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} is a JSON {type(value).__name__}; want one JSON object")
+    return value
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """Read one JSON object; raises ValueError naming the file, and the position where it is not JSON."""
+    try:
+        return parse_object(Path(path).read_bytes(), str(path))
+    except OSError as error:
+        raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); want a JSON file") from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def atomic_write_text(path: str | os.PathLike, text: str) -> None:
+    """Write `text` as UTF-8; whenever the process or the machine dies, `path` holds the old text or the new one."""
+    path = Path(os.path.realpath(path))
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        _sync(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write `value` as indented JSON, the way of `atomic_write_text`; raises ValueError for NaN and infinities."""
+    atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_out_dir(path: str | os.PathLike, overwrite: bool = False) -> Path:
+    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"out_dir is {path}, which is a file; want a new or empty folder")
+    if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
+        raise ValueError(f"out_dir is {path}, a mount point or a parent of the current folder; want one inside it")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"out_dir is {path}, which exists; want a new or empty folder; or pass overwrite=True")
+    return path
+
+
+def _is_abandoned(folder: Path, pid: int) -> bool:
+    if pid != os.getpid() and os.path.exists(f"/proc/{pid}"):
+        return False
+    # the lock speaks where the pid does not: for this process, and for containers that share a disk but not their pids
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(handle)
+    return False
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed writers of `path` left beside it; bring back an old folder set aside and not replaced."""
+    for left in list(path.parent.iterdir()) if path.parent.is_dir() else ():
+        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-(\d+)", left.name)
+        if match and left.is_dir() and _is_abandoned(left, int(match[2])):
+            if match[1] == "old" and not path.exists():
+                os.rename(left, path)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step; False where the filesystem cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    return renameat2 is not None and renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
+
+
+def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
+    """Rename `tmp` to `path`, which is absent, empty, or (with `overwrite`) replaced and deleted."""
+    old = tmp
+    if not (overwrite and path.exists()):
+        os.rename(tmp, path)
+    elif not _exchange(tmp, path):
+        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+        try:
+            os.rename(path, old)
+            os.rename(tmp, path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            raise
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it when the block raises.
+
+    A killed process leaves only the hidden folder, which the next writer of `path` removes. With `overwrite` an old
+    folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted. Raises
+    ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
+    """
+    path = check_out_dir(path, overwrite)
+    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        _sweep(path)
+        check_out_dir(path, overwrite)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp.mkdir()
+    except OSError as error:
+        reason = f"beside which {tmp.name} cannot be made ({error.strerror})"
+        raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
+    lock = os.open(tmp, os.O_RDONLY)
+    try:
+        # a filesystem without locks keeps its left-overs
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield tmp
+        for folder, _, names in os.walk(tmp):
+            for name in (*names, "."):
+                _sync(Path(folder, name))
+        _move_in(tmp, path, overwrite)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)

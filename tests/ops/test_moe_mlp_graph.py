@@ -1,0 +1,104 @@
+"""The experts of a layer under autograd and torch.compile: what is kept, what the fakes promise, no graph breaks."""
+
+import pytest
+import torch
+
+from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.support import layouts
+from tests.support.oracle import make_case, run, saved_bytes
+
+
+def layer(**options):
+    def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated):
+        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
+        return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **biases, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bfloat16", "float32"])
+def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, gated):
+    T, H, I, E, K = 512, 64, 96, 4, 2
+    case = make_case(T, H, I, E, K, dtype, gated=gated, bias=True)
+    leaves = [leaf.requires_grad_() for leaf in case.leaves.values()]
+    x, up, down, weight, up_bias, down_bias = leaves
+
+    def step(**options):
+        return moe_mlp(
+            x, up, down, weight, case.topk_idx, gated=gated, gate_up_bias=up_bias, down_bias=down_bias, **options
+        )
+
+    Z = up.shape[1]
+    kept, out = saved_bytes(step, [up, down, up_bias, down_bias])
+    # in bfloat16, gated: 2H + 4IK and up to 12K a token
+    assert size * T * (H + K * Z) < kept <= T * (size * (H + K * Z) + 12 * K) + 4 * (E + 1)
+    kept, again = saved_bytes(lambda: step(recompute=True), [up, down, up_bias, down_bias])
+    assert size * T * H < kept <= T * (size * H + 12 * K) + 4 * (E + 1)  # no pre-activation
+    grads = [torch.autograd.grad(o, leaves, case.dout) for o in (out, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no tensor requires a gradient"])
+def test_keeps_nothing_without_a_gradient(how):
+    case = make_case(32, 33, 17, 4, 2)
+    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)
+    with context():
+        kept, out = saved_bytes(lambda: moe_mlp(*case.leaves.values(), case.topk_idx), [])
+    assert kept == 0 and not out.requires_grad
+
+
+OPCHECK = [
+    pytest.param({}, {}, id="as it is used"),
+    pytest.param({"T": 0}, {}, id="no tokens"),
+    pytest.param({"gated": False, "bias": True, "dtype": torch.bfloat16}, {}, id="biases, no gate, bfloat16"),
+    pytest.param({"bias": True}, {"trainable": torch.tensor([True, False, True])}, id="frozen experts"),
+    pytest.param({}, {"save": False}, id="recompute"),
+    pytest.param({}, {"change": layouts.transposed_weights}, id="weights stored in x out"),
+    pytest.param({}, {"change": layouts.stride_zero}, id="E views of one expert"),
+    pytest.param({}, {"change": layouts.transposed_x}, id="x transposed"),
+    pytest.param({}, {"change": layouts.transposed_gates}, id="weights and ids stored [K, T]"),
+]
+
+
+@pytest.mark.parametrize("sizes, options", OPCHECK)
+def test_opcheck(sizes, options):
+    case = make_case(**{"T": 5, "H": 8, "I": 6, "E": 3, "K": 2} | sizes)
+    if "change" in options:
+        options["change"](case)
+    leaves = case.leaves if "change" in options else {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
+    v = case.view(leaves)
+    weights, biases = (v["up"], v["down"], v["topk_weight"]), (v.get("up_bias"), v.get("down_bias"))
+    trainable, save = options.get("trainable"), options.get("save", True)
+    torch.library.opcheck(
+        torch.ops.moe_runtime.moe_mlp,
+        (v["x"], *weights, case.topk_idx, *biases, trainable, case.act, case.gated, save, "torch"),
+    )
+    plain = [None if t is None else t.detach() for t in (v["x"], *weights, *biases)]
+    x, up, down, weight, up_bias, down_bias = plain
+    _, z, offsets, row_slot = torch.ops.moe_runtime.moe_mlp(
+        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, case.act, case.gated, save, "torch"
+    )
+    for needs in ([t is not None for t in plain], [True, False, False, True, False, False], [False] * 6):
+        args = (case.dout, *plain, trainable, z, offsets, row_slot, needs, case.act, case.gated, "torch")
+        torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "change", [None, layouts.transposed_weights, layouts.stride_zero], ids=["plain", "weights in x out", "stride 0"]
+)
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_compiles_without_a_graph_break(recompute, change, dynamic):
+    torch._dynamo.reset()
+    case = make_case(12, 33, 17, 4, 2)
+    if change:
+        change(case)
+    if not dynamic:
+        leaves = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
+        assert torch._dynamo.explain(moe_mlp)(*leaves.values(), case.topk_idx).graph_break_count == 0
+    compiled = torch.compile(layer(recompute=recompute), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for T in (12, 29, 5) if dynamic and change is None else (12,):
+        other = case if T == 12 else make_case(T, 33, 17, 4, 2)
+        got, want = run(other, compiled), run(other, layer(recompute=recompute))
+        assert all(torch.equal(got[name], want[name]) for name in want)

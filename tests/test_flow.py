@@ -1,0 +1,97 @@
+"""The main job from end to end, as `make demo` runs it, at a size of seconds; and the benchmarks, so that they keep running."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_runtime import cli, demo
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of the tiny demo: their folders and what the first one printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "moe_runtime.cli", "demo", "--preset", "tiny", "--out"]
+    out = [subprocess.run([*command, folder / name], capture_output=True, text=True) for name in ("first", "second")]
+    assert all(run.returncode == 0 for run in out), out[0].stderr + out[1].stderr
+    return folder, out[0].stdout
+
+
+def test_the_table_the_folders_and_the_picture(runs):
+    folder, printed = runs
+    results = json.loads((folder / "first" / "results.json").read_text())
+    losses = {row["model"]: row["loss"] for row in results["rows"]}
+    assert list(losses) == ["base", "SFT", "MoE", "merged INIT", "merged"]
+    assert all(name in printed for name in losses) and "perplexity" in printed
+    assert losses["SFT"] < losses["base"] and losses["merged"] < losses["base"]
+    assert results["upcycled_error"] <= 1e-5
+    assert all(abs(sum(row) - 1) < 1e-5 and abs(row[0] - 0.75) < 1e-6 for row in results["alpha"])
+    assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in printed
+
+
+def test_the_merged_folder_is_a_stock_model_that_generates(runs):
+    merged = runs[0] / "first" / "merged"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(merged), AutoTokenizer.from_pretrained(merged)
+    assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+    ids = tokenizer("Write a Python function", return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert out.shape[1] > ids.shape[1]
+    base = AutoModelForCausalLM.from_pretrained(runs[0] / "first" / "base")
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in base.named_parameters()}
+
+
+def test_the_upcycled_folder_loads(runs):
+    model = AutoModelForCausalLM.from_pretrained(runs[0] / "first" / "moe")
+    assert model.config.moe_runtime["stage"] == "moe"
+
+
+def test_a_second_run_gives_the_same_numbers(runs):
+    first, second = (json.loads((runs[0] / name / "results.json").read_text()) for name in ("first", "second"))
+    for row in first["rows"] + second["rows"]:
+        row.pop("seconds")
+    assert first == second
+    weights = [AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict() for name in ("first", "second")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_an_existing_folder_is_left_alone(runs, monkeypatch, capsys):
+    before = (runs[0] / "first" / "results.json").stat()
+    monkeypatch.setattr(sys, "argv", ["moe-runtime", "demo", "--preset", "tiny", "--out", str(runs[0] / "first")])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert "exists" in capsys.readouterr().err
+    assert (runs[0] / "first" / "results.json").stat() == before
+
+
+def test_a_stage_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(demo.Demo, "sft", fail)
+    with pytest.raises(OSError, match="No space left"):
+        demo.run("tiny", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_preset_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="preset is 'huge'; want one of small, tiny"):
+        demo.run("huge", tmp_path / "out")
+
+
+def test_every_benchmark_runs(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench", "--tiny", "--benchmark-json", tmp_path / "b.json"]
+    out = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stdout[-3000:]
+    benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
+    assert len(benchmarks) >= 6
+    for benchmark in benchmarks:
+        rows = benchmark["extra_info"]["rows"]
+        assert any("moe_runtime" in name for name in rows) and all(row["ms"] > 0 for row in rows.values())

@@ -1,0 +1,77 @@
+"""What the README says is there: the equation table, the families, the commands, the code blocks, the figures."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tests.hf.tiny import dense
+
+from moe_runtime import cli
+from moe_runtime.hf.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    """The text under a heading, up to the next one."""
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_each_equation_lives_where_the_table_says():
+    places = re.findall(r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", section("Where each equation lives"))
+    assert len(places) >= 15
+    for path, names in places:
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), f"{path} has no {name}"
+
+
+def test_every_op_has_its_line():
+    table = section("Where each equation lives")
+    for path in (ROOT / "moe_runtime" / "ops").glob("*.py"):
+        if path.stem not in ("__init__", "library", "workspace", "activation", "moe_mlp_torch"):
+            assert f"moe_runtime/ops/{path.name}" in table, f"{path.name} is missing from the table"
+
+
+def test_families_are_those_of_the_code():
+    assert set(re.findall(r"`([a-z0-9_]+)`", section("Which models"))) == set(FAMILIES)
+
+
+def test_commands_are_those_of_the_code():
+    named = set(re.findall(r"^\| `moe-runtime ([a-z-]+)", section("On the command line"), re.MULTILINE))
+    assert named == {command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands}
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_python_blocks_run(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dense("llama").save_pretrained("base")
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[block]
+    names: dict = {}
+    exec(compile(code, f"README.md, Python block {block}", "exec"), names)
+    if block == 0:
+        assert (tmp_path / "dense" / "config.json").exists()
+    else:
+        assert names["out"].shape == (20, 64) and torch.allclose(names["weight"].sum(1), torch.ones(20))
+        torch.testing.assert_close(names["out"].view_as(names["y"]), names["y"])
+
+
+def test_all_python_blocks_are_run():
+    assert README.count("```python") == 2
+
+
+def test_cpu_figures_are_those_of_the_newest_file():
+    newest = max((ROOT / "bench" / "results").glob("*-cpu.json"))
+    rows = {
+        (bench["name"], name): row
+        for bench in json.loads(newest.read_text())["benchmarks"]
+        for name, row in bench["extra_info"]["rows"].items()
+    }
+    table = section("Speed on the CPU")
+    assert newest.name in table
+    report = importlib.import_module("bench.report")
+    assert report.cpu_table(rows) in table

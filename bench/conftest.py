@@ -89,8 +89,8 @@ def pytest_terminal_summary(terminalreporter, config):
         if "rows" not in info:
             continue
         terminalreporter.write_line(f"\n{name}   ({info['machine']}, torch {info['torch']}, {info['rounds']} rounds)")
+        floor = next(iter(info["rows"]))
         for variant, row in info["rows"].items():
             rate = "".join(f"{row[unit]:9.3f} {unit}" for unit in ("TFLOP/s", "GB/s") if unit in row)
-            terminalreporter.write_line(
-                f"  {variant:24s}{row['ms']:10.2f} ms{row['ratio']:8.3f} x {next(iter(info['rows']))}{rate}   spread {row['spread']:.0%}"
-            )
+            line = f"  {variant:24s}{row['ms']:10.2f} ms{row['ratio']:8.3f} x {floor}{rate}"
+            terminalreporter.write_line(f"{line}   spread {row['spread']:.0%}")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.config import check_choice
 from moe_runtime.data import standard_library_pairs, standard_library_text, tokenize_pairs
+from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import fit as hf
 from moe_runtime.hf.rope import write_legacy_rope
 from moe_runtime.hf.tokenizer import train_tokenizer

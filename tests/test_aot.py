@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MERGING = {"weight_ptr": "*bf16:16", "P": "i64:16", "stride_e": "i64:16"}
 KERNELS = {  # module.kernel: signature (":16" as the JIT specialises what 16 divides), constants
-    "merging._merge_experts_fwd_kernel": (MERGING | {"alpha_ptr": "*fp32:16", "out_ptr": "*bf16:16"}, {"E": 8, "BLOCK_P": 2048}),
+    "merging._merge_experts_fwd_kernel": (
+        MERGING | {"alpha_ptr": "*fp32:16", "out_ptr": "*bf16:16"},
+        {"E": 8, "BLOCK_P": 2048},
+    ),
     "merging._merge_experts_bwd_alpha_kernel": (
         MERGING | {"dout_ptr": "*bf16:16", "partial_ptr": "*fp32:16", "blocks": "i32"},
         {"E": 8, "BLOCK_P": 2048},
@@ -35,7 +38,8 @@ for name, (signature, constants) in kernels.items():
         usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True).stdout
         print(json.dumps({"kernel": name, "capability": capability, "wide": "LDG.E.128" in sass,
-                          "stack": int(re.search(r"STACK:(\\d+)", usage)[1]), "registers": int(re.search(r"REG:(\\d+)", usage)[1]),
+                          "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
+                          "registers": int(re.search(r"REG:(\\d+)", usage)[1]),
                           "atomics": "RED" in sass or "ATOM" in sass}))
 """
 

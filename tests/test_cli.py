@@ -6,10 +6,10 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from tests.hf.tiny import dense
 
 from moe_runtime import cli
 from moe_runtime.backends import OPS
+from tests.hf.tiny import dense
 
 
 class Result(NamedTuple):
@@ -115,7 +115,9 @@ def test_help_has_an_example(run, verb):
 
 
 def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
-    out = run("train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out")
+    out = run(
+        "train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out"
+    )
     assert out.returncode != 0 and "none" in out.stderr and "Traceback" not in out.stderr
     assert not (tmp_path / "out").exists()
 

@@ -58,7 +58,9 @@ def test_a_second_run_gives_the_same_numbers(runs):
     for row in first["rows"] + second["rows"]:
         row.pop("seconds")
     assert first == second
-    weights = [AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict() for name in ("first", "second")]
+    weights = [
+        AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict() for name in ("first", "second")
+    ]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
@@ -87,7 +89,18 @@ def test_unknown_preset_is_refused(tmp_path):
 
 
 def test_every_benchmark_runs(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench", "--tiny", "--benchmark-json", tmp_path / "b.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "bench",
+        "--tiny",
+        "--benchmark-json",
+        tmp_path / "b.json",
+    ]
     out = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stdout[-3000:]
     benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.hf.tiny import dense
 
 from moe_runtime import cli
 from moe_runtime.hf.families import FAMILIES
+from tests.hf.tiny import dense
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +22,9 @@ def section(title: str) -> str:
 
 
 def test_each_equation_lives_where_the_table_says():
-    places = re.findall(r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", section("Where each equation lives"))
+    places = re.findall(
+        r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", section("Where each equation lives")
+    )
     assert len(places) >= 15
     for path, names in places:
         text = (ROOT / path).read_text()
@@ -43,7 +45,9 @@ def test_families_are_those_of_the_code():
 
 def test_commands_are_those_of_the_code():
     named = set(re.findall(r"^\| `moe-runtime ([a-z-]+)", section("On the command line"), re.MULTILINE))
-    assert named == {command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands}
+    assert named == {
+        command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands
+    }
 
 
 @pytest.mark.parametrize("block", range(2))

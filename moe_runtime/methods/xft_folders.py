@@ -153,7 +153,7 @@ def mergeable_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Write the folder of the mergeable model of an upcycled folder: its experts, and mixing logits at INIT in place of routers."""
+    """Write an upcycled folder as a mergeable one: the same experts, and mixing logits at INIT in place of the routers."""
     config, moe, paths = _moe_folder(source, stage="moe")
     if not 0 <= shared_rate <= 1:
         raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
@@ -189,7 +189,7 @@ def merge_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Merge an upcycled (INIT) or mergeable folder, XFT Eq. (3), to the folder of a dense model in the base's stock architecture.
+    """Merge an upcycled (INIT) or mergeable folder, XFT Eq. (3), to a dense model's folder, in the base's stock architecture.
 
     `alpha` [E], or "uniform", replaces the learned or INIT coefficients in every layer. Raises ValueError, with nothing
     written, for a folder that is not upcycled, other tensors than the config's, or an existing target.

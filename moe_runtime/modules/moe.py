@@ -143,4 +143,5 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         c = self.config
-        return f"experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, hidden={c.hidden_size}, intermediate={c.intermediate_size}"
+        sizes = f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}"
+        return f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, {sizes}"

@@ -15,7 +15,6 @@ import torch
 from moe_runtime import backends
 from moe_runtime.ops.library import LIB, register
 
-
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 

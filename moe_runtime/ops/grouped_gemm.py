@@ -5,6 +5,8 @@
 The step under `moe_mlp`, for those who put another computation between dispatch and combine.
 """
 
+import itertools
+
 import torch
 
 from moe_runtime import backends
@@ -48,7 +50,7 @@ def _segments(expert_offsets: torch.Tensor, R: int):
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > R:
         raise ValueError(f"expert_offsets is {bounds}; want 0 first, then ascending to at most R = {R}")
-    return list(zip(bounds[:-1], bounds[1:], strict=True)), bounds[-1]
+    return list(itertools.pairwise(bounds)), bounds[-1]
 
 
 def _forward(x, weight, expert_offsets, bias, backend):

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from tests.hf.tiny import dense, distance as relative
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.families import FAMILIES
 from moe_runtime.methods import xft
+from tests.hf.tiny import dense
+from tests.hf.tiny import distance as relative
 
 IDS = torch.arange(3, 21).view(2, 9)
 

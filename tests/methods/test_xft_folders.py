@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.hf.tiny import dense, distance, logits
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.hf.families import FAMILIES
 from moe_runtime.methods import xft, xft_folders
+from tests.hf.tiny import dense, distance, logits
 
 SMALL = {"num_experts": 4, "top_k": 3}
 
@@ -28,7 +28,14 @@ def assert_same(a: Path, b: Path) -> None:
     assert set(first.keys()) == set(second.keys())
     assert all(torch.equal(first.get(key), second.get(key)) for key in first.keys())
     configs = [json.loads((folder / "config.json").read_text()) for folder in (a, b)]
-    legacy = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rope_local_base_freq"}
+    legacy = {
+        "rope_theta",
+        "rope_scaling",
+        "rotary_emb_base",
+        "rotary_pct",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+    }
     assert {k: v for k, v in configs[0].items() if k not in legacy} == {
         k: v for k, v in configs[1].items() if k not in legacy
     }
@@ -133,7 +140,9 @@ KEY = "model.layers.1.mlp.down_proj.weight"
         pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
         pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
         pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
-        pytest.param(lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[KEY].clone()}), "layers.7", id="a layer too many"),
+        pytest.param(
+            lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[KEY].clone()}), "layers.7", id="a layer too many"
+        ),
     ],
 )
 def test_wrong_tensors_are_named_and_nothing_is_written(base, tmp_path, change, match):

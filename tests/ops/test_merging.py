@@ -3,6 +3,7 @@
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -260,3 +261,19 @@ def test_keeps_nothing_but_its_inputs():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         merge_experts(weight, alpha)
     assert set(kept) <= {weight.data_ptr(), alpha.data_ptr()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["2^31 - 1", "2^31", "2^31 + 1"])
+def test_offsets_beyond_int32(stride, backend):
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU tests/gpu/test_merging.py fills that many elements")
+    # calloc gives pages that take no memory before they are touched
+    memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.float16))
+    weight = memory.as_strided((2, 5), (stride, 1))
+    weight[0], weight[1] = torch.arange(5), torch.arange(5, 10)
+    alpha = torch.tensor([0.5, 2.0], requires_grad=True)
+    out = merge_experts(weight, alpha, backend=backend)
+    assert out.tolist() == [0.5 * i + 2 * (i + 5) for i in range(5)]
+    (dalpha,) = torch.autograd.grad(out, alpha, torch.ones(5, dtype=torch.float16))
+    assert dalpha.tolist() == [10, 35]

@@ -36,27 +36,29 @@ class Preset:
     max_length: int
     base_steps: int
     base_batch: int
+    rows: int
     steps: int
     batch: int
     mixing_steps: int
     held_out: int
     documents: int | None = None  # of the standard library, for the base
-    base_rate: float = 3e-3
-    rate: float = 1e-3
-    mixing_rate: float = 3e-2
+    base_rate: float = 1e-3
+    rate: float = 7e-4
+    mixing_rate: float = 1e-2
     num_experts: int = 8
     top_k: int = 6
-    shared_rate: float = 0.75
+    shared_rate: float = 0.5
 
 
 PRESETS = {
+    # few rows and eight epochs: where a tuned model begins to learn its rows by heart, and an average of experts less so
     "small": Preset(
         vocab_size=2048, hidden_size=160, intermediate_size=432, num_layers=3, max_length=160, base_steps=300,
-        base_batch=32, steps=240, batch=16, mixing_steps=40, held_out=256,
+        base_batch=32, rows=480, steps=240, batch=16, mixing_steps=30, held_out=256,
     ),
     "tiny": Preset(
         vocab_size=512, hidden_size=32, intermediate_size=64, num_layers=2, max_length=128, base_steps=20,
-        base_batch=8, steps=12, batch=8, mixing_steps=4, held_out=24, documents=400,
+        base_batch=8, rows=64, steps=12, batch=8, mixing_steps=4, held_out=24, documents=400,
     ),
 }  # fmt: skip
 
@@ -96,12 +98,16 @@ class Demo:
             documents = documents[:: max(len(documents) // p.documents, 1)][: p.documents]
         self.tokenizer = train_tokenizer(documents, p.vocab_size)
         self.blocks = pack(self.tokenizer, documents, p.max_length)
-        self.train_rows = tokenize_pairs(self.tokenizer, pairs.train, p.max_length)
-        self.held_out = tokenize_pairs(self.tokenizer, pairs.held_out[: p.held_out], p.max_length)
+        # twice as many as asked for, since rows whose answer lies beyond max_length are dropped
+        self.train_rows, self.held_out = (
+            first(tokenize_pairs(self.tokenizer, rows[: 2 * count], p.max_length), count)
+            for rows, count in ((pairs.train, p.rows), (pairs.held_out, p.held_out))
+        )
         self.prompt = pairs.held_out[0]["prompt"]
         self.say(
             f"{len(self.blocks):,} blocks of {p.max_length} tokens to pre-train on, {len(self.train_rows):,} documented "
-            f"functions to tune on, {len(self.held_out)} held out; vocabulary {len(self.tokenizer):,}"
+            f"functions to tune on for {p.steps * p.batch / len(self.train_rows):.0f} epochs, {len(self.held_out)} from "
+            f"other files held out; vocabulary {len(self.tokenizer):,}"
         )
 
     def pretrain(self) -> None:
@@ -126,10 +132,7 @@ class Demo:
         self.say(str(self.receipt).replace("\n", "\n  "))
         seconds = self.fit("MoE", self.moe, self.train_rows, p.steps, p.rate, p.batch)
         self.add("MoE", self.moe, seconds, f"XFT: {p.num_experts} experts, {p.top_k} per token, tuned")
-        batches = [
-            {"input_ids": torch.tensor([row["input_ids"]])}
-            for row in self.held_out.select(range(min(64, len(self.held_out))))
-        ]
+        batches = [{"input_ids": torch.tensor([row["input_ids"]])} for row in first(self.held_out, 64)]
         self.stats = collect_router_stats(self.moe, batches)
 
     def merge(self) -> None:
@@ -199,6 +202,11 @@ def pack(tokenizer, documents: list[str], length: int):
     ]
     blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+def first(rows, count: int):
+    """Return the first `count` rows, or all if there are fewer."""
+    return rows.select(range(min(count, len(rows))))
 
 
 def clone(model):

@@ -102,7 +102,7 @@ class Experts(nn.Module):
         Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
         """
         config, device = self.config, x.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.down_proj.dtype
         weights = {name: weight.to(dtype) for name, weight in self.named_parameters()}
         return moe_mlp(

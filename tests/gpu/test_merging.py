@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.hf.tiny import distance
 
 from moe_runtime.ops.merging import merge_experts
+from tests.hf.tiny import distance
 
 pytestmark = pytest.mark.gpu
 

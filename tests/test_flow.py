@@ -33,7 +33,9 @@ def test_the_table_the_folders_and_the_picture(runs):
     assert all(name in printed for name in losses) and "perplexity" in printed
     assert losses["SFT"] < losses["base"] and losses["merged"] < losses["base"]
     assert results["upcycled_error"] <= 1e-5
-    assert all(abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["preset"]["shared_rate"]) < 1e-6 for row in results["alpha"])
+    assert all(
+        abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["preset"]["shared_rate"]) < 1e-6 for row in results["alpha"]
+    )
     assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in printed
 

@@ -283,19 +283,32 @@ def show(demo: Demo, out: Path) -> None:
         )
         table.add_row(row.model, *numbers, row.note)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    by_name = {row.model: row for row in demo.rows}
-    gain = by_name["SFT"].loss - by_name["merged"].loss
-    verdict = (
-        f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
-    )
+    print(verdict(demo))
     print(
-        f"The merged model has the size and the speed of SFT's, and a held-out loss that is {verdict}.\n"
         f"The mixture kept the base's function when it was made: relative error {demo.receipt.error:.1e}.\n"
         f"dense model: {out / 'merged'}   AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r}) loads it\n"
         f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}"
     )
     text = hf.complete(demo.merged, demo.tokenizer, demo.prompt)
     print(f"\nIt was asked:\n{_indent(demo.prompt)}\nand wrote:\n{_indent(text)}")
+
+
+def verdict(demo: Demo) -> str:
+    """Say in sentences what XFT gained or lost here, against the SFT that the table shows and against the best one."""
+    by_name = {row.model: row for row in demo.rows}
+    sft, merged = by_name["SFT"].loss, by_name["merged"].loss
+    gain = sft - merged
+    gained = (
+        f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
+    )
+    text = f"The merged model has the size and the speed of SFT's, and a held-out loss that is {gained}."
+    step, best = min(demo.histories["SFT"].held_out, key=lambda point: point[1])
+    if best < min(sft, merged):
+        text += (
+            f"\nSFT was best at step {step}, with {best:.4f}: from there on both learn their rows by heart, and the average "
+            "of the experts takes part of that back."
+        )
+    return text
 
 
 def _indent(text: str) -> str:

@@ -32,7 +32,7 @@ class Layer:
             name: torch.randn(*size, **where)
             for name, size in {
                 "rows": (T * K, H), "z": (T * K, 2 * I), "h": (T * K, I), "y": (T * K, H), "w1": (2 * I, H), "w2": (H, I),
-                "dz": (T * K, 2 * I), "dx": (T * K, H), "dw1": (2 * I, H), "dw2": (H, I),
+                "dz": (T * K, 2 * I), "dh": (T * K, I), "dx": (T * K, H), "dw1": (2 * I, H), "dw2": (H, I),
             }.items()
         }  # fmt: skip
 
@@ -44,7 +44,7 @@ class Layer:
     def floor_both(self):
         self.floor_forward()
         b = self.buffers
-        torch.mm(b["y"], b["w2"], out=b["h"])
+        torch.mm(b["y"], b["w2"], out=b["dh"])
         torch.mm(b["y"].t(), b["h"], out=b["dw2"])
         torch.mm(b["dz"].t(), b["rows"], out=b["dw1"])
         torch.mm(b["dz"], b["w1"], out=b["dx"])

@@ -3,6 +3,7 @@
 What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, and the ratio to the first variant (the floor).
 """
 
+import importlib.metadata
 import platform
 import statistics
 import subprocess
@@ -47,7 +48,20 @@ def _processor() -> str:
 
 def _machine() -> dict:
     name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
-    return {"machine": name, "torch": torch.__version__, "commit": _commit(), "date": time.strftime("%Y-%m-%d")}
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers")}
+    return {"machine": name, "driver": _driver(), **versions, "commit": _commit(), "date": time.strftime("%Y-%m-%d")}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if CUDA else "none"
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

@@ -58,9 +58,10 @@ def merge_experts_forward(weight: torch.Tensor, alpha: torch.Tensor) -> torch.Te
     weight, stride_e, P = _rows(weight)
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
     if P:
-        _merge_experts_fwd_kernel[(triton.cdiv(P, BLOCK_P),)](
-            weight, alpha.contiguous(), out, P, stride_e, E=weight.shape[0], BLOCK_P=BLOCK_P
-        )
+        with torch.cuda.device_of(weight):  # Triton launches on the current device
+            _merge_experts_fwd_kernel[(triton.cdiv(P, BLOCK_P),)](
+                weight, alpha.contiguous(), out, P, stride_e, E=weight.shape[0], BLOCK_P=BLOCK_P
+            )
     return out
 
 
@@ -70,9 +71,10 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
     blocks = triton.cdiv(P, BLOCK_P)
     partial = torch.empty(weight.shape[0], blocks, dtype=torch.float32, device=weight.device)
     if P:
-        _merge_experts_bwd_alpha_kernel[(blocks,)](
-            dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], BLOCK_P=BLOCK_P
-        )
+        with torch.cuda.device_of(weight):
+            _merge_experts_bwd_alpha_kernel[(blocks,)](
+                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], BLOCK_P=BLOCK_P
+            )
     return partial.sum(1)
 
 

@@ -66,7 +66,8 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
 def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
     """Return the backend that runs `op` on `x`.
 
-    An explicit `backend`, or MOE_RUNTIME_BACKEND, is honoured or refused (ValueError), never replaced. Without one:
+    An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that
+    have a kernel of that backend, is refused where none has, and leaves the other ops on "torch". Without either:
     "triton" on a GPU that has the kernel, else "torch".
     """
     asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
@@ -74,8 +75,9 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
         return "triton" if x.is_cuda and why_not("triton", op, x.device) is None else "torch"
     check_choice("backend", asked, BACKENDS)
     reason = why_not(asked, op, x.device)
-    if reason is not None and backend is None and op not in {"triton": TRITON_OPS, "cuda": CUDA_OPS}[asked]:
-        return "torch"  # the variable speaks for the ops that have such a kernel
+    kernels = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS}[asked]
+    if backend is None and kernels and op not in kernels:
+        return "torch"
     if reason is not None:
         raise ValueError(f"backend is {asked!r} for {op}, but {reason}")
     return asked

@@ -59,6 +59,11 @@ def upcycle(
     """Turn a dense model into a mixture of experts: every MLP becomes copies of itself behind a router."""
     from moe_runtime.methods import xft_folders
 
+    if (balance_loss == "none") != (balance_loss_coef == 0):
+        raise ValueError(
+            f"balance_loss is {balance_loss!r}, balance_loss_coef is {balance_loss_coef}; want both or neither, such as "
+            "--balance-loss cv2 --balance-loss-coef 0.01"
+        )
     settings = {
         "num_experts": num_experts, "top_k": top_k, "gate": gate, "router": router, "noisy_gate": noisy_gate,
         "balance_loss": balance_loss, "balance_loss_coef": balance_loss_coef,
@@ -102,7 +107,9 @@ def to_mergeable(
 def merge(
     source: Source,
     target: Target,
-    shared_rate: SharedRate = 0.75,
+    shared_rate: Annotated[
+        float | None, typer.Option(help="lambda of a merge without training; 0.75 unless given.", show_default=False)
+    ] = None,
     alpha: Annotated[
         str | None,
         typer.Option(help="Coefficients in place of the learned ones: uniform, or E numbers a,b,... that sum to 1."),
@@ -119,7 +126,7 @@ def merge(
             overwrite=overwrite, progress=progress,
         )  # fmt: skip
     _say(receipt)
-    for layer, row in enumerate(receipt.alpha):
+    for layer, row in zip(receipt.layers, receipt.alpha):
         typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
 
 
@@ -206,7 +213,7 @@ def _say(receipt) -> None:
     )
     typer.echo(f"experts: {c.num_experts}, {c.top_k} per token, gate {c.gate}, {c.hidden_size} x {c.intermediate_size}")
     if receipt.mlp_error is not None:
-        typer.echo(f"layer 0's MLP against the formula: relative error {receipt.mlp_error:.1e}")
+        typer.echo(f"the MLPs against the formula: largest relative error {receipt.mlp_error:.1e}")
 
 
 def main() -> None:
@@ -216,10 +223,11 @@ def main() -> None:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("MOE_RUNTIME_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        message = str(error).replace("overwrite=True", "--overwrite")
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; nothing half-written was left", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
 
 

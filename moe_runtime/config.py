@@ -78,6 +78,7 @@ class MoEConfig(_Serializable):
     balance_loss_coef: float = 0.0
     load_quirk: bool = False  # the official cv2 load compares the noise, not the noisy logit, with the threshold
     initializer_range: float = 0.02
+    recompute: bool = False  # keep x only for the backward pass and compute the pre-activation again
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
@@ -95,7 +96,7 @@ class MoEConfig(_Serializable):
         check_number("balance_loss_coef", self.balance_loss_coef)
         check_number("initializer_range", self.initializer_range)
         check_number("noise_epsilon", self.noise_epsilon, positive=True)
-        for name in ("gated", "bias", "noisy_gate", "load_quirk"):
+        for name in ("gated", "bias", "noisy_gate", "load_quirk", "recompute"):
             check_bool(name, getattr(self, name))
 
     @property

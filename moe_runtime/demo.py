@@ -2,8 +2,9 @@
 
     standard library's source -> tokenizer, base model -> SFT, and XFT: upcycle -> tune -> learn mixing -> merge -> dense
 
-SFT and the tuned mixture see the same batches in the same order for the same number of steps; the merged model has SFT's
-size and speed. All numbers are means over the label tokens of functions from files that nothing was trained on.
+SFT takes as many steps as tuning the mixture and learning to mix take together, on the same batches in the same order; the
+merged model has SFT's size and speed. All numbers are means over the label tokens of functions from files that nothing was
+trained on.
 """
 
 import json
@@ -16,10 +17,9 @@ from pathlib import Path
 import torch
 
 from moe_runtime.config import check_choice
-from moe_runtime.data import standard_library_pairs, standard_library_text, tokenize_pairs
+from moe_runtime.data import require, standard_library_pairs, standard_library_text, tokenize_pairs
 from moe_runtime.files import atomic_folder, check_out_dir
-from moe_runtime.hf import fit as hf
-from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import xft
 from moe_runtime.stats import collect_router_stats
@@ -86,7 +86,7 @@ class Demo:
     def __init__(self, preset: Preset, seed: int):
         self.preset, self.seed = preset, seed
         self.rows: list[Row] = []
-        self.histories: dict[str, hf.History] = {}
+        self.histories: dict[str, trainers.History] = {}
         self.start = time.perf_counter()
 
     def read(self) -> None:
@@ -103,7 +103,8 @@ class Demo:
             first(tokenize_pairs(self.tokenizer, rows[: 2 * count], p.max_length), count)
             for rows, count in ((pairs.train, p.rows), (pairs.held_out, p.held_out))
         )
-        self.prompt = pairs.held_out[0]["prompt"]
+        prompts = (row["prompt"] for row in pairs.held_out)
+        self.prompt = next(prompt for prompt in prompts if len(self.tokenizer(prompt).input_ids) < p.max_length)
         self.say(
             f"{len(self.blocks):,} blocks of {p.max_length} tokens to pre-train on, {len(self.train_rows):,} documented "
             f"functions to tune on for {p.steps * p.batch / len(self.train_rows):.0f} epochs, {len(self.held_out)} from "
@@ -112,7 +113,7 @@ class Demo:
 
     def pretrain(self) -> None:
         p = self.preset
-        self.base = hf.small_llama(
+        self.base = trainers.small_llama(
             self.tokenizer, hidden_size=p.hidden_size, intermediate_size=p.intermediate_size, num_layers=p.num_layers,
             max_length=p.max_length, seed=self.seed,
         )  # fmt: skip
@@ -122,7 +123,7 @@ class Demo:
     def sft(self) -> None:
         p = self.preset
         self.dense = clone(self.base)
-        seconds = self.fit("SFT", self.dense, self.train_rows, p.steps, p.rate, p.batch)
+        seconds = self.fit("SFT", self.dense, self.train_rows, p.steps + p.mixing_steps, p.rate, p.batch)
         self.add("SFT", self.dense, seconds, "the dense model, tuned")
 
     def upcycle(self) -> None:
@@ -132,7 +133,9 @@ class Demo:
         self.say(str(self.receipt).replace("\n", "\n  "))
         seconds = self.fit("MoE", self.moe, self.train_rows, p.steps, p.rate, p.batch)
         self.add("MoE", self.moe, seconds, f"XFT: {p.num_experts} experts, {p.top_k} per token, tuned")
-        batches = [{"input_ids": torch.tensor([row["input_ids"]])} for row in first(self.held_out, 64)]
+        batches = [
+            {"input_ids": torch.tensor([row["input_ids"]], device=self.moe.device)} for row in first(self.held_out, 64)
+        ]
         self.stats = collect_router_stats(self.moe, batches)
 
     def merge(self) -> None:
@@ -147,7 +150,7 @@ class Demo:
 
     def fit(self, name: str, model, rows, steps: int, rate: float, batch: int) -> float:
         with _bar(name, steps) as on_step:
-            history = hf.fit(
+            history = trainers.fit(
                 model, rows, self.tokenizer, steps=steps, learning_rate=rate, batch_size=batch, held_out=self.held_out,
                 eval_every=max(steps // 4, 1), seed=self.seed, on_step=on_step,
             )  # fmt: skip
@@ -162,7 +165,7 @@ class Demo:
             active = self.receipt.active_parameters
         if dense:
             total = active = self.rows[0].parameters
-        loss = hf.held_out_loss(model, self.held_out, self.tokenizer)
+        loss = trainers.held_out_loss(model, self.held_out, self.tokenizer)
         self.rows.append(Row(name, loss, total, active, seconds, note))
 
     def say(self, text: str) -> None:
@@ -173,18 +176,26 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
     """Run the demo and write its models, results.json and xft.png to the folder `out`; return the table's rows."""
     check_choice("preset", preset, tuple(PRESETS))
     out = check_out_dir(out, overwrite)
+    for module, extra in (
+        ("accelerate", "train"),
+        ("datasets", "train"),
+        ("tokenizers", "train"),
+        ("matplotlib", "plot"),
+    ):
+        require(module, extra)  # now, not after minutes of training
     demo = Demo(PRESETS[preset], seed)
-    hf.quiet()
+    trainers.quiet()
     with atomic_folder(out, overwrite) as folder:
         demo.read()
         demo.pretrain()
-        save(demo.base, demo.tokenizer, folder / "base")
+        xft.save_dense(demo.base, folder / "base", demo.tokenizer)
         demo.sft()
-        save(demo.dense, demo.tokenizer, folder / "sft")
+        xft.save_dense(demo.dense, folder / "sft", demo.tokenizer)
         demo.upcycle()
-        save(demo.moe, demo.tokenizer, folder / "moe")
+        demo.moe.save_pretrained(folder / "moe")
+        demo.tokenizer.save_pretrained(folder / "moe")
         demo.merge()
-        save(demo.merged, demo.tokenizer, folder / "merged")
+        xft.save_dense(demo.merged, folder / "merged", demo.tokenizer)
         (folder / "results.json").write_text(json.dumps(results(demo), indent=2) + "\n", encoding="utf-8")
         picture(demo, folder / "xft.png")
     show(demo, out)
@@ -214,13 +225,6 @@ def clone(model):
     import copy
 
     return copy.deepcopy(model)
-
-
-def save(model, tokenizer, folder: Path) -> None:
-    """Save model and tokenizer, readable by older transformers too."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_legacy_rope(folder)
 
 
 def results(demo: Demo) -> dict:
@@ -289,7 +293,7 @@ def show(demo: Demo, out: Path) -> None:
         f"dense model: {out / 'merged'}   AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r}) loads it\n"
         f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}"
     )
-    text = hf.complete(demo.merged, demo.tokenizer, demo.prompt)
+    text = trainers.complete(demo.merged, demo.tokenizer, demo.prompt)
     print(f"\nIt was asked:\n{_indent(demo.prompt)}\nand wrote:\n{_indent(text)}")
 
 

@@ -67,8 +67,9 @@ def test_the_way_of_folders(run, base, tmp_path):
         pytest.param(("{base}", "{out}", "--top-k", 9), "top_k is 9", id="K > E"),
         pytest.param(("{base}", "{out}", "--gate", "best"), "gate is 'best'; want one of xft", id="unknown gate"),
         pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers is 'a-b'", id="bad layers"),
+        pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
         pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
-        pytest.param(("{base}", "{base}"), "exists", id="target exists"),
+        pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
         pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
     ],
 )

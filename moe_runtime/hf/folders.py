@@ -2,13 +2,15 @@
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from moe_runtime.checkpoint import CheckpointWriter
+from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.config import MoEConfig
 from moe_runtime.files import read_json
 from moe_runtime.hf.configuration import SHIM, moe_fields
@@ -86,7 +88,37 @@ def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
     return names
 
 
-def stock_mlp_error(config, weights: dict[str, torch.Tensor]) -> float:
+def check_tensors(config, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless a folder's tensors are those of the model that its config describes, by name and shape.
+
+    Tied weights may be missing; what transformers itself passes over (old rotary buffers) may be there.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    specs = checkpoint.specs()
+    renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
+    own = {key: _renamed(key, renamings) for key in specs}
+    passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
+    got = {own[key]: spec for key, spec in specs.items() if not any(re.search(p, own[key]) for p in passed_over)}
+    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
+    buffers = {name for name, _ in model.named_buffers()}
+    want = {
+        key: TensorSpec(tuple(tensor.shape), got[key].dtype if key in got else tensor.dtype)
+        for key, tensor in model.state_dict().items()
+        if key in got or key not in tied | buffers
+    }
+    check_keys(got, want, source=checkpoint.path)
+
+
+def _renamed(key: str, renamings) -> str:
+    """A key as the model has it, where transformers renames between file and model (GPT-NeoX's embed_out)."""
+    for renaming in renamings:
+        for source, target in zip(renaming.source_patterns, renaming.target_patterns):
+            key = re.sub(source, target, key)
+    return key
+
+
+def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
     """Run one layer's `weights` (names of `read_mlp`) through transformers' own MLP and through our formula, in float64.
 
     Returns the relative difference. No other layer takes memory.
@@ -94,7 +126,7 @@ def stock_mlp_error(config, weights: dict[str, torch.Tensor]) -> float:
     family = FAMILIES[config.model_type]
     with torch.device("meta"):
         stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))
-    mlp = stock.get_submodule(family.path.format(0))
+    mlp = stock.get_submodule(family.path.format(layer))
     write_mlp(mlp, family, weights)
     return mlp_error(mlp, family)
 

@@ -11,12 +11,15 @@ Folders that do not fit into memory take the same way in `moe_runtime.methods.xf
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from moe_runtime.config import MoEConfig
+from moe_runtime.config import MoEConfig, check_choice
+from moe_runtime.files import atomic_folder
 from moe_runtime.hf import families, folders, swap
+from moe_runtime.hf.rope import write_legacy_rope
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.merging import merge_experts, mixing
@@ -45,7 +48,8 @@ class UpcycleReceipt:
     def __str__(self) -> str:
         """Return the receipt as text of a few lines."""
         c = self.config
-        what = "rounding only" if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
+        what = exact if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, gate {c.gate}\n"
             f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, {self.active_parameters:,} active\n"
@@ -75,6 +79,7 @@ def upcycle(
     """
     if config is not None and settings:
         raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
+    families.family_of(model)
     config = config or config_for(model, **settings)
     before, dense_parameters = folders.probe_logits(model), _size(model)
     swap.dense_to_moe(model, config, layers=layers, seed=seed)
@@ -117,19 +122,41 @@ def mixing_coefficients(model: nn.Module) -> torch.Tensor:
 
 
 def merge(
-    model: nn.Module, shared_rate: float = 0.75, alpha: torch.Tensor | Sequence[float] | None = None
+    model: nn.Module, shared_rate: float | None = None, alpha: torch.Tensor | Sequence[float] | str | None = None
 ) -> nn.Module:
     """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock architecture, in place.
 
     A mergeable model uses what it learned. An upcycled one is merged without training (INIT): alpha = [shared_rate,
-    (1 - shared_rate) / (E - 1), ...]. `alpha` [E] or [L, E] replaces either; it must sum to 1.
+    (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or "uniform" replaces either; it must
+    sum to 1. Raises ValueError for a shared_rate that alpha or the mergeable model would leave without effect.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
+    shared_rate = check_rate(shared_rate, alpha, any(isinstance(layer, MergedMLP) for layer in layers))
     rows = [None] * len(layers) if alpha is None else _alpha_rows(alpha, len(layers), layers[0].config.num_experts)
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
+
+
+def check_rate(shared_rate: float | None, alpha, mergeable: bool) -> float:
+    """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
+    if shared_rate is not None and (mergeable or alpha is not None):
+        why = "alpha is given" if alpha is not None else "the model is mergeable, whose lambda to_mergeable fixed"
+        raise ValueError(f"shared_rate is {shared_rate}, but {why}; want shared_rate=None")
+    return 0.75 if shared_rate is None else shared_rate
+
+
+def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
+    """Save a dense model, and its tokenizer if given, whole or not at all, with the rotary keys of both spellings.
+
+    transformers 5 alone would write `rope_parameters` only, and older readers would run with their default base.
+    """
+    with atomic_folder(folder, overwrite) as new:
+        model.save_pretrained(new)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        write_legacy_rope(new)
 
 
 @torch.no_grad()
@@ -152,6 +179,9 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
 
 
 def _alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+    if isinstance(alpha, str):
+        check_choice("alpha", alpha, ("uniform",))
+        alpha = [1 / num_experts] * num_experts
     alpha = torch.as_tensor(alpha, dtype=torch.float32)
     alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
     if alpha.shape != (num_layers, num_experts):

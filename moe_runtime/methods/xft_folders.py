@@ -14,7 +14,7 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, che
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft import init_mixture
+from moe_runtime.methods.xft import check_rate, init_mixture
 from moe_runtime.ops.merging import mixing, soup_logits
 
 SHARD = 2 * 2**30
@@ -29,7 +29,8 @@ class FolderReceipt(NamedTuple):
     tensors: int
     bytes: int
     side_files: list[str]  # tokenizer and the like, copied
-    mlp_error: float | None = None  # upcycling: layer 0's MLP against the formula, relative
+    layers: list[int]
+    mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
     alpha: list[list[float]] | None = None  # merging: [L, E]
 
 
@@ -76,13 +77,8 @@ def upcycle_folder(
     layers = new_config.moe_runtime["layers"]
     with Checkpoint(source) as checkpoint:
         _check_mlps(checkpoint, family, moe, layers, config.num_hidden_layers)
-        keys = families.mlp_keys(family, layers[0], moe.bias)
-        first = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
-        error = folders.stock_mlp_error(config, first) if layers[0] == 0 else None
-        if error is not None and not error < 1e-5:
-            raise ValueError(
-                f"the MLP of layer 0 differs from our formula by {error:.1e} relative; want less than 1e-5"
-            )
+        folders.check_tensors(config, checkpoint)
+        error = _mlp_error(checkpoint, config, family, moe, layers)
         expected = _upcycled_bytes(checkpoint, family, moe, layers)
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             folders.write_config(writer, new_config)
@@ -90,7 +86,22 @@ def upcycle_folder(
             job = _Job(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 _upcycle_key(job, key, family, moe, layers, seed)
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, mlp_error=error)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error)
+
+
+def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: Sequence[int]) -> float:
+    """Return the largest relative difference of the first, middle and last MLP from our formula; ValueError above 1e-5."""
+    worst = 0.0
+    for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
+        keys = families.mlp_keys(family, layer, moe.bias)
+        weights = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
+        error = folders.stock_mlp_error(config, weights, layer)
+        if not error < 1e-5:
+            raise ValueError(
+                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than 1e-5"
+            )
+        worst = max(worst, error)
+    return worst
 
 
 def _upcycle_key(job: _Job, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int) -> None:
@@ -161,7 +172,7 @@ def mergeable_folder(
         raise ValueError(f"soup is False, gate is {moe.gate!r}, which has no shared expert; want soup=True")
     logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
     with Checkpoint(source) as checkpoint:
-        _check_stacks(checkpoint, moe, paths)
+        folders.check_tensors(config, checkpoint)
         expected = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             folders.write_config(writer, folders.mergeable_config(config, shared_rate, soup))
@@ -176,14 +187,14 @@ def mergeable_folder(
                 job.read(key)
             for path in paths:
                 job.add(f"{path}.mixing_logits", logits)
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()))
 
 
 def merge_folder(
     source: str | Path,
     target: str | Path,
     *,
-    shared_rate: float = 0.75,
+    shared_rate: float | None = None,
     alpha: Sequence[float] | str | None = None,
     max_shard_size: int | str = SHARD,
     overwrite: bool = False,
@@ -196,9 +207,10 @@ def merge_folder(
     """
     config, moe, paths = _moe_folder(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
+    shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"] == "mergeable")
     with Checkpoint(source) as checkpoint:
+        folders.check_tensors(config, checkpoint)
         mixtures = {path: _mixture(checkpoint, config, moe, path, shared_rate, alpha) for path in paths}
-        _check_stacks(checkpoint, moe, paths)
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite) as writer:
             folders.write_config(writer, folders.dense_config(config))
             side_files = folders.copy_side_files(Path(source), writer)
@@ -215,7 +227,7 @@ def merge_folder(
                     job.add(key, checkpoint.get(key))
                 job.read(key)
     rows = [mixture.tolist() for mixture in mixtures.values()]
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, alpha=rows)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=rows)
 
 
 def merge_rows(checkpoint: Checkpoint, key: str, alpha: torch.Tensor) -> torch.Tensor:
@@ -241,19 +253,6 @@ def _moe_folder(source, stage: str | None = None):
         raise ValueError(f"the stage of {source} is {block['stage']!r}; want {stage!r}")
     family = families.FAMILIES[block["base_model_type"]]
     return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
-
-
-def _check_stacks(checkpoint: Checkpoint, moe: MoEConfig, paths: dict[str, int]) -> None:
-    """Raise ValueError unless the experts' tensors are exactly those of the config."""
-    E, H, I = moe.num_experts, moe.hidden_size, moe.intermediate_size
-    up, rows = ("gate_up_proj", 2 * I) if moe.gated else ("up_proj", I)
-    shapes = {up: (E, rows, H), "down_proj": (E, H, I)}
-    if moe.bias:
-        shapes |= {f"{up}_bias": (E, rows), "down_proj_bias": (E, H)}
-    specs = {key: spec for key, spec in checkpoint.specs().items() if key.rpartition(".experts.")[0] in paths}
-    dtype = next(iter(specs.values())).dtype if specs else torch.float32
-    want = {f"{path}.experts.{name}": TensorSpec(shape, dtype) for path in paths for name, shape in shapes.items()}
-    check_keys(specs, want, source=checkpoint.path)
 
 
 def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float, alpha) -> torch.Tensor:

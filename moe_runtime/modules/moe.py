@@ -115,6 +115,7 @@ class Experts(nn.Module):
             gated=config.gated,
             gate_up_bias=weights.get(f"{self.up_name}_bias"),
             down_bias=weights.get("down_proj_bias"),
+            recompute=config.recompute,
         )
 
 

@@ -46,7 +46,12 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
         raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
     if weight.dtype != torch.float64:
         alpha = alpha.float()
-    return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
+        chosen = backends.pick("merge_experts", weight, backend)
+    else:  # the kernels sum in float32
+        if backend not in (None, "torch"):
+            raise ValueError(f"weight is {weight.dtype}, backend is {backend!r}; want 'torch' for float64")
+        chosen = "torch"
+    return torch.ops.moe_runtime.merge_experts(weight, alpha, chosen)
 
 
 LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")

@@ -89,6 +89,9 @@ def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias, t
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}; want the same dtype and device"
             )
+    for name, tensor in (("topk_weight", topk_weight), ("topk_idx", topk_idx), ("trainable", trainable)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; want the same device")
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; want a floating dtype")
 

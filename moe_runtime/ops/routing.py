@@ -114,7 +114,7 @@ def _route_backward(dweight, router_logits, topk_idx, gate, backend):
 
 
 def _logits_gradient(dweight, router_logits, topk_idx, gate):
-    """Gradient of `route` in closed form (SPEC of the equations above); reaches every logit, unselected ones too."""
+    """Gradient of `route` in closed form; it reaches every logit, unselected ones too."""
     shared = int(gate in SHARED_GATES)
     k = topk_idx.shape[1] - shared
     idx = topk_idx[:, :k].long() - shared

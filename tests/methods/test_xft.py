@@ -1,6 +1,7 @@
 """moe_runtime.methods.xft: the invariants of upcycling, mixing and merging, on whole models."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -165,6 +166,37 @@ def test_bad_alpha_is_refused(alpha, match):
         xft.merge(tuned(), alpha=alpha)
 
 
+def test_uniform_alpha_is_the_mean_of_the_experts():
+    model = tuned()
+    want = [layer.mlp.experts.down_proj.mean(0) for layer in model.model.layers]
+    merged = xft.merge(model, alpha="uniform")
+    for layer, mean in zip(merged.model.layers, want):
+        torch.testing.assert_close(layer.mlp.down_proj.weight, mean)
+
+
+def test_a_rate_that_would_have_no_effect_is_refused():
+    with pytest.raises(ValueError, match="shared_rate is 0.1, but the model is mergeable"):
+        xft.merge(xft.to_mergeable(tuned()), shared_rate=0.1)
+    with pytest.raises(ValueError, match="shared_rate is 0.1, but alpha is given"):
+        xft.merge(tuned(), shared_rate=0.1, alpha="uniform")
+
+
+def test_a_saved_dense_model_has_the_rotary_keys_of_both_spellings(tmp_path):
+    xft.save_dense(xft.merge(tuned()), tmp_path / "dense")
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e5
+    with pytest.raises(ValueError, match="exists"):
+        xft.save_dense(dense("llama"), tmp_path / "dense")
+
+
+def test_recomputation_gives_the_same_gradients():
+    models = [tuned(), tuned(recompute=True)]
+    for model in models:
+        model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    for a, b in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 def test_a_gate_without_shared_expert_needs_alpha_or_soup():
     with pytest.raises(ValueError, match="no shared expert"):
         xft.merge(tuned(gate="topk_softmax"))
@@ -178,6 +210,8 @@ def test_what_is_not_upcycled_is_refused():
         xft.merge(dense("llama"))
     with pytest.raises(ValueError, match="no mergeable layer"):
         xft.mixing_coefficients(dense("llama"))
+    with pytest.raises(ValueError, match="model_type is None; want one of llama"):
+        xft.upcycle(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="upcycled already|has experts already"):
         xft.upcycle(tuned())
 

@@ -132,12 +132,18 @@ def edit_tensors(folder: Path, change) -> None:
 
 
 KEY = "model.layers.1.mlp.down_proj.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
     "change, match",
     [
         pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
+        pytest.param(lambda t: t.pop(QUERY), QUERY, id="missing, of no MLP"),
+        pytest.param(lambda t: t.update({QUERY + "x": t[QUERY].clone()}), QUERY + "x", id="extra, of no MLP"),
+        pytest.param(
+            lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight.*5", id="a norm cut short"
+        ),
         pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
         pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
         pytest.param(
@@ -167,6 +173,29 @@ def test_wrong_stacks_are_named_and_nothing_is_written(moe, tmp_path, change, ma
         with pytest.raises(ValueError, match=match):
             convert(moe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_mixing_logits_of_another_length_are_named(moe, tmp_path):
+    xft_folders.mergeable_folder(moe, tmp_path / "mix")
+    edit_tensors(tmp_path / "mix", lambda t: t.update({"model.layers.0.mlp.mixing_logits": torch.ones(2)}))
+    with pytest.raises(ValueError, match="model.layers.0.mlp.mixing_logits"):
+        xft_folders.merge_folder(tmp_path / "mix", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rate_that_would_have_no_effect_is_refused(moe, tmp_path):
+    xft_folders.mergeable_folder(moe, tmp_path / "mix")
+    for source, options in ((tmp_path / "mix", {}), (moe, {"alpha": "uniform"})):
+        with pytest.raises(ValueError, match="shared_rate is 0.5, but"):
+            xft_folders.merge_folder(source, tmp_path / "out", shared_rate=0.5, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_stay_dense(base, tmp_path):
+    receipt = xft_folders.upcycle_folder(base, tmp_path / "moe", layers=[1], **SMALL)
+    assert receipt.layers == [1] and receipt.mlp_error < 1e-5
+    assert xft_folders.compare_folders(base, tmp_path / "moe") < 1e-5
+    assert xft_folders.merge_folder(tmp_path / "moe", tmp_path / "merged").layers == [1]
 
 
 def test_wrong_stage_folder_and_settings(base, moe, tmp_path):

@@ -277,3 +277,11 @@ def test_offsets_beyond_int32(stride, backend):
     assert out.tolist() == [0.5 * i + 2 * (i + 5) for i in range(5)]
     (dalpha,) = torch.autograd.grad(out, alpha, torch.ones(5, dtype=torch.float16))
     assert dalpha.tolist() == [10, 35]
+
+
+def test_float64_is_never_summed_in_float32(monkeypatch):
+    weight, alpha = torch.randn(3, 5, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    torch.testing.assert_close(merge_experts(weight, alpha), alpha @ weight, rtol=1e-14, atol=1e-14)
+    with pytest.raises(ValueError, match="want 'torch' for float64"):
+        merge_experts(weight, alpha, backend="triton")

@@ -1,4 +1,4 @@
-"""A small model and transformers' Trainer with few arguments: what the demo and the comparison tables run on."""
+"""A small model and transformers' Trainer with few arguments: what the demo runs on."""
 
 import math
 import tempfile

@@ -224,6 +224,17 @@ def _prompt(node: Function, owner: str | None, doc: str) -> str:
     return f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
 
 
+def pack(tokenizer, documents: Iterable[str], length: int):
+    """Join the documents' tokens, EOS after each, and cut them into a datasets.Dataset of rows of `length` ids and labels.
+
+    The labels are the ids; what is left at the end, less than a row, is dropped.
+    """
+    encoded = tokenizer(list(documents), add_special_tokens=False).input_ids
+    ids = [i for document in encoded for i in [*document, tokenizer.eos_token_id]]
+    blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    return require("datasets").Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
 def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False):
     """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.config import check_choice
-from moe_runtime.data import require, standard_library_pairs, standard_library_text, tokenize_pairs
+from moe_runtime.data import pack, require, standard_library_pairs, standard_library_text, tokenize_pairs
 from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.tokenizer import train_tokenizer
@@ -200,19 +200,6 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         picture(demo, folder / "xft.png")
     show(demo, out)
     return demo.rows
-
-
-def pack(tokenizer, documents: list[str], length: int):
-    """Join the documents' tokens, EOS after each, and cut them into rows of `length`; labels are the ids."""
-    import datasets
-
-    ids = [
-        i
-        for encoded in tokenizer(documents, add_special_tokens=False).input_ids
-        for i in [*encoded, tokenizer.eos_token_id]
-    ]
-    blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
-    return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
 def first(rows, count: int):

@@ -273,3 +273,12 @@ def test_the_tokenizer_needs_room():
     with pytest.raises(ValueError, match=f"vocab_size is 100; want at least {SMALLEST}"):
         train_tokenizer(["a"], 100)
     assert len(train_tokenizer(["a"], SMALLEST)) == SMALLEST
+
+
+def test_pack_cuts_joined_documents_into_rows(tokenizer):
+    documents = ["def f(x):\n    return x\n" * 9, "import os\n" * 20]
+    rows = data.pack(tokenizer, documents, 16)
+    ids = [i for text in documents for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]]
+    assert len(rows) == len(ids) // 16
+    assert [i for row in rows for i in row["input_ids"]] == ids[: 16 * len(rows)]
+    assert all(row["labels"] == row["input_ids"] for row in rows)

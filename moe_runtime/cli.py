@@ -30,6 +30,8 @@ def demo(
     overwrite: Overwrite = False,
 ):
     """Run the whole way on real text: pre-train a small model, SFT and XFT it, merge, compare."""
+    # one GPU is enough, and Trainer would spread a single process over all that it sees; before torch looks
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     from moe_runtime.demo import run
 
     run(preset, out, seed=seed, overwrite=overwrite)

@@ -164,7 +164,11 @@ def mergeable_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Write an upcycled folder as a mergeable one: the same experts, and mixing logits at INIT in place of the routers."""
+    """Write an upcycled folder as a mergeable one: the same experts, and mixing logits at INIT in place of the routers.
+
+    Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
+    outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
+    """
     config, moe, paths = _moe_folder(source, stage="moe")
     if not 0 <= shared_rate <= 1:
         raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
@@ -211,7 +215,11 @@ def merge_folder(
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
         mixtures = {path: _mixture(checkpoint, config, moe, path, shared_rate, alpha) for path in paths}
-        with CheckpointWriter(target, max_shard_size, overwrite=overwrite) as writer:
+        expected = sum(
+            spec.nbytes // (moe.num_experts if key.rpartition(".experts.")[0] in paths else 1)
+            for key, spec in checkpoint.specs().items()
+        )
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             folders.write_config(writer, folders.dense_config(config))
             side_files = folders.copy_side_files(Path(source), writer)
             job = _Job(checkpoint, writer, progress)

@@ -191,6 +191,19 @@ def test_a_rate_that_would_have_no_effect_is_refused(moe, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_too_little_disk_space_is_said_before_anything_is_written(base, moe, tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    for convert, source, options in (
+        (xft_folders.upcycle_folder, base, SMALL),
+        (xft_folders.mergeable_folder, moe, {}),
+        (xft_folders.merge_folder, moe, {}),
+    ):
+        with pytest.raises(ValueError, match="1000 bytes free; want"):
+            convert(source, tmp_path / "out", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
+
+
 def test_layers_that_stay_dense(base, tmp_path):
     receipt = xft_folders.upcycle_folder(base, tmp_path / "moe", layers=[1], **SMALL)
     assert receipt.layers == [1] and receipt.mlp_error < 1e-5

@@ -1,34 +1,48 @@
-"""Weighted sum of experts and its gradient in the weights, each expert read once. The equations: `moe_runtime.ops.merging`.
+"""Weighted sum of experts, its gradient in the weights, and that gradient straight from a linear layer's inputs and output
+gradients; each expert is read once. The equations: `moe_runtime.ops.merging`.
 
-Bytes moved, the floor: forward (E + 1) P, backward (E + 1) P elements. Sums are float32, in a fixed order, without atomics.
+Bytes moved, the floor: forward (E + 1) P, backward (E + 1) P elements; linear backward E P, and dW [P] never is in memory.
+Sums are float32, in a fixed order, without atomics.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK_P = 2048
+from moe_runtime.kernels.tiles import precision, tile_of
+
+MAX_EXPERTS = 8  # whose loads are in flight together
+TILE_BYTES = 1 << 15  # of those experts that one program takes
 
 
 @triton.jit
 def _merge_experts_fwd_kernel(
     weight_ptr,  # [E, P], any float
     alpha_ptr,  # [E] float32
-    out_ptr,  # [P], dtype of weight
+    seen_ptr,  # [E] float32 or None
+    out_ptr,  # [P], any float
     P,
     stride_e,
     E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
+    if seen_ptr is not None:  # `out` holds the mixture of these: nothing to do while alpha is the same
+        changed = 0
+        for e0 in range(0, E, BLOCK_E):
+            e = e0 + tl.arange(0, BLOCK_E)
+            alpha = tl.load(alpha_ptr + e, mask=e < E, other=0.0)
+            changed += tl.sum((alpha != tl.load(seen_ptr + e, mask=e < E, other=0.0)).to(tl.int32), 0)
+        if changed == 0:
+            return
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    mask = p < P
     acc = tl.zeros([BLOCK_P], tl.float32)
-    # step the pointer: e * stride_e would overflow int32 from 2^31 elements on
-    for e in range(E):
-        w = tl.load(weight_ptr + p, mask=mask, other=0.0).to(tl.float32)
-        acc += tl.load(alpha_ptr + e) * w
-        weight_ptr += stride_e
-    tl.store(out_ptr + p, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    for e0 in range(0, E, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        mask = (e < E)[:, None] & (p < P)[None, :]
+        w = tl.load(weight_ptr + (e.to(tl.int64)[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.load(alpha_ptr + e, mask=e < E, other=0.0)[:, None] * w, 0)
+    tl.store(out_ptr + p, acc.to(out_ptr.dtype.element_ty), mask=p < P)
 
 
 @triton.jit
@@ -40,27 +54,73 @@ def _merge_experts_bwd_alpha_kernel(
     stride_e,
     blocks,
     E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-    mask = p < P
-    dout = tl.load(dout_ptr + p, mask=mask, other=0.0).to(tl.float32)
-    for _ in range(E):
-        w = tl.load(weight_ptr + p, mask=mask, other=0.0).to(tl.float32)
-        tl.store(partial_ptr + block, tl.sum(dout * w, 0))
+    dout = tl.load(dout_ptr + p, mask=p < P, other=0.0).to(tl.float32)
+    for e0 in range(0, E, BLOCK_E):
+        e = (e0 + tl.arange(0, BLOCK_E)).to(tl.int64)
+        mask = (e < E)[:, None] & (p < P)[None, :]
+        w = tl.load(weight_ptr + (e[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(tl.float32)
+        tl.store(partial_ptr + (e * blocks + block), tl.sum(w * dout[None, :], 1), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _merged_linear_bwd_alpha_kernel(
+    dout_ptr,  # [T, N], any float
+    x_ptr,  # [T, K], dtype of dout
+    weight_ptr,  # [E, N, K], any float
+    partial_ptr,  # [E, tiles] float32
+    T,
+    N,
+    K,
+    stride_e,
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    tile_n, tile_k = tile_of(tile, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), 8)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    dw = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for t0 in range(0, T, BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        row = t.to(tl.int64)
+        # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on Ampere
+        mask = (n < N)[:, None] & (t < T)[None, :]
+        dout = tl.load(dout_ptr + (row[None, :] * N + n[:, None]), mask=mask, other=0.0)
+        mask = (t < T)[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + (row[:, None] * K + k[None, :]), mask=mask, other=0.0)
+        dw = tl.dot(dout, x, dw, input_precision=PRECISION)
+    offset = n.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    # two stages: the next expert's tile is on its way through shared memory, and takes no registers, while one is summed
+    for _ in tl.range(E, num_stages=2):
+        w = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(partial_ptr + tile, tl.sum(tl.sum(dw * w, 1), 0))
         weight_ptr += stride_e
-        partial_ptr += blocks
+        partial_ptr += tl.num_programs(0)
 
 
-def merge_experts_forward(weight: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> [...] in weight's dtype."""
+def merge_experts_forward(
+    weight: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor | None = None, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
+
+    With `seen` [E] float32 the kernel leaves `out` alone where alpha equals it; the host does not learn which.
+    """
     weight, stride_e, P = _rows(weight)
-    out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device) if out is None else out
     if P:
+        blocks = block_sizes(weight.shape[0], weight.element_size())
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            _merge_experts_fwd_kernel[(triton.cdiv(P, BLOCK_P),)](
-                weight, alpha.contiguous(), out, P, stride_e, E=weight.shape[0], BLOCK_P=BLOCK_P
+            _merge_experts_fwd_kernel[(triton.cdiv(P, blocks["BLOCK_P"]),)](
+                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **blocks
             )
     return out
 
@@ -68,14 +128,71 @@ def merge_experts_forward(weight: torch.Tensor, alpha: torch.Tensor) -> torch.Te
 def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
     weight, stride_e, P = _rows(weight)
-    blocks = triton.cdiv(P, BLOCK_P)
+    sizes = block_sizes(weight.shape[0], weight.element_size())
+    blocks = triton.cdiv(P, sizes["BLOCK_P"])
     partial = torch.empty(weight.shape[0], blocks, dtype=torch.float32, device=weight.device)
     if P:
         with torch.cuda.device_of(weight):
             _merge_experts_bwd_alpha_kernel[(blocks,)](
-                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], BLOCK_P=BLOCK_P
+                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **sizes
             )
     return partial.sum(1)
+
+
+def merged_linear_backward_alpha(
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, config: dict | None = None
+) -> torch.Tensor:
+    """dalpha[e] = <dout^T x, weight[e]>: `dout` [T, N], `x` [T, K], `weight` [E, N, K] -> [E] float32.
+
+    `config` takes the place of `linear_config`'s.
+    """
+    weight, stride_e, _ = _rows(weight)
+    T, (E, N, K) = dout.shape[0], weight.shape
+    if not T * N * K:
+        return torch.zeros(E, dtype=torch.float32, device=weight.device)
+    if config is None:
+        major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+        config = linear_config(10 * major + minor, x.dtype, weight.dtype, precision(x), T, N, K)
+    tiles = triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(K, config["BLOCK_K"])
+    partial = torch.empty(E, tiles, dtype=torch.float32, device=weight.device)
+    with torch.cuda.device_of(weight):
+        _merged_linear_bwd_alpha_kernel[(tiles,)](
+            dout.contiguous(), x.contiguous(), weight, partial, T, N, K, stride_e, E=E, **config
+        )
+    return partial.sum(1)
+
+
+def block_sizes(E: int, element_size: int) -> dict[str, int]:
+    """Return BLOCK_E and BLOCK_P of the kernels that merge: at four warps 64 registers a thread of loads in flight."""
+    block = min(triton.next_power_of_2(E), MAX_EXPERTS)
+    return {"BLOCK_E": block, "BLOCK_P": min(TILE_BYTES // (block * element_size), 4096)}
+
+
+def linear_config(
+    arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
+) -> dict:
+    """Return blocks, precision, warps and stages of the linear backward on sm_`arch` (0: the interpreter)."""
+    aligned = N % 16 == 0 and K % 16 == 0  # else every load is element by element, and a wide tile of pointers spills
+    if arch == 0:
+        block_n, block_k, block_t, warps, stages = 32, 32, 16, 4, 1
+    elif dtype == torch.float32:
+        block_n, block_k, block_t, warps, stages = (64, 128, 32, 8, 3) if precision == "tf32" else (64, 64, 32, 8, 2)
+    elif not aligned:
+        block_n, block_k, block_t, warps, stages = 64, 64, 32, 8, 2
+    elif arch in (90, 100, 103) and weight_dtype.itemsize == 2:  # wide enough for L2; needs 196 KiB of shared memory
+        block_n, block_k, block_t, warps, stages = 128, 256, 64, 8, 4
+    else:
+        block_n, block_k, block_t, warps, stages = 128, 128, 64, 8, 3
+    clip = (max(16, triton.next_power_of_2(size)) for size in (N, K, T))
+    block_n, block_k, block_t = (min(*pair) for pair in zip((block_n, block_k, block_t), clip))
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "BLOCK_T": block_t,
+        "PRECISION": precision,
+        "num_warps": warps if block_n * block_k >= 4096 else 4,
+        "num_stages": stages,
+    }
 
 
 def _rows(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:

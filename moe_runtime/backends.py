@@ -16,7 +16,7 @@ MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
 OPS = ("route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts")
-TRITON_OPS = ("merge_experts",)
+TRITON_OPS = ("route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts")
 CUDA_OPS = ()
 
 SUPPORTED = {  # package: versions that the test suite runs on
@@ -71,6 +71,10 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
     "triton" on a GPU that has the kernel, else "torch".
     """
     asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
+    if x.dtype == torch.float64:  # the kernels sum in float32
+        if backend not in (None, "torch"):
+            raise ValueError(f"backend is {backend!r} for {op}, but the tensor is {x.dtype}; want 'torch' for float64")
+        return "torch"
     if asked is None:
         return "triton" if x.is_cuda and why_not("triton", op, x.device) is None else "torch"
     check_choice("backend", asked, BACKENDS)

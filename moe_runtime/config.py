@@ -78,6 +78,7 @@ class MoEConfig(_Serializable):
     balance_loss_coef: float = 0.0
     load_quirk: bool = False  # the official cv2 load compares the noise, not the noisy logit, with the threshold
     initializer_range: float = 0.02
+    shared: str = "group"  # or "dense": on a GPU, the shared expert's matmuls by torch instead of in the experts' kernels
     recompute: bool = False  # keep x only for the backward pass and compute the pre-activation again
 
     def __post_init__(self):

@@ -1,16 +1,38 @@
 """The mergeable layer: a dense MLP whose weights are a learned mixture of frozen experts.
 
-XFT, Eq. (4) and (6): only the mixing logits train; one vector of them per layer serves every projection.
+XFT, Eq. (4) and (6): only the mixing logits train; one vector of them per layer serves every projection. The mixture
+changes once per optimizer step, so it is computed once per step and kept for the forward passes until the next.
 """
+
+import weakref
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from moe_runtime import backends
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import activate
-from moe_runtime.ops.merging import merge_experts, mixing, soup_logits
+from moe_runtime.ops.merging import (
+    compute_dtype,
+    merge_experts,
+    merged_linear,
+    mixing,
+    remerge_experts,
+    soup_logits,
+)
+
+
+class _Mixture(NamedTuple):
+    """Merged weights, and what they were made of."""
+
+    key: tuple
+    sources: tuple[weakref.ref, ...]  # the Parameters themselves: an id may be another's tomorrow
+    seen: torch.Tensor  # [E], the alpha in `weights`
+    weights: dict[str, torch.Tensor]  # [out, in] by the stack's name, in the dtype that F.linear computes in
 
 
 class MergedMLP(nn.Module):
@@ -27,6 +49,7 @@ class MergedMLP(nn.Module):
         self.experts = Experts(config, dtype=dtype, device=device).requires_grad_(False)
         size = config.num_experts if soup else config.num_experts - 1
         self.mixing_logits = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
+        self._mixture: _Mixture | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -41,9 +64,22 @@ class MergedMLP(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Keep the logits float32 whatever the module is cast to: steps of 1e-5 are lost on a bfloat16 number near 1."""
+        self.release()
         super()._apply(fn, recurse)
         self.mixing_logits.data = self.mixing_logits.data.float()
         return self
+
+    def __getstate__(self):
+        """Leave the kept mixture out of copies and pickles, as it is out of state_dict."""
+        return self.__dict__ | {"_mixture": None}
+
+    def release(self) -> None:
+        """Free the kept mixture, the size of a dense MLP; the next forward pass makes it anew.
+
+        Needed after a write to the experts that autograd's version counter does not see, such as `weight.data.copy_()`.
+        A write to the mixing logits is noticed either way.
+        """
+        self._mixture = None
 
     def alpha(self) -> torch.Tensor:
         """Return the mixing coefficients [E] float32, which sum to 1."""
@@ -56,11 +92,57 @@ class MergedMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
-        w, up = self.merged_weights(), self.experts.up_name
-        z = F.linear(hidden_states, w[up], w.get(f"{up}_bias"))
-        h = activate(z, self.config.hidden_act, self.config.gated)
-        return F.linear(h, w["down_proj"], w.get("down_proj_bias"))
+        linear = self._linear()
+        h = activate(linear(hidden_states, self.experts.up_name), self.config.hidden_act, self.config.gated)
+        return linear(h, "down_proj")
+
+    def _linear(self):
+        """Return the function of (x, a stack's name) that is x W^T + b with the merged weight and bias of that name."""
+        stacks, alpha = dict(self.experts.named_parameters()), self.alpha()
+        weights = {name: stack for name, stack in stacks.items() if not name.endswith("_bias")}
+        bias = {name: merge_experts(stacks[f"{name}_bias"], alpha) for name in weights if f"{name}_bias" in stacks}
+        if any(weight.requires_grad for weight in weights.values()) or torch._C._are_functorch_transforms_active():
+            merged = {name: merge_experts(weight, alpha) for name, weight in weights.items()}
+            return lambda x, name: F.linear(x, merged[name], bias.get(name))
+        merged = {} if _watched() else self._merged(weights, alpha)
+        return lambda x, name: merged_linear(x, weights[name], alpha, merged.get(name), bias.get(name))
+
+    @torch.inference_mode(False)  # training cannot save what was made under inference_mode
+    @torch.no_grad()
+    def _merged(self, weights: dict[str, torch.Tensor], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return `weights` merged with `alpha`, made anew if anything they depend on changed; {} if they cannot be kept."""
+        sources, device = (self.mixing_logits, *weights.values()), alpha.device
+        backend = backends.pick("merge_experts", weights["down_proj"])
+        plain = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in sources)
+        if not plain or (backend == "torch" and device.type != "cpu"):  # to compare alpha there is to wait for the GPU
+            return {}
+        # another stream would not wait for the one that merges, and capture by a CUDA graph runs no kernel
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            return {}
+        dtypes = {name: compute_dtype(weight) for name, weight in weights.items()}
+        versions = tuple((t._version, t.data_ptr(), t.dtype, t.device) for t in sources)
+        key = (self.shared_rate, self.soup, backend, stream, *dtypes.values(), *versions)
+        kept = self._mixture
+        if kept is not None and (kept.key != key or any(ref() is not t for ref, t in zip(kept.sources, sources))):
+            kept = None
+        # optimizers may write where autograd counts no version, so alpha itself is compared: on a GPU by the kernel, without
+        # waiting for it
+        if kept is not None and backend == "triton":
+            for name, weight in weights.items():
+                remerge_experts(kept.weights[name], weight, alpha, kept.seen)
+            kept.seen.copy_(alpha)
+        elif kept is None or not torch.equal(alpha, kept.seen):
+            kept = self._mixture = None  # before the new weights take as much memory
+            new = {name: merge_experts(weight, alpha).to(dtypes[name]) for name, weight in weights.items()}
+            kept = self._mixture = _Mixture(key, tuple(map(weakref.ref, sources)), alpha.clone(), new)
+        return kept.weights
 
     def extra_repr(self) -> str:
         """Show the mixture's settings in print(model)."""
         return f"experts={self.config.num_experts}, " + ("soup" if self.soup else f"shared_rate={self.shared_rate}")
+
+
+def _watched() -> bool:
+    """Whether ops are traced, faked or counted, so that one call's result must not become another's constant."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()

@@ -19,7 +19,7 @@ from moe_runtime.ops.routing import route
 class RouterOutput(NamedTuple):
     """What a router returns; the first three in the order of transformers' routers."""
 
-    router_logits: torch.Tensor  # [T, E or E - 1], before noise
+    router_logits: torch.Tensor  # [T, E or E - 1], before noise, in the router's dtype; float32 in MoE.records
     topk_weight: torch.Tensor  # [T, K] float32
     topk_idx: torch.Tensor  # [T, K] int32
     balance_loss: torch.Tensor | None  # [] float32, times its coefficient; None without a balance loss
@@ -56,14 +56,14 @@ class Router(nn.Module):
         logits = F.linear(x, self.weight)
         if config.router == "mlp":
             logits = F.linear(torch.tanh(logits), self.weight_out)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        logits = logits.to(wide)
         if eps is not None and not (config.noisy_gate and eps.shape == logits.shape):
             raise ValueError(
                 f"eps is {tuple(eps.shape)}, noisy_gate is {config.noisy_gate}; want {tuple(logits.shape)} and True"
             )
         noise = scale = None
         if config.noisy_gate and (self.training or eps is not None):
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            logits = logits.to(wide)
             scale = F.softplus(F.linear(x, self.noise_weight).to(wide)) + config.noise_epsilon
             eps = torch.randn_like(scale) if eps is None else eps
             noise = eps * scale
@@ -115,6 +115,7 @@ class Experts(nn.Module):
             gated=config.gated,
             gate_up_bias=weights.get(f"{self.up_name}_bias"),
             down_bias=weights.get("down_proj_bias"),
+            shared=config.shared,
             recompute=config.recompute,
         )
 
@@ -138,7 +139,9 @@ class MoE(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing = self.gate(x)
         if self.records is not None:
-            self.records.append(routing)
+            logits = routing.router_logits
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            self.records.append(routing._replace(router_logits=wide))
         return self.experts(x, routing.topk_idx, routing.topk_weight).view_as(hidden_states)
 
     def extra_repr(self) -> str:

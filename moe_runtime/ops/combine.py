@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
+from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register
 
 
 def combine(
     y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
 ) -> torch.Tensor:
-    """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] integers -> [T, H] in y's dtype, summed in float32.
+    """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] or [T, K] integers -> [T, H] in y's dtype, summed in float32.
 
     Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
     """
@@ -22,7 +23,7 @@ def combine(
             f"y is {tuple(y.shape)}, topk_weight {tuple(topk_weight.shape)}, slot_row {tuple(slot_row.shape)}; "
             "want [T * K, H], [T, K], [T * K]"
         )
-    if slot_row.is_floating_point():
+    if slot_row.dtype not in INTEGERS:
         raise ValueError(f"slot_row is {slot_row.dtype}; want integers")
     topk_weight = topk_weight if y.dtype == torch.float64 else topk_weight.float()
     return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
@@ -43,11 +44,20 @@ def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: to
 
 
 def _forward(y, topk_weight, slot_row, backend):
+    if backend == "triton":
+        from moe_runtime.kernels.combine import combine_forward
+
+        return combine_forward(y, topk_weight, slot_row)
     slot_row = slot_row.reshape(topk_weight.shape)
+    slot_row = slot_row if slot_row.dtype in (torch.int32, torch.int64) else slot_row.int()
     return weighted_sum(y.to(topk_weight.dtype), topk_weight.contiguous(), slot_row).to(y.dtype)
 
 
 def _backward(dout, y, topk_weight, slot_row, backend):
+    if backend == "triton":
+        from moe_runtime.kernels.combine import combine_backward
+
+        return combine_backward(dout, y, topk_weight, slot_row)
     T, K = topk_weight.shape
     wide = dout.to(topk_weight.dtype)
     H, slot_row = y.shape[1], slot_row.reshape(-1).long()

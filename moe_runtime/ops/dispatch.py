@@ -60,6 +60,10 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
 
 
 def _dispatch(topk_idx, num_experts, backend):
+    if backend == "triton":
+        from moe_runtime.kernels.dispatch import dispatch_forward
+
+        return dispatch_forward(topk_idx, num_experts)
     offsets, row_slot = sort_slots(topk_idx, num_experts)
     return offsets, (row_slot // max(topk_idx.shape[1], 1)).int(), row_slot.int(), invert(row_slot).int()
 

@@ -22,7 +22,8 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """`x` [R, in], `weight` [E, out, in], `expert_offsets` [E + 1] integers, `bias` [E, out] -> [R, out].
 
-    Differentiable in x, weight and bias. Raises ValueError for shapes, dtypes or offsets' size that do not fit.
+    Differentiable in x, weight and bias. Raises ValueError for shapes, dtypes or offsets' size that do not fit; offsets that
+    do not ascend from 0 to at most R are seen by the torch backend only, the kernels do not wait for the GPU to tell.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; want [R, in] and [E, out, in]")
@@ -53,7 +54,44 @@ def _segments(expert_offsets: torch.Tensor, R: int):
     return list(itertools.pairwise(bounds)), bounds[-1]
 
 
+def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
+    """A launch config and the tile map that goes with it."""
+    from moe_runtime.kernels import dispatch, tiles
+
+    tile = tiles.choose(kernel, x, out, length, x.shape[0], E)
+    return tile, dispatch.tile_map(expert_offsets.int(), x.shape[0], tile.BLOCK_M)
+
+
+def _forward_triton(x, weight, expert_offsets, bias):
+    from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
+
+    E, N, K = weight.shape
+    tile, tile_map = _tile("down", x, N, K, E, expert_offsets)
+    bias = None if bias is None else bias.contiguous()
+    return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, y=x.new_zeros(x.shape[0], N))
+
+
+def _backward_triton(dy, x, weight, expert_offsets, needs):
+    from moe_runtime.kernels import tiles
+    from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
+    from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
+
+    (R, K), (E, N, _) = x.shape, weight.shape
+    dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int()
+    dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
+    if needs[0]:
+        tile, tile_map = _tile("dx", dy, K, N, E, offsets)
+        dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, y=torch.zeros_like(x))
+    if needs[1]:
+        dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E))
+    if needs[2]:
+        dbias = bias_backward(dy, None, None, offsets, 1, False)
+    return dx, dweight, dbias
+
+
 def _forward(x, weight, expert_offsets, bias, backend):
+    if backend == "triton":
+        return _forward_triton(x, weight, expert_offsets, bias)
     segments, end = _segments(expert_offsets, x.shape[0])
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, (a, b) in enumerate(segments):
@@ -67,6 +105,8 @@ def _forward(x, weight, expert_offsets, bias, backend):
 
 def _backward(dy, x, weight, expert_offsets, needs, backend):
     """Gradients of x [R, in], weight [E, out, in] and bias [E, out]; an empty tensor where `needs` says no."""
+    if backend == "triton":
+        return _backward_triton(dy, x, weight, expert_offsets, needs)
     segments, end = _segments(expert_offsets, x.shape[0])
     shapes = (x.shape, weight.shape, weight.shape[:2])
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))

@@ -1,12 +1,16 @@
-"""Experts to one dense weight.
+"""Experts to one dense weight, and the linear layer that has it.
 
 XFT, Eq. (3):  W = sum_e alpha_e W_e
 XFT, Eq. (5):  alpha_0 = lambda for the shared expert (`shared_rate`), alpha_{e>0} = (1 - lambda) softmax(logits)_e
 Learned soup:  alpha = softmax(logits) over all experts
-XFT, Eq. (4) and (6) learn the logits through this op, which is differentiable in alpha and in the weights.
+XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiable in alpha; `merge_experts` in W_e as well.
+
+`merged_linear` computes y = x W^T + b with W as given, so that one W serves many calls: dx = dy W, and
+dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never holds more than a tile.
 """
 
 import torch
+import torch.nn.functional as F
 
 from moe_runtime import backends
 from moe_runtime.ops.library import LIB, register
@@ -44,14 +48,71 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
         raise ValueError(f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}; want one alpha per expert")
     if weight.shape[0] == 0:
         raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
-    if weight.dtype != torch.float64:
-        alpha = alpha.float()
-        chosen = backends.pick("merge_experts", weight, backend)
-    else:  # the kernels sum in float32
-        if backend not in (None, "torch"):
-            raise ValueError(f"weight is {weight.dtype}, backend is {backend!r}; want 'torch' for float64")
-        chosen = "torch"
-    return torch.ops.moe_runtime.merge_experts(weight, alpha, chosen)
+    alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
+    return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
+
+
+def remerge_experts(merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, seen: torch.Tensor) -> None:
+    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 is no longer `seen` [E], which stays.
+
+    By the Triton kernel only, which compares the two itself: the host does not wait, nor learn the outcome. No gradient.
+    """
+    from moe_runtime.kernels.merging import merge_experts_forward
+
+    merge_experts_forward(weight, alpha, out=merged, seen=seen)
+
+
+def merged_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    alpha: torch.Tensor,
+    merged: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`x` [..., in], experts `weight` [E, out, in], `alpha` [E] -> x merged^T + bias, [..., out]; autocast as for F.linear.
+
+    `merged` [out, in] is what `merge_experts(weight, alpha)` gave, in x's dtype (autocast's under autocast) and without
+    a gradient of its own; None merges here. Differentiable in x, alpha and `bias` [out]; in `weight` too where it wants
+    a gradient, but then through a dW in memory. Raises ValueError for shapes and dtypes that do not fit.
+    """
+    _check_linear(x, weight, alpha, merged, bias)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return F.linear(x, merge_experts(weight, alpha, backend=backend), bias)
+    if merged is None:
+        merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
+    x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
+    alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
+    chosen = backends.pick("merge_experts", weight, backend)
+    return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which F.linear would use `tensor`: its own or, but for float64, autocast's."""
+    device = tensor.device.type
+    autocast = device != "meta" and tensor.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else tensor.dtype
+
+
+def _check_linear(x, weight, alpha, merged, bias) -> None:
+    if weight.dim() != 3 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
+        raise ValueError(
+            f"weight is {tuple(weight.shape)}, alpha {tuple(alpha.shape)}; want [E, out, in] and [E], E >= 1"
+        )
+    if x.dim() == 0 or x.shape[-1] != weight.shape[2]:
+        raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; want [..., in] and [E, out, in]")
+    if merged is not None and merged.requires_grad:
+        raise ValueError("merged requires grad; want it detached: alpha's gradient comes from x and the experts")
+    dtype = compute_dtype(x)
+    for name, tensor, shape in (("merged", merged, weight.shape[1:]), ("bias", bias, weight.shape[1:2])):
+        if tensor is not None and (tensor.shape != shape or compute_dtype(tensor) != dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; want {tuple(shape)} {dtype}, as x")
+    if merged is None and compute_dtype(weight) != dtype:
+        raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; want the same dtype, or merged in x's")
+    for name, tensor in (("weight", weight), ("alpha", alpha), ("merged", merged), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; want the same device")
 
 
 LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
@@ -91,7 +152,10 @@ def _autograd(ctx, dout):
     if ctx.needs_input_grad[0]:
         dweight = (alpha.view(-1, *[1] * dout.dim()) * dout.to(alpha.dtype)).to(weight.dtype)
     if ctx.needs_input_grad[1]:
-        dalpha = torch.ops.moe_runtime.merge_experts_backward_alpha(dout, weight, ctx.backend)
+        if torch.is_grad_enabled():  # create_graph=True: the op has no gradient of its own
+            dalpha = _merge_backward_alpha(dout, weight, "torch")
+        else:
+            dalpha = torch.ops.moe_runtime.merge_experts_backward_alpha(dout, weight, ctx.backend)
     return dweight, dalpha, None
 
 
@@ -101,3 +165,72 @@ def _fake_alpha(dout, weight, backend):
 
 register("merge_experts", _merge, lambda weight, alpha, backend: torch.empty_like(weight[0]), _autograd, _setup_context)
 register("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
+
+
+LIB.define("merged_linear(Tensor x, Tensor weight, Tensor alpha, Tensor merged, Tensor? bias, str backend) -> Tensor")
+LIB.define(
+    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? weight, Tensor? merged, bool bias, str backend) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def _linear(x, weight, alpha, merged, bias, backend):
+    return F.linear(x, merged, bias)
+
+
+def _linear_backward(dout, x, weight, merged, bias, backend):
+    """dx where `merged` is given, dalpha where x and the experts are, dbias with `bias`; else empty tensors."""
+    dout = dout.reshape(dout.shape[:-1].numel(), dout.shape[-1])
+    dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
+    if merged is not None:
+        dx = dout @ merged
+    if x is not None:
+        dalpha = _linear_backward_alpha(dout, x.reshape(dout.shape[0], x.shape[-1]), weight, backend)
+    if bias:
+        dbias = dout.sum(0)
+    return dx, dalpha, dbias
+
+
+def _linear_backward_alpha(dout, x, weight, backend):
+    if backend == "triton":
+        from moe_runtime.kernels.merging import merged_linear_backward_alpha
+
+        return merged_linear_backward_alpha(dout, x, weight)
+    return _merge_backward_alpha(dout.t() @ x, weight, backend)
+
+
+def _linear_backward_fake(dout, x, weight, merged, bias, backend):
+    T = dout.shape[:-1].numel()
+    return (
+        dout.new_empty(0) if merged is None else dout.new_empty(T, merged.shape[1]),
+        dout.new_empty(0) if x is None else _fake_alpha(dout, weight, backend),
+        dout.new_empty(dout.shape[-1] if bias else 0),
+    )
+
+
+def _linear_setup_context(ctx, inputs, output):
+    x, weight, alpha, merged, _, ctx.backend = inputs
+    need_x, need_alpha, ctx.need_bias = (ctx.needs_input_grad[i] for i in (0, 2, 4))
+    ctx.x_shape = x.shape
+    ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
+
+
+def _linear_autograd(ctx, dout):
+    x, weight, alpha, merged = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        again = merged if merged is None or alpha is None else merge_experts(weight, alpha).to(dout.dtype)
+        dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
+    else:
+        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(
+            dout, x, weight, merged, ctx.need_bias, ctx.backend
+        )
+    dx = None if merged is None else dx.view(ctx.x_shape)
+    return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None
+
+
+def _linear_fake(x, weight, alpha, merged, bias, backend):
+    return x.new_empty(*x.shape[:-1], merged.shape[0])
+
+
+register("merged_linear", _linear, _linear_fake, _linear_autograd, _linear_setup_context)
+register("merged_linear_backward", _linear_backward, _linear_backward_fake)

@@ -30,29 +30,40 @@ def moe_mlp(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     trainable: torch.Tensor | None = None,
+    trained: tuple[torch.Tensor, torch.Tensor] | None = None,
+    shared: str = "group",
     recompute: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which is the weights' dtype too.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],
-    `topk_weight` [T, K] (used in float32), `topk_idx` [T, K] integers. Differentiable in all but topk_idx. Experts whose
-    `trainable` [E] bool is False get a zero weight gradient at no cost. `recompute` keeps x only and computes the
-    pre-activation again in the backward pass. Raises ValueError for shapes, dtypes or devices that do not fit.
+    `topk_weight` [T, K] (used in float32), `topk_idx` [T, K] integers. Differentiable in all but topk_idx. `recompute` keeps
+    x only and computes the pre-activation again in the backward pass.
+
+    Frozen experts (ESFT): those whose `trainable` [E] bool is False get a zero weight gradient at no cost. With `trained`, the
+    weights (gate_up [n, 2I, H], down [n, H, I]) of the experts that train lie apart and get compact gradients: `trainable` is
+    then [E] int32, an expert's row in them, each row one expert's, or -1 for an expert of the two frozen stacks.
+
+    `shared="dense"` (Triton) runs expert 0 through torch's matmul. It must own the last slot of every token and no other.
+    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    _check(x, gate_up_proj, down_proj, topk_weight, topk_idx, act, gated, gate_up_bias, down_bias, trainable)
+    _check(x, gate_up_proj, down_proj, topk_weight, topk_idx, act, gated, gate_up_bias, down_bias)
+    _check_trained(gate_up_proj, down_proj, trainable, trained)
+    _check_shared(shared, trainable, topk_idx)
     topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
-    inputs = (x, gate_up_proj, down_proj, topk_weight, gate_up_bias, down_bias)
+    up_trained, down_trained = trained or (None, None)
+    inputs = (x, gate_up_proj, down_proj, topk_weight, gate_up_bias, down_bias, up_trained, down_trained)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     backend = backends.pick("moe_mlp", x, backend)
     out, *_ = torch.ops.moe_runtime.moe_mlp(
-        x, gate_up_proj, down_proj, topk_weight, topk_idx, gate_up_bias, down_bias, trainable,
-        act, gated, needs_grad and not recompute, backend,
+        x, gate_up_proj, down_proj, topk_weight, topk_idx, gate_up_bias, down_bias, trainable, up_trained, down_trained,
+        act, gated, shared, needs_grad and not recompute, backend,
     )  # fmt: skip
     return out
 
 
-def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias, trainable) -> None:
+def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias) -> None:
     check_choice("act", act, ACTIVATIONS)
     if x.dim() != 2:
         raise ValueError(f"x is {tuple(x.shape)}; want [T, H]")
@@ -77,8 +88,6 @@ def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias, t
     for name, bias, size in (("gate_up_bias", up_bias, rows), ("down_bias", down_bias, H)):
         if bias is not None and bias.shape != (E, size):
             raise ValueError(f"{name} is {tuple(bias.shape)}; want {(E, size)}")
-    if trainable is not None and (trainable.shape != (E,) or trainable.dtype != torch.bool):
-        raise ValueError(f"trainable is {tuple(trainable.shape)} {trainable.dtype}; want [{E}] bool")
     for name, tensor in (
         ("gate_up_proj", up),
         ("down_proj", down),
@@ -89,11 +98,55 @@ def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias, t
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}; want the same dtype and device"
             )
-    for name, tensor in (("topk_weight", topk_weight), ("topk_idx", topk_idx), ("trainable", trainable)):
-        if tensor is not None and tensor.device != x.device:
+    for name, tensor in (("topk_weight", topk_weight), ("topk_idx", topk_idx)):
+        if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; want the same device")
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; want a floating dtype")
+
+
+def _check_trained(up, down, trainable, trained) -> None:
+    dtype = torch.bool if trained is None else torch.int32
+    if trainable is None and trained is None:
+        return
+    if (
+        trainable is None
+        or trainable.shape != up.shape[:1]
+        or trainable.dtype != dtype
+        or trainable.device != up.device
+    ):
+        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype} on {trainable.device}"
+        raise ValueError(f"trainable is {got}; want [{up.shape[0]}] {str(dtype).removeprefix('torch.')} on {up.device}")
+    for name, part, stack in zip(("gate_up", "down"), trained or (), (up, down)):
+        fits = part.shape[1:] == stack.shape[1:] and part.shape[0] == trained[0].shape[0]
+        if not fits or part.dtype != stack.dtype or part.device != stack.device:
+            raise ValueError(
+                f"trained {name} is {tuple(part.shape)} {part.dtype} on {part.device}; want [n, *{list(stack.shape[1:])}] "
+                f"{stack.dtype} on {stack.device}"
+            )
+        if stack.requires_grad:
+            raise ValueError(
+                f"the stack of {name} requires a gradient; want it frozen where `trained` holds what trains"
+            )
+
+
+def _check_shared(shared, trainable, topk_idx) -> None:
+    check_choice("shared", shared, ("group", "dense"))
+    if shared == "group":
+        return
+    if trainable is not None:
+        raise ValueError("shared is 'dense', trainable is given; want 'group' where experts are frozen")
+    if topk_idx.shape[1] == 0:
+        raise ValueError(
+            f"shared is 'dense', topk_idx is {tuple(topk_idx.shape)}; want expert 0 in the last of K >= 1 slots"
+        )
+    # a GPU would have to wait for the answer
+    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling():
+        shared_slots = topk_idx == 0
+        if not (shared_slots[:, -1].all() and shared_slots.sum() == topk_idx.shape[0]):
+            raise ValueError(
+                "shared is 'dense', topk_idx has expert 0 elsewhere than in every token's last slot; want 'group'"
+            )
 
 
 def moe_mlp_reference(
@@ -111,24 +164,41 @@ def moe_mlp_reference(
     return out
 
 
+_WEIGHTS = "Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained"
 LIB.define(
-    "moe_mlp(Tensor x, Tensor up, Tensor down, Tensor topk_weight, Tensor topk_idx, Tensor? up_bias, Tensor? down_bias, "
-    "Tensor? trainable, str act, bool gated, bool save, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"moe_mlp(Tensor x, Tensor up, Tensor down, Tensor topk_weight, Tensor topk_idx, {_WEIGHTS}, str act, bool gated, "
+    "str shared, bool save, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    "moe_mlp_backward(Tensor dout, Tensor x, Tensor up, Tensor down, Tensor topk_weight, Tensor? up_bias, Tensor? down_bias, "
-    "Tensor? trainable, Tensor z, Tensor expert_offsets, Tensor row_slot, bool[6] needs, str act, bool gated, "
-    "str backend) "
+    f"moe_mlp_backward(Tensor dout, Tensor x, Tensor up, Tensor down, Tensor topk_weight, {_WEIGHTS}, Tensor z, "
+    "Tensor expert_offsets, Tensor row_slot, bool[6] needs, str act, bool gated, str shared, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _forward(x, up, down, topk_weight, topk_idx, up_bias, down_bias, trainable, act, gated, save, backend):
-    experts = moe_mlp_torch.Experts(up, down, up_bias, down_bias, act, gated)
-    return moe_mlp_torch.forward(x.contiguous(), experts, topk_weight, topk_idx, save)
+def _kernels(backend: str):
+    """The module whose `forward` and `backward` run; Triton is imported where it is used."""
+    if backend == "triton":
+        from moe_runtime.ops import moe_mlp_triton
+
+        return moe_mlp_triton
+    return moe_mlp_torch
 
 
-def _forward_fake(x, up, down, topk_weight, topk_idx, up_bias, down_bias, trainable, act, gated, save, backend):
+def _forward(
+    x, up, down, topk_weight, topk_idx, up_bias, down_bias, trainable, up_trained, down_trained,
+    act, gated, shared, save, backend,
+):  # fmt: skip
+    experts = moe_mlp_torch.Experts(
+        up, down, up_bias, down_bias, act, gated, shared, trainable, up_trained, down_trained
+    )
+    return _kernels(backend).forward(x.contiguous(), experts, topk_weight.contiguous(), topk_idx.contiguous(), save)
+
+
+def _forward_fake(
+    x, up, down, topk_weight, topk_idx, up_bias, down_bias, trainable, up_trained, down_trained,
+    act, gated, shared, save, backend,
+):  # fmt: skip
     R = topk_idx.shape[0] * topk_idx.shape[1]
     return (
         x.new_empty(x.shape),
@@ -139,51 +209,50 @@ def _forward_fake(x, up, down, topk_weight, topk_idx, up_bias, down_bias, traina
 
 
 def _backward(
-    dout,
-    x,
-    up,
-    down,
-    topk_weight,
-    up_bias,
-    down_bias,
-    trainable,
-    z,
-    expert_offsets,
-    row_slot,
-    needs,
-    act,
-    gated,
-    backend,
-):
-    experts = moe_mlp_torch.Experts(up, down, up_bias, down_bias, act, gated)
-    grads = moe_mlp_torch.backward(
-        dout.contiguous(), x.contiguous(), experts, topk_weight, z, expert_offsets, row_slot, trainable, needs
+    dout, x, up, down, topk_weight, up_bias, down_bias, trainable, up_trained, down_trained,
+    z, expert_offsets, row_slot, needs, act, gated, shared, backend,
+):  # fmt: skip
+    experts = moe_mlp_torch.Experts(
+        up, down, up_bias, down_bias, act, gated, shared, trainable, up_trained, down_trained
+    )
+    grads = _kernels(backend).backward(
+        dout.contiguous(), x.contiguous(), experts, topk_weight.contiguous(), z, expert_offsets, row_slot, needs
     )
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _backward_fake(dout, x, up, down, topk_weight, up_bias, down_bias, trainable, z, offsets, row_slot, needs, *_):
+def _backward_fake(
+    dout, x, up, down, topk_weight, up_bias, down_bias, trainable, up_trained, down_trained,
+    z, offsets, row_slot, needs, *_,
+):  # fmt: skip
+    if up_trained is not None:
+        up, down = up_trained, down_trained
     inputs = (x, up, down, topk_weight, up_bias, down_bias)
     wanted = (True if t is topk_weight else need for t, need in zip(inputs, needs))
     return tuple(x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(inputs, wanted))
 
 
 def _setup_context(ctx, inputs, output):
-    x, up, down, topk_weight, _, up_bias, down_bias, trainable, ctx.act, ctx.gated, _, ctx.backend = inputs
+    x, up, down, topk_weight, _, *weights, ctx.act, ctx.gated, ctx.shared, _, ctx.backend = inputs
     _, z, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(z, expert_offsets, row_slot)
     ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
-    ctx.save_for_backward(x, up, down, topk_weight, up_bias, down_bias, trainable, z, expert_offsets, row_slot)
+    ctx.apart = weights[-1] is not None
+    ctx.save_for_backward(x, up, down, topk_weight, *weights, z, expert_offsets, row_slot)
 
 
 def _autograd(ctx, dout, *_):
+    grads = [None] * 15
     if dout is None:
-        return (None,) * 12
+        return tuple(grads)
     saved = ctx.saved_tensors  # read once: checkpointing unpacks anew at every look
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5, 6)]
-    grads = torch.ops.moe_runtime.moe_mlp_backward(dout, *saved, needs, ctx.act, ctx.gated, ctx.backend)
-    dx, dup, ddown, dweight, dup_bias, ddown_bias = (grad if need else None for grad, need in zip(grads, needs))
-    return dx, dup, ddown, dweight, None, dup_bias, ddown_bias, None, None, None, None, None
+    # where in the op's arguments x, up, down, topk_weight and the biases are that may get a gradient
+    places = (0, 8, 9, 3, 5, 6) if ctx.apart else (0, 1, 2, 3, 5, 6)
+    needs = [ctx.needs_input_grad[i] for i in places]
+    op = torch.ops.moe_runtime.moe_mlp_backward
+    for i, need, grad in zip(places, needs, op(dout, *saved, needs, ctx.act, ctx.gated, ctx.shared, ctx.backend)):
+        grads[i] = grad if need else None
+    return tuple(grads)
 
 
 register("moe_mlp", _forward, _forward_fake, _autograd, _setup_context)

@@ -26,6 +26,27 @@ class Experts(NamedTuple):
     down_bias: torch.Tensor | None
     act: str
     gated: bool
+    shared: str = "group"  # "dense": the Triton backend leaves expert 0's matmuls to torch
+    trainable: torch.Tensor | None = (
+        None  # [E] bool, or with the two below int32: their row that is the expert's, or -1
+    )
+    up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
+    down_trained: torch.Tensor | None = None  # [n, H, I]
+
+    def rows(self) -> list[int]:
+        """Return for each expert the row of the trainable weights that it has, -1 if it is frozen."""
+        E = self.up.shape[0]
+        if self.trainable is None:
+            return list(range(E))
+        if self.up_trained is None:
+            return [e if trains else -1 for e, trains in enumerate(self.trainable.tolist())]
+        return self.trainable.tolist()
+
+    def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of expert e, whose place among the trainable ones is `row`."""
+        if self.up_trained is None or row < 0:
+            return self.up[e], self.down[e]
+        return self.up_trained[row], self.down_trained[row]
 
 
 def _padded(start: int, end: int, R: int) -> int:
@@ -81,20 +102,22 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     row_weight = topk_weight.reshape(-1)[row_slot]
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
     y = scratch("y", (R, H), x)
+    trained = experts.rows()
     for e in range(E):
         a, b = bounds[e], bounds[e + 1]
         if a == b:
             continue
+        up, down = experts.at(e, trained[e])
         everyone = _is_everyone(row_token[a:b], T)
         b = b if everyone else _padded(a, b, R)
         rows = _gather("x", x, row_token[a:b], everyone)
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
-        torch.mm(rows, experts.up[e].t(), out=z)
+        torch.mm(rows, up.t(), out=z)
         if experts.up_bias is not None:
             z.add_(experts.up_bias[e])
         h = scratch("h", (b - a, I), x)
         _activation(experts, z, row_weight[a:b] if fold else None, h)
-        torch.mm(h, experts.down[e].t(), out=y[a:b])
+        torch.mm(h, down.t(), out=y[a:b])
         if experts.down_bias is not None:
             _add_bias(y[a:b], experts.down_bias[e], row_weight[a:b] if fold else None)
     if bounds[E] < R:  # dropped slots: their weights may be anything
@@ -127,10 +150,11 @@ class Gradients(NamedTuple):
     down_bias: torch.Tensor | None
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, trainable, needs) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs) -> Gradients:
     """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for.
 
-    `z_all` [0, ...] is computed again; experts whose `trainable` is False get zero weight gradients.
+    `z_all` [0, ...] is computed again. Frozen experts cost nothing and get zeros; where the trainable weights are apart, the
+    gradients of up and down are theirs.
     """
     E, Z, H = experts.up.shape
     T, K = topk_weight.shape
@@ -139,35 +163,38 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, t
     row_token = row_slot // max(K, 1)
     row_weight = topk_weight.reshape(-1)[row_slot]
     drow_weight = torch.zeros_like(row_weight)
-    trains = [True] * E if trainable is None else trainable.tolist()
+    trained = experts.rows()
+    weights = experts[:2] if experts.up_trained is None else experts[-2:]
     up, down, _, up_bias, down_bias = (
         t.new_empty(t.shape) if t is not None and need else None
-        for t, need in zip((*experts[:2], None, *experts[2:4]), needs[1:])
+        for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
     )
     dx = scratch("y", (R, H), x) if needs[0] else None
     for e in range(E):
         a, b = bounds[e], bounds[e + 1]
-        if a == b or not trains[e]:
-            for grad in (up, down, up_bias, down_bias):
-                if grad is not None:
-                    grad[e].zero_()
+        if a == b or trained[e] < 0:
+            row = e if experts.up_trained is None else trained[e]
+            for grad, i in ((up, row), (down, row), (up_bias, e), (down_bias, e)):
+                if grad is not None and i >= 0:
+                    grad[i].zero_()
         if a == b:
             continue
         everyone = _is_everyone(row_token[a:b], T)
         n, b = b - a, b if everyone else _padded(a, b, R)
         dy = _gather("dy", dout, row_token[a:b], everyone)
         rows = _gather("x", x, row_token[a:b], everyone)
-        z = z_all[a:b] if z_all.shape[0] else _up(rows, experts, e)
-        dh = torch.mm(dy, experts.down[e], out=scratch("dh", (b - a, I), x))
+        w_up, w_down = experts.at(e, trained[e])
+        z = z_all[a:b] if z_all.shape[0] else _up(rows, experts, w_up, e)
+        dh = torch.mm(dy, w_down, out=scratch("dh", (b - a, I), x))
         dz, wh = scratch("dz", (b - a, Z), x), scratch("h", (b - a, I), x)
         _activation_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
         if dx is not None:
-            torch.mm(dz, experts.up[e], out=dx[a:b])
+            torch.mm(dz, w_up, out=dx[a:b])
         if experts.down_bias is not None:
             drow_weight[a:b].add_(dy.to(drow_weight.dtype) @ experts.down_bias[e].to(drow_weight.dtype))
-        if trains[e]:
+        if trained[e] >= 0:
             grads = Gradients(None, up, down, row_weight[a : a + n], up_bias, down_bias)
-            _weight_gradients(grads, e, dy[:n], wh[:n], dz[:n], rows[:n])
+            _weight_gradients(grads, e, trained[e], dy[:n], wh[:n], dz[:n], rows[:n])
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()
@@ -175,20 +202,20 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, t
     return Gradients(dx, up, down, drow_weight[invert(row_slot)].view(T, K), up_bias, down_bias)
 
 
-def _weight_gradients(grads: Gradients, e: int, dy, wh, dz, rows) -> None:
-    """Fill expert e's gradients: down = dy^T wh, up = dz^T x; biases are sums over the rows."""
+def _weight_gradients(grads: Gradients, e: int, row: int, dy, wh, dz, rows) -> None:
+    """Fill expert e's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
     if grads.down is not None:
-        torch.mm(dy.t(), wh, out=grads.down[e])
+        torch.mm(dy.t(), wh, out=grads.down[row])
     if grads.up is not None:
-        torch.mm(dz.t(), rows, out=grads.up[e])
+        torch.mm(dz.t(), rows, out=grads.up[row])
     if grads.up_bias is not None:
         grads.up_bias[e].copy_(dz.sum(0))
     if grads.down_bias is not None:
         grads.down_bias[e].copy_(grads.topk_weight @ dy.to(grads.topk_weight.dtype))
 
 
-def _up(rows, experts: Experts, e: int):
-    z = torch.mm(rows, experts.up[e].t(), out=scratch("z", (rows.shape[0], experts.up.shape[1]), rows))
+def _up(rows, experts: Experts, up, e: int):
+    z = torch.mm(rows, up.t(), out=scratch("z", (rows.shape[0], up.shape[0]), rows))
     return z if experts.up_bias is None else z.add_(experts.up_bias[e])
 
 

@@ -11,7 +11,8 @@ With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s
 
 The paper's softmax of XFT runs over the selected *probabilities*, not over the logits. With xft and nonorm, expert 0 is
 shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K counts the shared expert, which comes last.
-Experts come in descending order of logit, ties to the lower id. The math is float32 whatever the logits' dtype.
+Experts come in descending order of logit, ties to the lower id, NaN first. The math is float32 whatever the logits' dtype
+(float64 stays float64); no float32 copy of the logits is made or kept.
 """
 
 from typing import NamedTuple
@@ -46,8 +47,16 @@ def route(
     _check(router_logits, top_k, gate, noise, bias)
     if noise is not None:
         router_logits = router_logits + noise
-    logits = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
-    return Routing(*torch.ops.moe_runtime.route(logits, bias, top_k, gate, backends.pick("route", logits, backend)))
+    if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        router_logits = router_logits.float()
+    if router_logits.dtype != torch.float64:
+        chosen = backends.pick("route", router_logits, backend)
+    else:  # the kernels compute in float32
+        if backend not in (None, "torch"):
+            dtype = router_logits.dtype
+            raise ValueError(f"router_logits is {dtype}, backend is {backend!r}; want 'torch' for float64")
+        chosen = "torch"
+    return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
 
 
 def _check(router_logits, top_k, gate, noise, bias) -> None:
@@ -100,21 +109,42 @@ LIB.define("route(Tensor router_logits, Tensor? bias, int top_k, str gate, str b
 LIB.define("route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
 
 
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(_wide_dtype(logits))
+
+
+def _wide_dtype(logits: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def _route(router_logits, bias, top_k, gate, backend):
-    return tuple(t.contiguous() for t in route_reference(router_logits, top_k, gate, bias))
+    if backend == "triton" and router_logits.shape[1]:  # else the shared expert is alone
+        from moe_runtime.kernels.routing import route_forward
+
+        return route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
+    return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
 
 
 def _route_fake(router_logits, bias, top_k, gate, backend):
     T = router_logits.shape[0]
-    return router_logits.new_empty(T, top_k), router_logits.new_empty(T, top_k, dtype=torch.int32)
+    weight = router_logits.new_empty(T, top_k, dtype=_wide_dtype(router_logits))
+    return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
 def _route_backward(dweight, router_logits, topk_idx, gate, backend):
+    if backend == "triton" and router_logits.shape[1]:
+        from moe_runtime.kernels.routing import route_backward
+
+        return route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES))
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
 def _logits_gradient(dweight, router_logits, topk_idx, gate):
-    """Gradient of `route` in closed form; it reaches every logit, unselected ones too."""
+    """Gradient of `route` in closed form, itself differentiable; it reaches every logit, unselected ones too."""
+    return _wide_gradient(dweight, _wide(router_logits), topk_idx, gate).to(router_logits.dtype)
+
+
+def _wide_gradient(dweight, router_logits, topk_idx, gate):
     shared = int(gate in SHARED_GATES)
     k = topk_idx.shape[1] - shared
     idx = topk_idx[:, :k].long() - shared
@@ -151,8 +181,11 @@ def _autograd(ctx, dweight, _):
     if dweight is None:
         return None, None, None, None, None
     router_logits, topk_idx = ctx.saved_tensors
-    op = torch.ops.moe_runtime.route_backward
-    return op(dweight, router_logits, topk_idx, ctx.gate, ctx.backend), None, None, None, None
+    if torch.is_grad_enabled():  # create_graph=True: the op has no gradient of its own
+        dlogits = _logits_gradient(dweight, router_logits, topk_idx, ctx.gate)
+    else:
+        dlogits = torch.ops.moe_runtime.route_backward(dweight, router_logits, topk_idx, ctx.gate, ctx.backend)
+    return dlogits, None, None, None, None
 
 
 def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend):

@@ -129,9 +129,10 @@ def test_gates_of_another_dtype_get_their_gradient_in_it(gate_dtype):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gates_are_not_rounded_to_the_dtype_of_the_layer(dtype):
-    # 257 / 256 is 1 in bfloat16; a gate that is off by its last bits shifts every output by as much
-    case = make_case(64, 64, 64, 2, 1, dtype)
-    case.leaves["topk_weight"] = torch.full((64, 1), 1 + 2**-8 if dtype == torch.bfloat16 else 1 + 2**-11)
+    # 257 / 256 is 1 in bfloat16; a gate that is off by its last bits shifts every output by as much, here of four experts,
+    # whose sum spreads what the rounding of each one's output does to it
+    case = make_case(64, 64, 64, 4, 4, dtype)
+    case.leaves["topk_weight"] = torch.full((64, 4), 1 + 2**-8 if dtype == torch.bfloat16 else 1 + 2**-11)
     got, want = run(case, layer())["out"].double(), run(case, moe_oracle, torch.float64)["out"]
     slope = (got * want).sum() / want.square().sum()
     assert abs(slope - 1) < (2**-10 if dtype == torch.bfloat16 else 2**-13)

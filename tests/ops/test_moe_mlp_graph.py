@@ -53,6 +53,7 @@ OPCHECK = [
     pytest.param({"T": 0}, {}, id="no tokens"),
     pytest.param({"gated": False, "bias": True, "dtype": torch.bfloat16}, {}, id="biases, no gate, bfloat16"),
     pytest.param({"bias": True}, {"trainable": torch.tensor([True, False, True])}, id="frozen experts"),
+    pytest.param({"bias": True}, {"apart": [1, -1, 0]}, id="trainable weights apart"),
     pytest.param({}, {"save": False}, id="recompute"),
     pytest.param({}, {"change": layouts.transposed_weights}, id="weights stored in x out"),
     pytest.param({}, {"change": layouts.stride_zero}, id="E views of one expert"),
@@ -61,26 +62,32 @@ OPCHECK = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("sizes, options", OPCHECK)
-def test_opcheck(sizes, options):
+def test_opcheck(sizes, options, backend):
     case = make_case(**{"T": 5, "H": 8, "I": 6, "E": 3, "K": 2} | sizes)
     if "change" in options:
         options["change"](case)
     leaves = case.leaves if "change" in options else {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
     v = case.view(leaves)
     weights, biases = (v["up"], v["down"], v["topk_weight"]), (v.get("up_bias"), v.get("down_bias"))
-    trainable, save = options.get("trainable"), options.get("save", True)
+    trainable, save, apart = options.get("trainable"), options.get("save", True), (None, None)
+    if "apart" in options:
+        trainable = torch.tensor(options["apart"], dtype=torch.int32)
+        apart = [torch.randn(2, *v[name].shape[1:]).requires_grad_() for name in ("up", "down")]
+        weights = (v["up"].detach(), v["down"].detach(), v["topk_weight"])
     torch.library.opcheck(
         torch.ops.moe_runtime.moe_mlp,
-        (v["x"], *weights, case.topk_idx, *biases, trainable, case.act, case.gated, save, "torch"),
+        (v["x"], *weights, case.topk_idx, *biases, trainable, *apart, case.act, case.gated, "group", save, backend),
     )
     plain = [None if t is None else t.detach() for t in (v["x"], *weights, *biases)]
     x, up, down, weight, up_bias, down_bias = plain
+    apart = [None if t is None else t.detach() for t in apart]
     _, z, offsets, row_slot = torch.ops.moe_runtime.moe_mlp(
-        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, case.act, case.gated, save, "torch"
+        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, *apart, case.act, case.gated, "group", save, backend
     )
     for needs in ([t is not None for t in plain], [True, False, False, True, False, False], [False] * 6):
-        args = (case.dout, *plain, trainable, z, offsets, row_slot, needs, case.act, case.gated, "torch")
+        args = (case.dout, *plain, trainable, *apart, z, offsets, row_slot, needs, case.act, case.gated, "group", backend)
         torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
 
 

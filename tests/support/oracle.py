@@ -132,20 +132,27 @@ def make_case(
     return Case(leaves, choose_experts(T, E, K, routing).to(idx), torch.randn(T, H).to(dtype), act, gated)
 
 
-def run(case: Case, layer: Callable, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=) -> out and d<leaf> for every leaf."""
+def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=) -> out and d<leaf> for every leaf.
+
+    It runs on `device`; what it gives comes back to the CPU.
+    """
     leaves = {
-        name: leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()
+        name: leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_()
+        for name, leaf in case.leaves.items()
     }
     v = case.view(leaves)
     out = layer(
-        v["x"], v["up"], v["down"], v["topk_weight"], case.topk_idx,
+        v["x"], v["up"], v["down"], v["topk_weight"], case.topk_idx.to(device),
         up_bias=v.get("up_bias"), down_bias=v.get("down_bias"), act=case.act, gated=case.gated,
     )  # fmt: skip
-    grads = torch.autograd.grad(out, list(leaves.values()), case.dout.to(out.dtype), allow_unused=True)
+    grads = torch.autograd.grad(out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
-    grads = {f"d{name}": zero if grad is None else grad for name, zero, grad in zip(leaves, zeros, grads, strict=True)}
-    return {"out": out.detach(), **grads}
+    grads = {
+        f"d{name}": (zero if grad is None else grad).cpu()
+        for name, zero, grad in zip(leaves, zeros, grads, strict=True)
+    }
+    return {"out": out.detach().cpu(), **grads}
 
 
 def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True):
@@ -185,10 +192,10 @@ def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=Non
     return out
 
 
-def moe_mismatches(layer: Callable, case: Case, table: float) -> list[str]:
+def moe_mismatches(layer: Callable, case: Case, table: float, device: str = "cpu") -> list[str]:
     """Where `layer` is not the equation on this case: the parity check of the tests, and what the mutants must not pass."""
     want = run(case, moe_oracle, torch.float64)
-    return mismatches(run(case, layer), want, bounds(run(case, moe_eager), want, table))
+    return mismatches(run(case, layer, device=device), want, bounds(run(case, moe_eager), want, table))
 
 
 # what autograd keeps

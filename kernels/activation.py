@@ -1,0 +1,48 @@
+"""Activations and their derivatives on float32 tiles, by constexpr name; `moe_runtime.ops.activation` states them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """act(x) on a float32 tile."""
+    if ACT == "silu":
+        return x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        return 0.5 * x * (1 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACT == "relu":
+        return tl.where(x <= 0, 0.0, x)  # a NaN stays one
+    else:
+        tl.static_assert(ACT == "relu2")
+        positive = tl.where(x <= 0, 0.0, x)
+        return positive * positive
+
+
+@triton.jit
+def activate_grad(x, ACT: tl.constexpr):
+    """(act(x), d act(x) / dx) on a float32 tile."""
+    if ACT == "silu":
+        s = tl.sigmoid(x)
+        value = x * s
+        return value, s + value * (1 - s)
+    elif ACT == "gelu":
+        cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == "gelu_tanh":
+        t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
+        return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
+    elif ACT == "relu":
+        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
+    else:
+        tl.static_assert(ACT == "relu2")
+        positive = tl.where(x <= 0, 0.0, x)
+        return positive * positive, 2 * positive

@@ -1,0 +1,220 @@
+"""Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers. Equations: `moe_runtime.ops.combine`.
+
+Bytes moved, the floor: every row read once, every token written once (the backward of combine: dout and y read, dy written).
+A row is one 16-byte load a lane and the loads of a token's rows do not wait for each other. Sums are float32, slot after
+slot, without atomics. T and R are not specialised: another number of tokens compiles nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LANES = 128  # of a program: four warps
+UNROLL = 8  # rows of one token in flight
+BLOCK_S = 32  # slots of one program that sums the partial gradients of their weights
+
+
+@triton.jit
+def _sum_slots(
+    t,
+    h,
+    y_ptr,
+    weight_ptr,
+    slot_row_ptr,
+    num_rows_ptr,
+    T,
+    H,
+    K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """sum_k weight[t, k] y[slot_row[t, k]] in float32, [BLOCK_T, BLOCK_H]; without weights, every weight is 1."""
+    acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for k0 in range(0, K, UNROLL):
+        for j in tl.static_range(UNROLL):
+            slot = t * K + (k0 + j)
+            live = (t < T) & (k0 + j < K)
+            row = tl.load(slot_row_ptr + slot, mask=live, other=0).to(tl.int64)
+            if num_rows_ptr is not None:  # nobody wrote the rows behind, and their weights may be anything
+                live = live & (row < tl.load(num_rows_ptr))
+            mask = live[:, None] & (h < H)[None, :]
+            y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+            if weight_ptr is not None:
+                y = y * tl.load(weight_ptr + slot, mask=live, other=0.0)[:, None]
+            acc += y
+    return acc
+
+
+@triton.jit(do_not_specialize=["T"])
+def _combine_fwd_kernel(
+    y_ptr,  # [R, H], any float
+    weight_ptr,  # [T, K] float32
+    slot_row_ptr,  # [T, K], any integer
+    num_rows_ptr,  # [1] int32 or None
+    out_ptr,  # [T, H], dtype of y
+    T,
+    H,
+    K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    columns = tl.cdiv(H, BLOCK_H)
+    t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
+    out = _sum_slots(t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    mask = (t < T)[:, None] & (h < H)[None, :]
+    tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _combine_bwd_kernel(
+    dout_ptr,  # [T, H], any float
+    y_ptr,  # [R, H], any float
+    weight_ptr,  # [R] float32
+    slot_row_ptr,  # [R], any integer
+    dy_ptr,  # [R, H], dtype of y
+    dweight_ptr,  # [R] float32
+    R,
+    H,
+    K,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    # a program per slot: the K programs that read one row of dout run side by side and share it in L2
+    s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+    row = tl.load(slot_row_ptr + s, mask=s < R, other=0).to(tl.int64)
+    weight = tl.load(weight_ptr + s, mask=s < R, other=0.0)
+    acc = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
+    for h0 in range(0, H, BLOCK_H):
+        h = h0 + tl.arange(0, BLOCK_H)
+        mask = (s < R)[:, None] & (h < H)[None, :]
+        dout = tl.load(dout_ptr + (s // K)[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = (weight[:, None] * dout).to(dy_ptr.dtype.element_ty)
+        tl.store(dy_ptr + row[:, None] * H + h[None, :], dy, mask=mask)
+        acc += dout * y
+    tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
+
+
+@triton.jit(do_not_specialize=["T", "R", "n", "programs"])
+def _sum_rows_kernel(
+    dy_ptr,  # [R, H], any float, or None
+    partial_ptr,  # [R, n] float32 or None
+    slot_row_ptr,  # [T, K], any integer
+    num_rows_ptr,  # [1] int32 or None
+    dx_ptr,  # [T, H], dtype of dy, or None
+    dweight_ptr,  # [R] float32 or None
+    T,
+    H,
+    R,
+    n,
+    programs,  # that sum rows; those behind sum partials
+    K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid < programs:
+        if dy_ptr is not None:
+            columns = tl.cdiv(H, BLOCK_H)
+            t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+            h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
+            dx = _sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+            mask = (t < T)[:, None] & (h < H)[None, :]
+            tl.store(dx_ptr + t[:, None] * H + h[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    elif partial_ptr is not None:
+        s = (pid - programs).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+        live = s < R
+        row = tl.load(slot_row_ptr + s, mask=live, other=0).to(tl.int64)
+        if num_rows_ptr is not None:
+            live = live & (row < tl.load(num_rows_ptr))
+        acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+        for n0 in range(0, n, BLOCK_N):
+            column = n0 + tl.arange(0, BLOCK_N)
+            mask = live[:, None] & (column < n)[None, :]
+            acc += tl.load(partial_ptr + row[:, None] * n + column[None, :], mask=mask, other=0.0)
+        tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
+
+
+def combine_forward(
+    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
+
+    `num_rows` [1] int32, read on the device: slots whose row is not below it count nothing, whatever y and the weight hold.
+    """
+    (T, K), H = topk_weight.shape, y.shape[1]
+    if not y.numel():
+        return y.new_zeros(T, H)
+    out = y.new_empty(T, H)
+    BLOCK_T, BLOCK_H = _tile(y)
+    with torch.cuda.device_of(y):  # Triton launches on the current device
+        _combine_fwd_kernel[(triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H),)](
+            y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows, out, T, H,
+            K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
+        )  # fmt: skip
+    return out
+
+
+def combine_backward(
+    dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
+    R, H = y.shape
+    dy, dweight = y.new_empty(R, H), torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device)
+    BLOCK_S, BLOCK_H = _tile(y)
+    if R:
+        with torch.cuda.device_of(y):
+            _combine_bwd_kernel[(triton.cdiv(R, BLOCK_S),)](
+                dout.contiguous(), y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), dy, dweight,
+                R, H, topk_weight.shape[1], BLOCK_S=BLOCK_S, BLOCK_H=BLOCK_H,
+            )  # fmt: skip
+    return dy, dweight
+
+
+def sum_rows(
+    dy: torch.Tensor | None,
+    slot_row: torch.Tensor,
+    partial: torch.Tensor | None,
+    T: int,
+    K: int,
+    num_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx[t] = sum_k dy[slot_row[t, k]] [T, H] in dy's dtype; dweight[t, k] = sum_n partial[slot_row[t, k], n] float32.
+
+    One launch for both; each is None without its argument, `dy` [R, H] or `partial` [R, n]. `num_rows` as of
+    `combine_forward`: a slot behind adds nothing to dx, and its dweight is 0.
+    """
+    R = T * K
+    H = 0 if dy is None else dy.shape[1]
+    n = 0 if partial is None else partial.shape[1]
+    dx = None if dy is None else dy.new_empty(T, H) if R else dy.new_zeros(T, H)
+    dweight = None if partial is None else partial.new_empty(T, K)
+    BLOCK_T, BLOCK_H = (1, 1) if dy is None else _tile(dy)
+    programs = triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H)
+    grid = programs + (0 if partial is None else triton.cdiv(R, BLOCK_S))
+    if R and grid:
+        with torch.cuda.device_of(slot_row):
+            _sum_rows_kernel[(grid,)](
+                _contiguous(dy), _contiguous(partial), slot_row.contiguous(), num_rows, dx, dweight, T, H, R, n, programs,
+                K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
+                BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32),
+            )  # fmt: skip
+    return dx, dweight
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _tile(y: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a program, 16 bytes a lane: one row as far as it goes, several where rows are short."""
+    width = LANES * 16 // y.element_size()
+    columns = min(triton.next_power_of_2(max(y.shape[1], 16)), width)
+    return width // columns, columns

@@ -1,0 +1,291 @@
+"""One matrix product per expert over rows in expert order: up projection with its activation, and the plain product.
+
+The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp`. A program takes one tile of the tile map
+(`kernels.dispatch.tile_map`): BLOCK_M rows of one expert by BLOCK_N columns. Weights come as (n, k) with any strides, so the
+plain kernel serves the down projection (k contiguous) and dx (n contiguous) alike.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_runtime.kernels.activation import activate
+from moe_runtime.kernels.tiles import Tile, precision, processors, tile_of
+
+
+@triton.jit
+def weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA: tl.constexpr, TRAINED: tl.constexpr):
+    """Where expert e's weight begins: in `w` or, if TRAINED and it has a place there, in `w_trained`; a descriptor as it is."""
+    if TMA:
+        return w
+    elif TRAINED:
+        place = tl.load(trained_ptr + e).to(tl.int64)
+        return tl.where(place < 0, w + e.to(tl.int64) * stride_e, w_trained + place * stride_te)
+    else:
+        return w + e.to(tl.int64) * stride_e
+
+
+@triton.jit
+def weight_block(w, e, n0, k0, N, K, stride_n, stride_k, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+                 K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """[BLOCK_K, BLOCK_N] of expert e's weight at `weight_base`; zero outside. K_LAST: a descriptor's last dimension is k."""
+    if TMA:
+        if K_LAST:
+            return tl.trans(tl.reshape(w.load([e, n0, k0]), (BLOCK_N, BLOCK_K)))
+        else:
+            return tl.reshape(w.load([e, k0, n0]), (BLOCK_K, BLOCK_N))
+    else:
+        n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
+        k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
+        mask = (n < N)[None, :]
+        if not EVEN_K:
+            mask = mask & (k < K)[:, None]
+        return tl.load(w + (k[:, None] * stride_k + n[None, :] * stride_n), mask=mask, other=0.0)
+
+
+@triton.jit
+def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns: an epilogue in two pieces does not spill."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_activation(gate, up, row, col0, I, rows_left, z_ptr, h_ptr, GATED: tl.constexpr, SAVE: tl.constexpr,
+                      ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Write z = [gate, up] and h = act(gate) * up of BLOCK_M rows from `row` on, BLOCK_N columns from `col0` on."""
+    m = tl.arange(0, BLOCK_M)
+    n = col0 + tl.arange(0, BLOCK_N)
+    mask = (m < rows_left)[:, None] & (n < I)[None, :]
+    if SAVE:
+        width = I * 2 if GATED else I
+        z = z_ptr + row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + n[None, :])
+        tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=mask)
+        if GATED:
+            tl.store(z + I, up.to(z_ptr.dtype.element_ty), mask=mask)
+    h = activate(gate, ACT)
+    if GATED:
+        h = h * up
+    h_ptr += row.to(tl.int64) * I
+    tl.store(h_ptr + (m[:, None].to(tl.int64) * I + n[None, :]), h.to(h_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr, num_m, I, H,
+             stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS: tl.constexpr, ACT: tl.constexpr,
+             GATED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr,
+             EVEN_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), GROUP_M)
+    e = tl.load(map_ptr + pid_m)
+    if e >= 0:
+        row = tl.load(map_ptr + num_m + pid_m)
+        rows_left = tl.load(map_ptr + 2 * num_m + pid_m) - row
+        m = tl.arange(0, BLOCK_M)
+        k = tl.arange(0, BLOCK_K)
+        n0 = pid_n * BLOCK_N
+        live = m < rows_left
+        token = tl.load(row_slot_ptr + row + m, mask=live, other=0) // SLOTS
+        x = x_ptr + (token.to(tl.int64)[:, None] * stride_x + k[None, :])
+        N = I * 2 if GATED else I
+        base = weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA, TRAINED)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = gate
+        for k0 in range(0, H, BLOCK_K):
+            mask = live[:, None]
+            if not EVEN_K:
+                mask = mask & (k0 + k < H)[None, :]
+            a = tl.load(x, mask=mask, other=0.0)
+            b = weight_block(base, e, n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, True, BLOCK_N, BLOCK_K)
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
+            if GATED:
+                b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, True, BLOCK_N, BLOCK_K)
+                up = tl.dot(a, b, up, input_precision=PRECISION)
+            x += BLOCK_K
+        if BIAS:
+            n = n0 + tl.arange(0, BLOCK_N)
+            bias = bias_ptr + e.to(tl.int64) * N + n
+            gate += tl.load(bias, mask=n < I, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        gate0, gate1 = halves(gate, BLOCK_M, BLOCK_N)
+        up0, up1 = halves(up, BLOCK_M, BLOCK_N)
+        HALF: tl.constexpr = BLOCK_N // 2
+        _store_activation(gate0, up0, row, n0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, BLOCK_M, HALF)
+        _store_activation(gate1, up1, row, n0 + HALF, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, BLOCK_M, HALF)
+
+
+@triton.jit(do_not_specialize=["num_m"])  # it follows T
+def _up_fwd_kernel(
+    x_ptr,  # [T, H]
+    w,  # [E, 2I or I, H], or its descriptor
+    w_trained,  # [n, 2I or I, H]: the weights of the experts that have a place here
+    trained_ptr,  # [E] int32: that place, or -1
+    bias_ptr,  # [E, 2I or I]
+    row_slot_ptr,  # [R] int32
+    map_ptr,  # [3, num_m] int32
+    z_ptr,  # [R, 2I or I]
+    h_ptr,  # [R, I]
+    num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k,
+    SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr,
+    TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    if PERSISTENT:
+        for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(I, BLOCK_N), tl.num_programs(0)):
+            _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr, num_m, I,
+                     H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, BIAS, SAVE, TRAINED,
+                     EVEN_K, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+    else:
+        _up_tile(tl.program_id(0), x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr,
+                 num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, BIAS, SAVE,
+                 TRAINED, EVEN_K, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+
+
+@triton.jit
+def _gemm_tile(pid, a, w, w_trained, trained_ptr, bias_ptr, map_ptr, y_ptr, num_m, N, K, stride_a, stride_e,
+               stride_te, stride_n, stride_k, BIAS: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr,
+               TMA: tl.constexpr, K_LAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(N, BLOCK_N), GROUP_M)
+    e = tl.load(map_ptr + pid_m)
+    if e >= 0:
+        row = tl.load(map_ptr + num_m + pid_m)
+        rows_left = tl.load(map_ptr + 2 * num_m + pid_m) - row
+        m = tl.arange(0, BLOCK_M)
+        k = tl.arange(0, BLOCK_K)
+        n0 = pid_n * BLOCK_N
+        if not TMA:
+            a_ptr = a + row.to(tl.int64) * stride_a + (m[:, None].to(tl.int64) * stride_a + k[None, :])
+        base = weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA, TRAINED)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            if TMA:  # rows of the next expert come along; they are not stored
+                rows = a.load([row, k0])
+            else:
+                mask = (m < rows_left)[:, None]
+                if not EVEN_K:
+                    mask = mask & (k0 + k < K)[None, :]
+                rows = tl.load(a_ptr, mask=mask, other=0.0)
+                a_ptr += BLOCK_K
+            b = weight_block(base, e, n0, k0, N, K, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
+            acc = tl.dot(rows, b, acc, input_precision=PRECISION)
+        n = n0 + tl.arange(0, BLOCK_N)
+        if BIAS:
+            acc += tl.load(bias_ptr + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        y = y_ptr + row.to(tl.int64) * N + (m[:, None].to(tl.int64) * N + n[None, :])
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(m < rows_left)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_m"])  # it follows T
+def _grouped_gemm_fwd_kernel(
+    a,  # [R, K], or its descriptor
+    w,  # [E, N, K] by its strides, or its descriptor
+    w_trained,  # [n, N, K]: the weights of the experts that have a place here
+    trained_ptr,  # [E] int32: that place, or -1
+    bias_ptr,  # [E, N]
+    map_ptr,  # [3, num_m] int32
+    y_ptr,  # [R, N]
+    num_m, N, K, stride_a, stride_e, stride_te, stride_n, stride_k,
+    BIAS: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, K_LAST: tl.constexpr,
+    PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    if PERSISTENT:
+        for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+            _gemm_tile(pid, a, w, w_trained, trained_ptr, bias_ptr, map_ptr, y_ptr, num_m, N, K, stride_a, stride_e,
+                       stride_te, stride_n, stride_k, BIAS, TRAINED, EVEN_K, TMA, K_LAST, PRECISION, BLOCK_M,
+                       BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+    else:
+        _gemm_tile(tl.program_id(0), a, w, w_trained, trained_ptr, bias_ptr, map_ptr, y_ptr, num_m, N, K, stride_a,
+                   stride_e, stride_te, stride_n, stride_k, BIAS, TRAINED, EVEN_K, TMA, K_LAST, PRECISION, BLOCK_M,
+                   BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+
+
+class Trained(NamedTuple):
+    """Weights that some experts have apart from the stack: what to look up, and where."""
+
+    place: torch.Tensor  # [E] int32: row of `weight`, -1 for an expert of the stack
+    weight: torch.Tensor  # [n, ., .], inner strides as the stack's
+
+
+def describable(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can hold them: 16-byte pointers and strides, the last one 1, no dimension expanded."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and t.stride(-1) == 1
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        and t.numel() > 0
+        for t in tensors
+    )
+
+
+def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, tile: Tile) -> tuple[tuple, tuple]:
+    """`weight` [E, ., .] as a kernel takes it: (w, w_trained, place), and the strides (e, te, n, k).
+
+    k_last: the sum runs over the last dimension.
+    """
+    stride_e, *strides = weight.stride()
+    stride_n, stride_k = strides if k_last else strides[::-1]
+    if trained is not None:
+        return (weight, trained.weight, trained.place), (stride_e, trained.weight.stride(0), stride_n, stride_k)
+    if tma:
+        block = [1, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, tile.BLOCK_N]
+        weight = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
+    return (weight, None, None), (stride_e, 0, stride_n, stride_k)
+
+
+def grid(tile: Tile, num_m: int, N: int, device: torch.device) -> tuple[int]:
+    """Return the launch grid: every tile of the bound, or as many programs as run at once."""
+    programs = num_m * triton.cdiv(N, tile.BLOCK_N)
+    return (min(programs, processors(device)) if tile.PERSISTENT else programs,)
+
+
+def up_forward(
+    x, up, bias, row_slot, tile_map, slots: int, act: str, gated: bool, save: bool, tile: Tile, trained=None
+):
+    """`x` [T, H], `up` [E, 2I or I, H], `row_slot` [R] -> z [R, 2I or I] (empty unless `save`), h [R, I]."""
+    R, H, Z = row_slot.numel(), x.shape[1], up.shape[1]
+    I = Z // 2 if gated else Z
+    z = x.new_empty(R if save else 0, Z)
+    h = x.new_empty(R, I)
+    num_m = tile_map.shape[1]
+    if num_m == 0:
+        return z, h
+    tma = tile.TMA and trained is None and describable(up)
+    weights, strides = weight_operand(up, trained, True, tma, tile)
+    with torch.cuda.device_of(x):
+        _up_fwd_kernel[grid(tile, num_m, I, x.device)](
+            x, *weights, bias, row_slot, tile_map, z if save else None, h, num_m, I, H, x.stride(0), *strides,
+            SLOTS=slots, ACT=act, GATED=gated, BIAS=bias is not None, SAVE=save, TRAINED=trained is not None,
+            EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, PRECISION=precision(x), BLOCK_M=tile.BLOCK_M,
+            BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return z, h
+
+
+def grouped_gemm_forward(a, weight, bias, tile_map, k_last: bool, tile: Tile, trained=None, y=None) -> torch.Tensor:
+    """y[r] = weight[e] a[r] + bias[e] for the rows of the tile map; other rows stay as they are in `y`, or unwritten.
+
+    `a` [R, K], `weight` [E, N, K] with k_last, else [E, K, N] (the transposed product) -> [R, N].
+    """
+    R, K = a.shape
+    N = weight.shape[1] if k_last else weight.shape[2]
+    y = a.new_empty(R, N) if y is None else y
+    num_m = tile_map.shape[1]
+    if num_m == 0 or N == 0:
+        return y
+    tma = tile.TMA and trained is None and describable(a, weight)
+    weights, strides = weight_operand(weight, trained, k_last, tma, tile)
+    rows = TensorDescriptor(a, list(a.shape), list(a.stride()), [tile.BLOCK_M, tile.BLOCK_K]) if tma else a
+    with torch.cuda.device_of(a):
+        _grouped_gemm_fwd_kernel[grid(tile, num_m, N, a.device)](
+            rows, *weights, bias, tile_map, y, num_m, N, K, a.stride(0), *strides,
+            BIAS=bias is not None, TRAINED=trained is not None, EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
+            PERSISTENT=tile.PERSISTENT, PRECISION=precision(a), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
+            BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return y

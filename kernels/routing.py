@@ -1,0 +1,181 @@
+"""Router logits to K experts and their weights per token, and the gradient. The equations: `moe_runtime.ops.routing`.
+
+One launch each; a program holds BLOCK_T rows of logits in registers. The choice is K rounds over int32 keys in the logits'
+order: the largest key, then the lowest id that has it. A chosen expert's key becomes its slot, below every number's key.
+Bytes moved, the floor: forward T (E + 2 K), backward T (2 E + 2 K) elements.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 512  # logits of a warp. Programs have one as a rule: no barriers, and a program for every SM at T = 4096
+ROWS_FWD = 32  # at most, one per lane
+ROWS_BWD = 16  # with as many rows as lanes, Triton moves the loads of its loop through shared memory
+DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
+
+
+@triton.jit
+def _key(x):
+    """int32 in the order of float32 `x`: -0.0 and 0.0 equal, every NaN the greatest."""
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, tl.where(key == -1, 0, key))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_fwd_kernel(
+    logits_ptr,  # [T, E], any float
+    bias_ptr,  # [E], any float, or None
+    weight_ptr,  # [T, K + SHARED] float32
+    idx_ptr,  # [T, K + SHARED] int32
+    T,
+    STRIDE_T: tl.constexpr,  # of logits
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, E_PAD)[None, :]
+    mask = (t < T)[:, None] & (e < E)
+    x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
+    x = tl.where(e < E, x, -float("inf"))
+    if bias_ptr is None:
+        choice = x
+    else:
+        choice = tl.sigmoid(x) + tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    key = tl.where(e < E, _key(choice), DEAD + E_PAD)
+    for slot in range(K):
+        best = tl.max(key, 1)
+        first = tl.min(tl.where(key == best[:, None], e, E_PAD), 1)
+        key = tl.where(e == first[:, None], DEAD + slot, key)
+    chosen = key < DEAD + K
+    if GATE == "sigmoid_topk":
+        weight = tl.sigmoid(x)
+    else:
+        exp = tl.exp(x - tl.max(x, 1)[:, None])
+        if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
+            weight = exp / tl.sum(tl.where(chosen, exp, 0.0), 1)[:, None]
+        else:
+            largest = 1 / tl.sum(exp, 1)  # probability
+            weight = exp * largest[:, None]
+            if GATE == "xft":
+                exp = tl.exp(weight)
+                weight = exp * (largest / tl.sum(tl.where(chosen, exp, 0.0), 1))[:, None]
+    base = tl.program_id(0).to(tl.int64) * BLOCK_T * (K + SHARED)
+    weight_ptr += base
+    idx_ptr += base
+    slots = tl.arange(0, BLOCK_T) * (K + SHARED)
+    out = tl.where(mask & chosen, slots[:, None] + (key & 0x7FFFFFFF), -1)
+    tl.store(weight_ptr + out, weight, mask=out >= 0)
+    tl.store(idx_ptr + out, e + SHARED + tl.zeros([BLOCK_T, 1], tl.int32), mask=out >= 0)
+    if SHARED:
+        tl.store(weight_ptr + slots + K, 1 - largest, mask=t < T)
+        tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_bwd_kernel(
+    dweight_ptr,  # [T, K + SHARED], any float
+    logits_ptr,  # [T, E], any float
+    idx_ptr,  # [T, K + SHARED] int32
+    dlogits_ptr,  # [T, E], dtype of logits
+    T,
+    STRIDE_T: tl.constexpr,  # of logits
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = t < T
+    e = tl.arange(0, E_PAD)[None, :]
+    mask = row[:, None] & (e < E)
+    x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
+    x = tl.where(e < E, x, -float("inf"))
+    d = tl.zeros([BLOCK_T, E_PAD], tl.float32)
+    slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
+    slots = t * (K + SHARED)
+    for slot in range(K):
+        here = e == tl.load(idx_ptr + slots + slot, mask=row, other=-1)[:, None] - SHARED
+        dw = tl.load(dweight_ptr + slots + slot, mask=row, other=0.0).to(tl.float32)
+        d = tl.where(here, dw[:, None], d)
+        slot_of = tl.where(here, slot, slot_of)
+    chosen = slot_of < K
+    if GATE == "sigmoid_topk":
+        s = tl.sigmoid(x)
+        dx = tl.where(chosen, d * s * (1 - s), 0.0)
+    else:
+        y = tl.exp(x - tl.max(x, 1)[:, None])
+        if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
+            y = tl.where(chosen, y, 0.0)
+            y = y / tl.sum(y, 1)[:, None]
+        else:
+            largest = 1 / tl.sum(y, 1)
+            y = y * largest[:, None]
+            if GATE == "xft":
+                q = tl.where(chosen, tl.exp(y), 0.0)
+                q = q / tl.sum(q, 1)[:, None]
+                mean = tl.sum(q * d, 1)
+                d = largest[:, None] * q * (d - mean[:, None])
+                d = tl.where(slot_of == 0, d + mean[:, None], d)
+            if SHARED:
+                dshared = tl.load(dweight_ptr + slots + K, mask=row, other=0.0).to(tl.float32)
+                d = tl.where(slot_of == 0, d - dshared[:, None], d)
+        dx = y * (d - tl.sum(y * d, 1)[:, None])
+        if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
+            dx = tl.where(chosen, dx, 0.0)  # in a row of NaN, too
+    tl.store(dlogits_ptr + (t * E)[:, None] + e, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
+
+
+def route_forward(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, gate: str, shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1."""
+    T = router_logits.shape[0]
+    router_logits = _rows(router_logits)
+    weight = torch.empty(T, top_k, dtype=torch.float32, device=router_logits.device)
+    idx = torch.empty(T, top_k, dtype=torch.int32, device=router_logits.device)
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+    if T:
+        grid, sizes = _launch(router_logits, top_k, gate, shared, ROWS_FWD)
+        with torch.cuda.device_of(router_logits):
+            _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes)
+    return weight, idx
+
+
+def route_backward(
+    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int
+) -> torch.Tensor:
+    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
+    T, E = router_logits.shape
+    router_logits = _rows(router_logits)
+    dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
+    if T:
+        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, ROWS_BWD)
+        with torch.cuda.device_of(router_logits):
+            _route_bwd_kernel[grid](dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes)
+    return dlogits
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """Each row contiguous; the rows themselves may lie anywhere."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int, rows: int) -> tuple[tuple[int], dict]:
+    T, E = logits.shape
+    E_PAD = triton.next_power_of_2(E)
+    BLOCK_T = max(1, min(rows, TILE // E_PAD))
+    sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
+    # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
+    return (triton.cdiv(T, BLOCK_T),), sizes | {
+        "STRIDE_T": logits.stride(0),
+        "num_warps": min(16, max(1, E_PAD // TILE)),
+    }

@@ -1,0 +1,222 @@
+"""Launch configs of the grouped GEMMs: a table per GPU architecture, the user's own measurements before it, a rule behind it.
+
+A config depends on the kernel, the GPU, the dtype, the layer's sizes and the power of two under the mean rows per expert,
+never on T itself, and never on a measurement inside a training step. `moe-runtime tune` measures, `read_tuned` reads its file.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """One launch config: BLOCK_M rows by BLOCK_N columns, BLOCK_K along the sum."""
+
+    BLOCK_M: int
+    BLOCK_N: int  # of the up projection: columns of the gate, and as many of up
+    BLOCK_K: int
+    num_warps: int = 8
+    num_stages: int = 3
+    GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
+    TMA: bool = False  # tensor descriptors for what lies in order: weights, and rows that are not gathered
+    PERSISTENT: bool = False  # as many programs as fit on the GPU, each takes one tile after another
+
+
+class Problem(NamedTuple):
+    """What a config is looked up by. `rows` is the mean number of rows per expert, rounded down to a power of two."""
+
+    kernel: str  # up | down | dz | dx | dw
+    arch: int  # 10 * major + minor, 0 in the interpreter
+    dtype: str  # bfloat16 | float16 | float32
+    N: int  # output columns; dw: in
+    K: int  # length of the sum; dw: out
+    rows: int
+    gated: bool = False  # up only: two accumulators
+
+    def key(self) -> str:
+        """Return the name under which a tuned config is stored."""
+        return "|".join(map(str, self))
+
+
+KERNELS = ("up", "down", "dz", "dx", "dw")
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
+# kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
+_HOPPER_SMALL = ((48, Tile(64, 128, 64, 4, 4, TMA=True)), (0, Tile(16, 128, 64, 4, 4, TMA=True)))
+_HOPPER = {
+    "up": ((512, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
+    "down": ((512, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
+    "dz": (
+        (512, Tile(128, 128, 64, 8, 3, TMA=True)),
+        (48, Tile(64, 128, 64, 8, 3, TMA=True)),
+        (0, Tile(16, 128, 64, 4, 4, TMA=True)),
+    ),
+    "dx": ((512, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
+    "dw": ((256, Tile(128, 256, 64, 8, 5)), (0, Tile(128, 128, 64, 8, 5))),
+}
+_AMPERE = {
+    "up": ((192, Tile(128, 64, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
+    "down": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
+    "dz": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
+    "dx": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
+    "dw": ((0, Tile(128, 128, 64, 8, 5)),),
+}
+_SMALL = {  # 99 KiB of shared memory
+    "up": ((192, Tile(128, 64, 32, 8, 4)), (48, Tile(64, 64, 32, 4, 4)), (0, Tile(16, 64, 64, 4, 3))),
+    "down": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 128, 32, 4, 4)), (0, Tile(16, 128, 64, 4, 3))),
+    "dz": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 64, 32, 4, 4)), (0, Tile(16, 64, 64, 4, 3))),
+    "dx": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 128, 32, 4, 4)), (0, Tile(16, 128, 64, 4, 3))),
+    "dw": ((0, Tile(128, 128, 64, 8, 5)),),
+}
+_FLOAT32 = {kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS}
+_INTERPRETER = {kernel: ((0, Tile(16, 32, 32, 4, 1)),) for kernel in KERNELS}
+TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
+
+
+def nearest(arch: int) -> int:
+    """Return the architecture of TABLE whose configs serve `arch`: the newest that is not newer, by major version first."""
+    if arch // 10 in (12, 11):  # consumer Blackwell has Ampere's tensor instructions; Thor its memory
+        return 120
+    return max((known for known in TABLE if known <= arch and known != 120), default=80)
+
+
+def clip(tile: Tile, problem: Problem) -> Tile:
+    """Fit `tile` to small sizes (blocks of at least 16, no wider than the next power of two) and to the shared memory."""
+    sums = problem.rows if problem.kernel == "dw" else problem.K
+    rows = problem.K if problem.kernel == "dw" else tile.BLOCK_M
+    tile = tile._replace(
+        BLOCK_M=min(tile.BLOCK_M, _power(rows)),
+        BLOCK_N=min(tile.BLOCK_N, _power(problem.N)),
+        BLOCK_K=min(tile.BLOCK_K, max(_power(sums), 32)),
+    )
+    limit = SHARED_MEMORY[nearest(problem.arch)] if problem.arch else 1 << 30
+    while shared_bytes(tile, problem) > limit - 2048 and tile.num_stages > 1:
+        tile = tile._replace(num_stages=tile.num_stages - 1)
+    while shared_bytes(tile, problem) > limit - 2048:
+        tile = tile._replace(BLOCK_K=tile.BLOCK_K // 2)
+    return tile
+
+
+def shared_bytes(tile: Tile, problem: Problem) -> int:
+    """Return the bytes of shared memory that the pipelined operands take."""
+    size = {"bfloat16": 2, "float16": 2, "float32": 4}[problem.dtype]
+    columns = tile.BLOCK_N * (1 + problem.gated)
+    # an index that is loaded inside the loop takes every second stage of the pipeline
+    stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
+    return stages * tile.BLOCK_K * (tile.BLOCK_M + columns) * size
+
+
+def _power(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def heuristic(problem: Problem) -> Tile:
+    """Return the config of the built-in table; there is one for every problem."""
+    if problem.arch == 0:
+        table = _INTERPRETER
+    elif problem.dtype == "float32":
+        table = _FLOAT32
+    else:
+        table = TABLE[nearest(problem.arch)]
+    return clip(next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows), problem)
+
+
+def tuned_path() -> Path:
+    """Return the file of measured configs: $XDG_CACHE_HOME/moe_runtime/tiles.json, ~/.cache by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_runtime" / "tiles.json"
+
+
+@functools.cache
+def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
+    """Return device name -> key -> config from `tuned_path()`; empty without the file. ValueError if it is not ours."""
+    path = path or tuned_path()
+    if not path.exists():
+        return {}
+    try:
+        devices = json.loads(path.read_text())["devices"]
+        return {
+            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()}
+            for name, device in devices.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a file of `moe-runtime tune` ({error}); want it removed or written anew"
+        ) from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: Problem, device: str) -> Tile:
+    tile = read_tuned().get(device, {}).get(problem.key())
+    return heuristic(problem) if tile is None else clip(tile, problem)
+
+
+_forced: dict[str, Tile] = {}
+
+
+class force:
+    """`with force(up=Tile(...))`: run these kernels with these configs, whatever the table says. For tests and the tuner."""
+
+    def __init__(self, **tiles: Tile):
+        self.tiles = tiles
+
+    def __enter__(self):
+        self.before = dict(_forced)
+        _forced.update(self.tiles)
+
+    def __exit__(self, *_):
+        _forced.clear()
+        _forced.update(self.before)
+
+
+def problem_of(
+    kernel: str, device: torch.device, dtype: torch.dtype, N: int, K: int, R: int, E: int, gated: bool = False
+) -> Problem:
+    """Return what a config is looked up by, for R rows over E experts."""
+    rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
+    return Problem(kernel, _device(device)[0], str(dtype).removeprefix("torch."), N, K, rows, gated)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name under which a GPU's measured configs are stored."""
+    return _device(device)[1]
+
+
+def choose(kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: bool = False) -> Tile:
+    """Return the config for `kernel` on x's device and dtype; R rows over E experts."""
+    problem = problem_of(kernel, x.device, x.dtype, N, K, R, E, gated)
+    if kernel in _forced:
+        return clip(_forced[kernel], problem)
+    return _choose(problem, device_name(x.device))
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, str]:
+    if device.type != "cuda":
+        return 0, "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor, torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors (4 in the interpreter, so that persistent programs take turns)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def precision(x: torch.Tensor) -> str:
+    """Return how float32 operands are multiplied: as torch's matmul would."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@triton.jit
+def tile_of(pid, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row tile and column tile of program `pid`: GROUP_M row tiles go over all columns together."""
+    width = GROUP_M * num_n
+    first = pid // width * GROUP_M
+    size = tl.minimum(num_m - first, GROUP_M)
+    return first + pid % width % size, pid % width // size

@@ -1,0 +1,134 @@
+"""The Triton backend of `moe_mlp`: which kernel runs after which. No host synchronization, no atomics, no buffer of [T, E].
+
+forward   dispatch, up projection (gather, activation), down projection, combine
+backward  dz (gather, the activation's gradient, the weights' gradient), dx, sum of each token's rows, dW_up, dW_down
+
+With shared="dense" the rows of expert 0, which are the first T of every buffer in expert order, go through torch's matmul.
+"""
+
+import torch
+
+from moe_runtime.kernels import combine, dispatch, grouped_gemm, shared_expert, tiles
+from moe_runtime.kernels import grouped_gemm_backward as backwards
+from moe_runtime.ops.moe_mlp_torch import Experts, Gradients
+
+
+class _Layer:
+    """The experts and the rows' order; makes the tile map of every block size once."""
+
+    def __init__(self, experts: Experts, offsets, row_slot, slots: int):
+        self.experts, self.offsets, self.row_slot, self.slots = experts, offsets, row_slot, slots
+        self.R, self.first, self.maps = row_slot.numel(), int(experts.shared == "dense"), {}
+        self.T = self.R // max(slots, 1)
+        apart = experts.up_trained is not None
+        self.up_trained = grouped_gemm.Trained(experts.trainable, experts.up_trained) if apart else None
+        self.down_trained = grouped_gemm.Trained(experts.trainable, experts.down_trained) if apart else None
+
+    def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
+        return tiles.choose(kernel, x, N, K, self.R, self.experts.up.shape[0], kernel == "up" and self.experts.gated)
+
+    def map(self, tile: tiles.Tile):
+        if tile.BLOCK_M not in self.maps:
+            self.maps[tile.BLOCK_M] = dispatch.tile_map(self.offsets, self.R, tile.BLOCK_M, self.first)
+        return self.maps[tile.BLOCK_M]
+
+    def up(self, x, save: bool):
+        """Return z (empty unless `save`) and h of all rows."""
+        e, (_, H, I) = self.experts, self.experts.down.shape
+        tile = self.choose("up", x, I, H)
+        z, h = grouped_gemm.up_forward(
+            x, e.up, e.up_bias, self.row_slot, self.map(tile), self.slots, e.act, e.gated, save, tile, self.up_trained
+        )
+        if self.first and self.T:
+            dense = z[: self.T] if save else x.new_empty(self.T, e.up.shape[1])
+            _product(x, e.up[0].t(), e.up_bias, dense)
+            shared_expert.shared_activation_forward(dense, h[: self.T], e.act, e.gated)
+        return z, h
+
+    def down(self, h):
+        """Return y of all rows."""
+        e, (_, H, I) = self.experts, self.experts.down.shape
+        tile = self.choose("down", h, H, I)
+        y = grouped_gemm.grouped_gemm_forward(h, e.down, e.down_bias, self.map(tile), True, tile, self.down_trained)
+        if self.first:
+            _product(h[: self.T], e.down[0].t(), e.down_bias, y[: self.T])
+        return y
+
+    def dz(self, dout, z, topk_weight, need_wh: bool):
+        """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of all rows."""
+        e, (_, H, I) = self.experts, self.experts.down.shape
+        tile = self.choose("dz", dout, I, H)
+        dz, wh, partial = backwards.dz_backward(
+            dout, e.down, e.down_bias, topk_weight, self.row_slot, self.map(tile), z, e.act, e.gated, need_wh, tile,
+            self.down_trained,
+        )  # fmt: skip
+        if self.first and self.T:
+            T, shared_wh = self.T, wh[: self.T] if need_wh else None
+            dh = dout @ e.down[0]
+            shared_expert.shared_dz_backward(dh, topk_weight, z, dz, shared_wh, partial, e.act, e.gated, tile.BLOCK_N)
+            if e.down_bias is not None:
+                partial[:T, 0] += dout.float() @ e.down_bias[0].float()
+        return dz, wh, partial
+
+    def dx(self, dz):
+        """Return the gradient of each row's x."""
+        e = self.experts
+        tile = self.choose("dx", dz, e.up.shape[2], e.up.shape[1])
+        rows = grouped_gemm.grouped_gemm_forward(dz, e.up, None, self.map(tile), False, tile, self.up_trained)
+        if self.first:
+            torch.mm(dz[: self.T], e.up[0], out=rows[: self.T])
+        return rows
+
+    def dw(self, dy, x, gather: str, trained):
+        """Return the gradient of a stack, or of the weights that lie apart: dy^T x, one of which is gathered."""
+        tile = self.choose("dw", x, x.shape[1], dy.shape[1])
+        apart = self.experts.up_trained
+        dw = backwards.weight_backward(
+            dy, x, self.row_slot, self.offsets, self.slots, gather, tile, trained,
+            None if apart is None else apart.shape[0], self.first,
+        )  # fmt: skip
+        if self.first:
+            torch.mm(dy[: self.T].t(), x[: self.T], out=dw[0])
+        return dw
+
+
+def _product(x, weight, bias, out) -> None:
+    torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias[0], x, weight, out=out)
+
+
+def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
+    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
+    E = experts.down.shape[0]
+    offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
+    layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
+    z, h = layer.up(x, save)
+    out = combine.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
+    return out, z, offsets, row_slot
+
+
+def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs) -> Gradients:
+    """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for; `z` [0, ...] is computed again.
+
+    Frozen experts cost nothing and get zeros; where the trainable weights are apart, the gradients of up and down are theirs.
+    """
+    (T, K), E = topk_weight.shape, experts.down.shape[0]
+    layer = _Layer(experts, offsets, row_slot, K)
+    if z.shape[0] != layer.R:
+        z, _ = layer.up(x, save=True)
+    dz, wh, partial = layer.dz(dout, z, topk_weight, needs[2])
+    del z
+    rows = layer.dx(dz) if needs[0] else None
+    dx, dweight = combine.sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:])
+    del rows, partial
+    trained = experts.trainable
+    if trained is not None and trained.dtype == torch.bool:
+        trained = trained.to(torch.int32) - 1
+    order = (row_slot, offsets, K)
+    return Gradients(
+        dx,
+        layer.dw(dz, x, "x", trained) if needs[1] else None,
+        layer.dw(dout, wh, "dy", trained) if needs[2] else None,
+        dweight,
+        backwards.bias_backward(dz, None, *order, False, trained) if needs[4] else None,
+        backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs[5] else None,
+    )

@@ -1,0 +1,415 @@
+"""Launch configs measured on the user's own GPU, for `kernels.tiles` to look up: what `moe-runtime tune` does.
+
+A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean rows per expert as a power of two,
+so never to T. For every problem of a layer each candidate runs on random rows and must give what the built-in config gives;
+then all are timed in turn, round after round. The file is written after every problem: a run that was stopped goes on there.
+A process reads the file at its first launch and keeps its configs from then on.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.runtime.jit import KernelInterface
+
+from moe_runtime import files
+from moe_runtime.config import MoEConfig, check_choice, check_positive
+from moe_runtime.kernels import dispatch, tiles
+from moe_runtime.kernels.candidates import candidates
+from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
+from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
+from moe_runtime.kernels.tiles import Problem, Tile
+from moe_runtime.timing import EventTimer
+
+
+class Layer(NamedTuple):
+    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    shared: bool = False
+    gated: bool = True
+
+
+LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
+    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
+    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
+    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
+    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
+    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
+    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
+    "OLMoE": Layer(2048, 1024, 64, 8),
+    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
+# largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
+GAIN = 0.01  # by less than this share a candidate does not replace the built-in config
+ROUNDS = 15
+LOSER = 1.25  # slower than the best by this factor after three rounds: not timed any more
+PROBLEM_SECONDS = 1.5  # of timing
+
+
+def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
+    """Return what `ops.moe_mlp_triton` looks up for this matrix product of the layer with T tokens."""
+    H, I, E, K, _, gated = layer
+    Z = I * (1 + gated)
+    N, length = {"up": (I, H), "down": (H, I), "dz": (I, H), "dx": (H, Z), "dw_up": (H, Z), "dw_down": (I, H)}[product]
+    kernel = product.partition("_")[0]
+    return tiles.problem_of(kernel, device, getattr(torch, dtype), N, length, T * K, E, kernel == "up" and gated)
+
+
+def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Callable[[Tile], tuple]:
+    """Return a function that runs this product with a config on random rows and weights, each of norm about 1."""
+    H, I, E, K, shared, gated = layer
+    R, Z = T * K, I * (1 + gated)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=getattr(torch, dtype), device=device).mul_(scale)
+
+    slots = torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices + shared
+    slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
+    offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
+
+    @functools.cache
+    def rows_of(BLOCK_M: int):
+        return dispatch.tile_map(offsets, R, BLOCK_M)
+
+    if product == "up":
+        x, w = random(T, H), random(E, Z, H, scale=H**-0.5)
+        return lambda tile: up_forward(x, w, None, row_slot, rows_of(tile.BLOCK_M), K, "silu", gated, True, tile)
+    if product in ("down", "dx"):
+        down = product == "down"
+        a = random(R, I if down else Z)
+        w = random(E, H, I, scale=I**-0.5) if down else random(E, Z, H, scale=Z**-0.5)
+        return lambda tile: (grouped_gemm_forward(a, w, None, rows_of(tile.BLOCK_M), down, tile),)
+    if product == "dz":
+        dout, w, z = random(T, H), random(E, H, I, scale=H**-0.5), random(R, Z)
+        weight = torch.rand(T, K, generator=generator, device=device)
+        return lambda tile: dz_backward(
+            dout, w, None, weight, row_slot, rows_of(tile.BLOCK_M), z, "silu", gated, True, tile
+        )
+    gather = "x" if product == "dw_up" else "dy"
+    dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
+    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, None, None, tile),)
+
+
+def find_gpu() -> tuple[torch.device, EventTimer]:
+    """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the kernels."""
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA GPU: torch.cuda.is_available() is False; want a GPU, `tune` measures it")
+    from moe_runtime import backends
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := backends.why_not("triton", "moe_mlp", device):
+        raise ValueError(f"no GPU that runs the kernels: {reason}")
+    return device, EventTimer(device)
+
+
+class ContextLost(RuntimeError):
+    """A candidate broke the CUDA context: nothing runs any more in this process."""
+
+
+def measure(
+    run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying=contextlib.nullcontext
+) -> dict:
+    """Check and time `pool`, the built-in config first; return the file's entry for this problem.
+
+    `trying(tile)` is entered around each candidate's first run. Raises RuntimeError if the built-in config does not run.
+    """
+    notes, good, want = {}, [], None
+    compile_ahead(run, pool)
+    for tile in pool:
+        try:
+            with trying(tile), _poisoned():
+                got = _comparable(problem, run(tile))
+                error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
+                good.append(tile)
+        except Exception as problem_found:
+            notes[tile] = _one_line(problem_found)
+            _check_context(tile, notes[tile])
+            if want is None:
+                raise RuntimeError(f"the built-in config does not run: {notes[tile]}") from problem_found
+            continue
+        if want is None:
+            want = got
+        elif not error <= TOLERANCE[problem.dtype]:  # NaN is no number below
+            notes[good.pop()] = f"wrong result: a row is off by {error:.1e}"
+    want = got = None
+    times = time_all(run, good, timer)
+    best = min(good, key=times.get)
+    if times[best] > times[pool[0]] * (1 - GAIN):
+        best = pool[0]
+    tried = [{"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")} for tile in pool]
+    table = {"tile": pool[0]._asdict(), "ms": times[pool[0]]}
+    return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
+
+
+def time_all(run: Callable[[Tile], tuple], pool: list[Tile], timer) -> dict[Tile, float]:
+    """Median milliseconds of each config, all in turn in every round; who is far behind after three rounds stays there."""
+    times = {tile: [] for tile in pool}
+    left, spent = list(pool), 0.0
+    for n in range(1, ROUNDS + 1):
+        for tile, ms in zip(left, timer.round([functools.partial(run, tile) for tile in left])):
+            times[tile].append(ms)
+            spent += ms / 1e3
+        medians = {tile: statistics.median(values) for tile, values in times.items()}
+        if n == 3:
+            best = min(medians.values())
+            left = [tile for tile in left if medians[tile] <= LOSER * best or tile == pool[0]]
+        if n >= 5 and spent > PROBLEM_SECONDS:
+            break
+    return medians
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest norm of a row's difference over the root mean square of the rows' norms; NaN if there is one anywhere."""
+    if got.shape != want.shape:
+        return float("inf")
+    got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
+    norms, largest = 0.0, 0.0
+    step = max(1, (1 << 28) // max(got.shape[1], 1))  # a float32 copy of all could be too much
+    for a, b in zip(got.split(step), want.split(step)):
+        b = b.float()
+        norms = norms + b.square().sum()
+        largest = torch.maximum((a.float() - b).square().sum(1).max(), torch.as_tensor(largest, device=a.device))
+    return float((largest / (norms / len(want)).clamp_min(1e-30)).sqrt())
+
+
+def _comparable(problem: Problem, out: tuple) -> tuple:
+    """dz's partial sums depend on BLOCK_N, their sum does not."""
+    return (*out[:2], out[2].sum(1)) if problem.kernel == "dz" else out
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """torch.empty is NaN: memory that held the right result a moment ago would hide a tile that was never written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
+    """Compile the kernels of all configs at once, a thread each; whoever fails here fails again where it is noted."""
+    if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
+        return
+    launch = KernelInterface.__getitem__
+    workers = min(len(pool), os.cpu_count() or 1, 8)
+    try:
+        with ThreadPoolExecutor(workers) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            # what would launch only compiles; launchers know nothing of it
+            KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(kernel.warmup, grid=grid)
+            for tile in pool:
+                with contextlib.suppress(Exception):
+                    run(tile)
+            KernelInterface.__getitem__ = launch
+    except Exception:  # an API that Triton changed costs time, no result
+        pass
+    finally:
+        KernelInterface.__getitem__ = launch
+
+
+def _check_context(tile: Tile, note: str) -> None:
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        raise ContextLost(
+            f"{tile} broke the CUDA context ({note}); run the command again, it skips this config"
+        ) from None
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+class Results:
+    """The file of measured configs, for one GPU: what is done, what must not be tried again."""
+
+    def __init__(self, path: Path, device: str):
+        self.path, self.device = path, device
+        self.marker = path.with_name(f".{path.name}.trying")
+        tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
+        if self.marker.exists():  # the process that wrote it died without a word
+            with contextlib.suppress(ValueError):
+                died = json.loads(self.marker.read_text())
+                self.save_broken(died["key"], died["tile"], "the process died")
+            self.marker.unlink()
+
+    def read(self) -> dict:
+        """Return the GPU's part of the file."""
+        return self._load()["devices"].get(self.device, {"tiles": {}})
+
+    def done(self) -> set[str]:
+        return set(self.read()["tiles"])
+
+    def broken(self, key: str) -> list[Tile]:
+        """Configs that ended a process when they ran on this problem."""
+        return [Tile(**entry["tile"]) for entry in self.read().get("broken", {}).get(key, ())]
+
+    def save(self, key: str, entry: dict) -> None:
+        self._change(lambda device: device["tiles"].update({key: entry}))
+
+    def save_broken(self, key: str, tile: dict, note: str) -> None:
+        entry = {"tile": tile, "note": note}
+        self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
+
+    def forget_broken(self) -> None:
+        if "broken" in self.read():
+            self._change(lambda device: device.pop("broken", None))
+
+    @contextlib.contextmanager
+    def trying(self, key: str, tile: Tile) -> Iterator[None]:
+        """Leave a mark that stays if the process dies in this block, and only then."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.marker.write_text(json.dumps({"key": key, "tile": tile._asdict()}))
+        try:
+            yield
+        finally:
+            self.marker.unlink(missing_ok=True)
+
+    def _load(self) -> dict:
+        return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
+
+    def _change(self, change: Callable[[dict], object]) -> None:
+        # read anew: another process may measure another layer into the same file
+        values = self._load()
+        change(values["devices"].setdefault(self.device, {"tiles": {}}))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.atomic_write_json(self.path, values)
+
+
+class Step(NamedTuple):
+    """What became of one problem: measured, kept (it was in the file already), failed, or left for the next run."""
+
+    state: str
+    title: str
+    number: int
+    of: int
+    entry: dict | None = None
+    note: str = ""
+
+
+def tune(
+    layers: dict[str, Layer],
+    tokens: list[int],
+    dtypes: list[str],
+    path: Path | None = None,
+    *,
+    again: bool = False,
+    seconds: float | None = None,
+) -> Iterator[Step]:
+    """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path` (`tiles.tuned_path()`).
+
+    Problems that the file has already are kept unless `again`. After `seconds` nothing new begins. Raises ValueError
+    without a GPU or for a file that is not ours, ContextLost where nothing can run any more.
+    """
+    device, timer = find_gpu()
+    results = Results(path or tiles.tuned_path(), tiles.device_name(device))
+    if again:
+        results.forget_broken()
+    begin, done = time.monotonic(), set() if again else results.done()
+    todo = {}  # key -> what to run; layers and tokens may share problems
+    for T, dtype, (name, layer), product in itertools.product(tokens, dtypes, layers.items(), PRODUCTS):
+        problem = problem_of(product, layer, T, dtype, device)
+        todo.setdefault(problem.key(), (problem, product, name, layer, T, dtype))
+    for n, (key, (problem, product, name, layer, T, dtype)) in enumerate(todo.items(), 1):
+        title = f"{name}, {T} tokens, {dtype}: {product}"
+        if key in done:
+            yield Step("kept", title, n, len(todo), results.read()["tiles"][key])
+        elif seconds is not None and time.monotonic() - begin > seconds:
+            yield Step("left", title, n, len(todo))
+        else:
+            yield _step(results, timer, problem, (product, layer, T, dtype, device), title, n, len(todo))
+
+
+def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n: int, of: int) -> Step:
+    key = problem.key()
+    pool = [tile for tile in candidates(problem) if tile not in results.broken(key)]
+    try:
+        entry = measure(runner(*work), problem, pool, timer, functools.partial(results.trying, key))
+    except ContextLost:
+        raise
+    except Exception as error:  # out of memory, or a built-in config that this GPU does not take
+        _check_context(pool[0], _one_line(error))
+        entry, note = None, _one_line(error)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if entry is None:
+        return Step("failed", title, n, of, note=note)
+    _, layer, T, dtype, _ = work
+    results.save(key, entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
+    return Step("measured", title, n, of, entry)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return what a measurement depends on beside the GPU, and the day."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        driver = "unknown"
+    triton_version = importlib.metadata.version("triton")
+    return {"torch": torch.__version__, "triton": triton_version, "driver": driver, "date": time.strftime("%Y-%m-%d")}
+
+
+def read_layer(folder: Path) -> Layer:
+    """Return the MoE layers' sizes from a model folder's config.json, ours or transformers'; 0 for what a dense one lacks."""
+    values = files.read_json(Path(folder) / "config.json")
+    if isinstance(block := values.get("moe_runtime"), dict):
+        c = MoEConfig.from_dict(block["config"])
+        return Layer(c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated)
+    values = values.get("text_config") or values
+
+    def first(*names: str) -> int:
+        return next((values[name] for name in names if values.get(name)), 0)
+
+    return Layer(
+        first("hidden_size"),
+        first("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
+        first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        first("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"),
+    )
+
+
+def check_layer(layer: Layer) -> Layer:
+    """Return `layer`; raises ValueError for sizes that are none."""
+    for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+        check_positive(name, getattr(layer, name))
+    if layer.top_k > layer.num_experts:
+        raise ValueError(f"top_k is {layer.top_k}, num_experts is {layer.num_experts}; want top_k <= num_experts")
+    return layer
+
+
+def find_layer(name: str) -> dict[str, Layer]:
+    """Return the built-in layer of that name in any case, all of them for "all"; ValueError for an unknown one."""
+    if name.lower() == "all":
+        return dict(LAYERS)
+    known = {title.lower(): title for title in LAYERS}
+    check_choice("shape", name.lower(), (*known, "all"))
+    return {known[name.lower()]: LAYERS[known[name.lower()]]}

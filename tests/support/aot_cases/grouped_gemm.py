@@ -1,0 +1,167 @@
+"""The grouped GEMMs with every launch config of `kernels.tiles`, launched as `ops.moe_mlp_triton` and `ops.grouped_gemm` do."""
+
+import torch
+
+from moe_runtime.kernels import grouped_gemm, tiles
+from moe_runtime.kernels import grouped_gemm_backward as backwards
+from moe_runtime.kernels.tiles import Tile
+from tests.support.aot import Case, record
+
+ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+T, H, I, E, K = 4096, 2048, 1408, 8, 6
+ODD = 1  # added to H and I: no stride is a multiple of 16 any more, and none of a block
+
+
+def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Layer:
+    """A layer's tensors, of one dtype; `apart`: the trainable experts' weights lie in stacks of their own."""
+
+    def __init__(self, dtype=torch.bfloat16, gated=True, bias=False, odd=False, apart=False):
+        h, i = H + odd, I + odd
+        z = 2 * i if gated else i
+        tensor = lambda *shape: meta(*shape, dtype=dtype)  # noqa: E731
+        self.dtype, self.gated, self.odd = dtype, gated, odd
+        self.x, self.z, self.h, self.down, self.up = (
+            tensor(T, h),
+            tensor(T * K, z),
+            tensor(T * K, i),
+            tensor(E, h, i),
+            tensor(E, z, h),
+        )
+        self.up_bias, self.down_bias = (tensor(E, z), tensor(E, h)) if bias else (None, None)
+        self.weight = meta(T, K, dtype=torch.float32)
+        self.row_slot, self.offsets, self.map, self.place = (
+            meta(T * K),
+            meta(E + 1),
+            meta(3, T * K // 64 + E + 1),
+            meta(E),
+        )
+        stacks = (self.up, self.down)
+        self.trained = [grouped_gemm.Trained(self.place, tensor(2, *w.shape[1:])) if apart else None for w in stacks]
+
+    def up_forward(self, tile, act="silu", save=True):
+        args = (self.x, self.up, self.up_bias, self.row_slot, self.map, K, act, self.gated, save, tile, self.trained[0])
+        return grouped_gemm.up_forward(*args)
+
+    def down_forward(self, tile):
+        return grouped_gemm.grouped_gemm_forward(
+            self.h, self.down, self.down_bias, self.map, True, tile, self.trained[1]
+        )
+
+    def dx(self, tile):
+        return grouped_gemm.grouped_gemm_forward(self.z, self.up, None, self.map, False, tile, self.trained[0])
+
+    def dz(self, tile, act="silu", need_wh=True):
+        return backwards.dz_backward(
+            self.x, self.down, self.down_bias, self.weight, self.row_slot, self.map, self.z, act, self.gated, need_wh, tile,
+            self.trained[1],
+        )  # fmt: skip
+
+    def dw(self, tile, gather="x", **trained):
+        """gather None is what `grouped_gemm` does, "x" the gradient of up, "dy" of down."""
+        dy, x = {"x": (self.z, self.x), "dy": (self.x, self.h), None: (self.z, self.h)}[gather]
+        return backwards.weight_backward(dy, x, self.row_slot, self.offsets, K, gather, tile, **trained)
+
+    def db(self, of_down: bool, trained=None):
+        dy, weight = (self.x, self.weight) if of_down else (self.z, None)
+        return backwards.bias_backward(dy, weight, self.row_slot, self.offsets, K, of_down, trained)
+
+
+LAUNCH = {"up": Layer.up_forward, "down": Layer.down_forward, "dx": Layer.dx, "dz": Layer.dz, "dw": Layer.dw}
+
+
+def expect(arch: int, case: Case) -> tuple[str, ...]:
+    """Which instructions make the tile what it is: tensor cores, TMA for descriptors, cp.async for what comes by pointer."""
+    descriptors = sum(type.startswith("tensordesc") for type in case.signature.values())
+    gathers = "row_slot_ptr" in case.signature
+    found = ["tma"] * bool(descriptors) + ["cp.async"] * (gathers or not descriptors)
+    tensor = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync") if case.constants["BLOCK_M"] >= 64 else "mma.sync"
+    return (*found, tensor)
+
+
+def case(arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, **options) -> Case:
+    """The launch of `kernel` on `arch` with `tile`, as it is fitted to the GPU."""
+    layer = layer or Layer()
+    problem = tiles.Problem(
+        kernel, arch, str(layer.dtype).removeprefix("torch."), H, H, T, gated=kernel == "up" and layer.gated
+    )
+    (made,) = record(lambda: LAUNCH[kernel](layer, tiles.clip(tile, problem), **options))
+    fast = layer.dtype != torch.float32 and not layer.odd
+    return made._replace(
+        capabilities=(arch,), expect=expect(arch, made) if fast else (), listed=listed, note=f"{kernel} {note}".strip(),
+        shared_atomics=arch == 100,  # how the compiler allocates tensor memory
+    )  # fmt: skip
+
+
+def defaults(arch: int, table: dict, **layer) -> list[Case]:
+    """Every config of `table`, for a gated layer in training."""
+    return [
+        case(arch, kernel, tile, f"from {least} rows an expert", True, Layer(**layer))
+        for kernel, rows in table.items()
+        for least, tile in rows
+    ]
+
+
+def variants(arch: int) -> list[Case]:
+    """The other ways to launch each config: layers without a gate, inference, gradients that nobody asks for, fp16."""
+    found, plain, half = [], Layer(gated=False), Layer(torch.float16)
+    for kernel, rows in tiles.TABLE[arch].items():
+        found.append(case(arch, kernel, rows[0][1], "fp16", layer=half))
+        for _, tile in rows:
+            if kernel == "up":
+                found += [
+                    case(arch, kernel, tile, "without a gate", layer=plain),
+                    case(arch, kernel, tile, "z not kept", save=False),
+                ]
+                found.append(case(arch, kernel, tile, "without a gate, z not kept", layer=plain, save=False))
+            elif kernel == "dz":
+                found += [
+                    case(arch, kernel, tile, "without a gate", layer=plain),
+                    case(arch, kernel, tile, "no wh", need_wh=False),
+                ]
+            elif kernel == "dw":
+                found += [
+                    case(arch, kernel, tile, "of down", gather="dy"),
+                    case(arch, kernel, tile, "in order", gather=None),
+                ]
+    return found
+
+
+def rare(arch: int) -> list[Case]:
+    """The largest configs with what adds to their epilogue, or takes the fast loads away."""
+    largest = {kernel: rows[0][1] for kernel, rows in tiles.TABLE[arch].items()}
+    biased, odd, apart = Layer(bias=True), Layer(odd=True), Layer(apart=True)
+    found = [case(arch, kernel, largest[kernel], act, act=act) for act in ACTS[1:] for kernel in ("up", "dz")]
+    found += [case(arch, kernel, largest[kernel], "bias", layer=biased) for kernel in ("up", "down", "dz")]
+    found += [case(arch, kernel, tile, "odd sizes", layer=odd) for kernel, tile in largest.items()]
+    found += [case(arch, kernel, tile, "apart", layer=apart) for kernel, tile in largest.items() if kernel != "dw"]
+    found.append(case(arch, "dw", largest["dw"], "frozen experts", trained=apart.place))
+    return [*found, case(arch, "dw", largest["dw"], "apart", trained=apart.place, num_trained=2)]
+
+
+def biases(arch: int) -> list[Case]:
+    """The biases' gradients: of up, of down, of down with frozen experts."""
+    layer = Layer()
+    made = [record(lambda: layer.db(*args))[0] for args in ((False,), (True,), (True, layer.place))]  # noqa: B023
+    return [
+        c._replace(capabilities=(arch,), note=n) for c, n in zip(made, ("of up", "of down", "of down, frozen experts"))
+    ]
+
+
+def persistent(arch: int) -> list[Case]:
+    """What `moe-runtime tune` may choose: the table's configs, each program taking tile after tile."""
+    return [
+        case(arch, kernel, tile._replace(PERSISTENT=True), "candidate")
+        for kernel, rows in tiles.TABLE[arch].items()
+        for _, tile in rows
+        if kernel != "dw"
+    ]
+
+
+CASES = [case for arch in tiles.TABLE for case in defaults(arch, tiles.TABLE[arch]) + biases(arch)]
+CASES += [case for arch in (80, 86, 90, 100, 120) for case in variants(arch)]
+CASES += [case for arch in (80, 90) for case in defaults(arch, tiles._FLOAT32, dtype=torch.float32) + rare(arch)]
+CASES += persistent(90)

@@ -1,0 +1,120 @@
+"""Rows in expert order and loops over them: what the launchers of the grouped GEMMs take, and what they must give.
+
+The loops run in float64 on the CPU. A NaN in a result marks an element that nobody may write.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tests.support.oracle import ACT
+
+NAN = float("nan")
+
+
+class Rows(NamedTuple):
+    """Rows as a dispatch leaves them: those of expert 0, of expert 1, ..., then the dropped ones."""
+
+    offsets: torch.Tensor  # [E + 1] int32
+    row_slot: torch.Tensor  # [R] int32
+    expert: list[int]  # of each row; E for a dropped one
+    slots: int  # a token
+
+    @property
+    def tokens(self) -> list[int]:
+        return [slot // self.slots for slot in self.row_slot.tolist()]
+
+
+def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") -> Rows:
+    """counts[e] rows of expert e and some that are dropped; the slots lie in any order."""
+    R = sum(counts) + dropped
+    assert R % slots == 0
+    offsets = torch.tensor([sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32, device=device)
+    expert = [e for e, count in enumerate([*counts, dropped]) for _ in range(count)]
+    return Rows(offsets, torch.randperm(R).int().to(device), expert, slots)
+
+
+def tile_map(offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
+    """[3, tiles] int32: expert, first row and end row of each tile, then up to the bound -1 and numbers that nobody reads."""
+    bounds = offsets.tolist()
+    E = len(bounds) - 1
+    tiles = [(e, r, bounds[e + 1]) for e in range(first_expert, E) for r in range(bounds[e], bounds[e + 1], BLOCK_M)]
+    tiles += [(-1, -(2**30), 2**30)] * (R // BLOCK_M + min(E, R) - len(tiles))
+    return torch.tensor(tiles, dtype=torch.int32, device=offsets.device).view(-1, 3).t().contiguous()
+
+
+def sparse(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on pages that take no memory before they are written."""
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(size * itemsize, np.uint8)).view(dtype)
+
+
+def wide(*tensors):
+    """float64 on the CPU."""
+    return [None if t is None else t.detach().cpu().double() for t in tensors]
+
+
+def up_rows(x, up, bias, rows: Rows, act: str, gated: bool, first_expert: int = 0):
+    """z = up[e] x[token] + bias[e] and h = act(gate) * up, row by row."""
+    x, up, bias = wide(x, up, bias)
+    E, Z, _ = up.shape
+    I = Z // 2 if gated else Z
+    z = torch.full((len(rows.expert), Z), NAN, dtype=torch.float64)
+    for r, (e, t) in enumerate(zip(rows.expert, rows.tokens)):
+        if first_expert <= e < E:
+            z[r] = up[e] @ x[t] + (0 if bias is None else bias[e])
+    return z, ACT[act](z[:, :I]) * z[:, I:] if gated else ACT[act](z)
+
+
+def product_rows(a, weight, bias, rows: Rows, first_expert: int = 0):
+    """y = weight[e] a[r] + bias[e], row by row."""
+    a, weight, bias = wide(a, weight, bias)
+    E, N, _ = weight.shape
+    y = torch.full((len(rows.expert), N), NAN, dtype=torch.float64)
+    for r, e in enumerate(rows.expert):
+        if first_expert <= e < E:
+            y[r] = weight[e] @ a[r] + (0 if bias is None else bias[e])
+    return y
+
+
+def dz_rows(dout, down, bias, topk_weight, z, rows: Rows, act: str, gated: bool):
+    """dz, weight * h and the gradient of the row's weight of weight * (down[e] h(z) + bias[e]), by autograd row by row."""
+    dout, down, bias, topk_weight, z = wide(dout, down, bias, topk_weight, z)
+    E, _, I = down.shape
+    dz, wh, dweight = (torch.full(shape, NAN, dtype=torch.float64) for shape in (z.shape, (z.shape[0], I), z.shape[:1]))
+    for r, (e, t, slot) in enumerate(zip(rows.expert, rows.tokens, rows.row_slot.tolist())):
+        if e == E:
+            continue
+        pre, weight = z[r].clone().requires_grad_(), topk_weight.view(-1)[slot].clone().requires_grad_()
+        h = ACT[act](pre[:I]) * pre[I:] if gated else ACT[act](pre)
+        y = weight * (down[e] @ h + (0 if bias is None else bias[e]))
+        dz[r], dweight[r] = torch.autograd.grad(y, (pre, weight), dout[t])
+        wh[r] = (weight * h).detach()
+    return dz, wh, dweight
+
+
+def weight_rows(dy, x, rows: Rows, gather: str | None, E: int):
+    """dw[e] = sum of dy[r] x[r]^T over e's rows; the gathered operand's row is the row's token."""
+    dy, x = wide(dy, x)
+    dw = torch.zeros(E, dy.shape[1], x.shape[1], dtype=torch.float64)
+    for r, (e, t) in enumerate(zip(rows.expert, rows.tokens)):
+        if e < E:
+            dw[e] += torch.outer(dy[t if gather == "dy" else r], x[t if gather == "x" else r])
+    return dw
+
+
+def bias_rows(dy, topk_weight, rows: Rows, gather: bool, E: int):
+    """db[e] = sum of weight * dy[r] over e's rows."""
+    dy, topk_weight = wide(dy, topk_weight)
+    db = torch.zeros(E, dy.shape[1], dtype=torch.float64)
+    for r, (e, t, slot) in enumerate(zip(rows.expert, rows.tokens, rows.row_slot.tolist())):
+        if e < E:
+            db[e] += (1 if topk_weight is None else topk_weight.view(-1)[slot]) * dy[t if gather else r]
+    return db
+
+
+def assert_rounded_once(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Every element is `want`, from sums in float32, rounded once; where `want` is NaN nobody wrote."""
+    eps = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.cpu().double(), want, rtol=0.51 * eps + 1e-6, atol=5e-6, equal_nan=True)

@@ -1,15 +1,19 @@
 """The experts of one layer against the floor (dense matmuls of the same FLOPs) and transformers' implementations.
 
-Gradients of x, both weights and the gate weights. The floor writes into buffers that exist already.
+Gradients of x, both weights and the gate weights. The floor writes into buffers that exist already. On a GPU also against a
+dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the packages of bench/peers.py that are installed.
 """
 
 import pytest
 import torch
 
-from bench.conftest import DEVICE
+from bench import peers, shapes
+from bench.conftest import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
-DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
+GPU_SHAPES = shapes.layers()
+EAGER = 4096  # tokens up to which transformers' loop over experts is worth the wait
 
 
 class Layer:
@@ -65,24 +69,71 @@ class Layer:
         experts.gate_up_proj, experts.down_proj = self.up, self.down
         return lambda: experts(self.x, self.topk_idx, self.topk_weight)
 
+    def dense(self):
+        """A gated FFN over as many rows as all experts have together."""
+        rows, w1, w2 = (self.buffers[name].detach().requires_grad_() for name in ("rows", "w1", "w2"))
+
+        def call():
+            gate, up = torch.nn.functional.linear(rows, w1).chunk(2, -1)
+            return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2)
+
+        return call, [rows, w1, w2], self.buffers["y"]
+
     def variants(self):
+        """Return name -> function, or name -> (function, what to differentiate by, gradient of its output)."""
         functions = {f"transformers {name}": self.transformers(name) for name in ("eager", "grouped_mm")}
         return {"moe_runtime": self.ours} | functions
 
-    def both(self, function):
-        inputs = [self.x, self.up, self.down, self.topk_weight]
-        return lambda: torch.autograd.grad(function(), inputs, self.dout)
+    def gpu_variants(self, notes):
+        """Return `variants` and those that only a GPU is asked for; why others are missing goes into `notes`."""
+        found = self.variants()
+        if self.shape.T > EAGER:
+            del found["transformers eager"]
+        if self.shape.shared:
+            found["moe_runtime, shared dense"] = self.ours_dense
+        return (
+            found
+            | {"dense FFN": self.dense(), "torch grouped_mm": lambda: peers.grouped_mm(self)}
+            | peers.installed(self, notes)
+        )
+
+    def ours_dense(self):
+        return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, shared="dense")
+
+    def forward(self, variant):
+        return variant[0] if isinstance(variant, tuple) else variant
+
+    def both(self, variant):
+        inputs, dout = [self.x, self.up, self.down, self.topk_weight], self.dout
+        if isinstance(variant, tuple):
+            variant, inputs, dout = variant
+        return lambda: torch.autograd.grad(variant(), inputs, dout)
+
+
+def _variants(layer, tiny: bool) -> tuple[dict, dict]:
+    notes: dict = {}
+    return (layer.gpu_variants(notes) if CUDA or tiny else layer.variants()), notes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def bench_forward(interleaved, shape, dtype):
-    layer = Layer(shape, dtype)
+def bench_forward(interleaved, shape, dtype, request):
+    with fits():
+        layer = Layer(shape, dtype)
+    variants, notes = _variants(layer, request.config.getoption("--tiny"))
+    functions = {name: layer.forward(variant) for name, variant in variants.items()}
     with torch.no_grad():
-        interleaved({"dense matmul (floor)": layer.floor_forward, **layer.variants()}, flops=layer.flops)
+        interleaved(
+            {"dense matmul (floor)": layer.floor_forward, **functions},
+            flops=layer.flops,
+            notes=notes,
+            compare="moe_runtime",
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def bench_forward_backward(interleaved, shape, dtype):
-    layer = Layer(shape, dtype)
-    functions = {name: layer.both(function) for name, function in layer.variants().items()}
-    interleaved({"dense matmul (floor)": layer.floor_both, **functions}, flops=3 * layer.flops)
+def bench_forward_backward(interleaved, shape, dtype, request):
+    with fits():
+        layer = Layer(shape, dtype)
+    variants, notes = _variants(layer, request.config.getoption("--tiny"))
+    functions = {name: layer.both(variant) for name, variant in variants.items()}
+    interleaved({"dense matmul (floor)": layer.floor_both, **functions}, flops=3 * layer.flops, notes=notes)

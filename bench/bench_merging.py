@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bench.conftest import CUDA, DEVICE
-from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.merging import merge_experts, merged_linear
 
 BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
 
@@ -32,4 +33,26 @@ def bench_merge_experts(interleaved, shape, backward):
     interleaved(
         {"copy (floor)": lambda: target.copy_(source), **variants, "fp32 stack, mm, cast (official)": official},
         bytes=2 * (shape.E + 1) * P,
+    )
+
+
+@pytest.mark.gpu
+def bench_merged_linear(interleaved, shape):
+    """One linear layer of merged experts whose alphas train: forward and backward, against the same layer trained densely."""
+    T = min(shape.T, 4096)
+    x, dout = (torch.randn(T, n, dtype=torch.bfloat16, device=DEVICE) for n in (shape.H, shape.I))
+    x.requires_grad_()
+    weight = torch.randn(shape.E, shape.I, shape.H, dtype=torch.bfloat16, device=DEVICE) * shape.H**-0.5
+    alpha = torch.full([shape.E], 1 / shape.E, device=DEVICE, requires_grad=True)
+    backend = BACKENDS[-1]
+    merged = merge_experts(weight, alpha.detach(), backend=backend)
+    dense = torch.nn.Parameter(merged.clone())
+    variants = {
+        "dense linear (floor)": (lambda: F.linear(x, dense), dense),
+        f"moe_runtime {backend}": (lambda: merged_linear(x, weight, alpha, merged, backend=backend), alpha),
+        "dW, then dalpha": (lambda: F.linear(x, merge_experts(weight, alpha, backend=backend)), alpha),
+    }
+    interleaved(
+        {name: lambda f=f, p=p: torch.autograd.grad(f(), [x, p], dout) for name, (f, p) in variants.items()},
+        flops=6 * T * shape.H * shape.I,
     )

@@ -1,11 +1,14 @@
 """`interleaved`: all variants in turn, round after round, in one process, so that a noisy machine is noisy for all of them.
 
-What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, and the ratio to the first variant (the floor).
+What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, and the ratio to the first variant (the floor). On a GPU
+it reads CUDA events, adds each variant's peak memory and its share of a ceiling measured in the same process, and takes
+whoever does not run out of the comparison, with a note.
 """
 
+import contextlib
 import importlib.metadata
+import os
 import platform
-import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -13,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import shapes
+from bench import clock, shapes
+from bench.records import Records
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 
 
 def pytest_addoption(parser):
@@ -24,13 +29,44 @@ def pytest_addoption(parser):
         "--tiny", action="store_true", help="run every benchmark once, at a shape that only proves that it runs"
     )
     parser.addoption("--rounds", type=int, default=15, help="rounds per benchmark")
+    parser.addoption("--seconds", type=float, default=3.0, help="of timing per benchmark, on a GPU")
+    parser.addoption("--budget", type=float, default=float("inf"), help="seconds after which nothing new begins")
+    parser.addoption("--results", type=Path, help="JSON lines: each benchmark is written as it ends, and not run twice")
+
+
+def pytest_configure(config):
+    config.records = Records(config.getoption("--results"))
+    config.began = time.monotonic()
+    config.pluginmanager.register(config.records, "bench-records")
+    if config.getoption("--tiny") and not CUDA:
+        # before a benchmark imports triton: the kernels run interpreted
+        os.environ["TRITON_INTERPRET"] = "1"
+        from tests.support import interp_fast, interp_fix
+
+        interp_fix.install()
+        interp_fast.install()
 
 
 def pytest_generate_tests(metafunc):
     if "shape" in metafunc.fixturenames:
         tiny = metafunc.config.getoption("--tiny")
-        table = shapes.TINY if tiny else shapes.GPU if CUDA else shapes.CPU
+        sweep = getattr(metafunc.module, "GPU_SHAPES", shapes.GPU)
+        table = shapes.TINY if tiny else sweep if CUDA else shapes.CPU
         metafunc.parametrize("shape", [pytest.param(shape, id=name) for name, shape in table.items()])
+
+
+def pytest_collection_modifyitems(config, items):
+    done = config.records.done()
+    cpu = not CUDA and not config.getoption("--tiny")
+    out = [item for item in items if item.name in done or (cpu and item.get_closest_marker("gpu"))]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
+def pytest_runtest_setup(item):
+    if time.monotonic() - item.config.began > item.config.getoption("--budget"):
+        pytest.skip(clock.OUT_OF_TIME)
 
 
 def _commit() -> str:
@@ -69,41 +105,51 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info.pop("node", None)
 
 
+@contextlib.contextmanager
+def fits():
+    """What does not fit into the GPU's memory is skipped with a note, not failed."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"does not fit into the memory: {clock.one_line(error)}")
+
+
 @pytest.fixture
 def interleaved(benchmark, request):
-    """Call as interleaved({name: function}, flops=..., bytes=...); the first name is the floor of the ratios."""
-    rounds = 1 if request.config.getoption("--tiny") else request.config.getoption("--rounds")
-    wait = torch.cuda.synchronize if CUDA else lambda: None
+    """Call as interleaved({name: function}, flops=..., bytes=..., notes={name: why it is missing}).
 
-    def run(variants, *, flops=0, bytes=0):
-        times = {name: [] for name in variants}
-        for function in variants.values():
-            function()  # warm up, and fail, outside the timing
-        wait()
+    The first name is the floor of the ratios. `compare` names the variant from whose result the others' is measured.
+    """
+    option = request.config.getoption
+    records: Records = request.config.records
+    rounds = 1 if option("--tiny") else option("--rounds")
 
-        def one_round():
-            for name, function in variants.items():
-                start = time.perf_counter()
-                function()
-                wait()
-                times[name].append(time.perf_counter() - start)
-
-        benchmark.pedantic(one_round, rounds=rounds)
-        floor = next(iter(times.values()))
-        rows = {}
-        for name, seconds in times.items():
-            median = statistics.median(seconds)
-            rows[name] = {
-                "ms": median * 1e3,
-                "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
-                "spread": (max(seconds) - min(seconds)) / median,
-                **({"TFLOP/s": flops / median / 1e12} if flops else {}),
-                **({"GB/s": bytes / median / 1e9} if bytes else {}),
-            }
-        benchmark.extra_info.update(_machine(), rounds=rounds, rows=rows)
+    def run(variants, *, flops=0, bytes=0, notes=None, compare=None):
+        info = dict(_machine())
+        if not CUDA:
+            times, details = clock.measure_cpu(variants, rounds, benchmark.pedantic), {}
+        else:
+            broken = records.broken(request.node.name)
+            variants = {name: function for name, function in variants.items() if name not in broken}
+            notes = dict(notes or {}) | broken
+            try:
+                times, details = clock.measure_gpu(
+                    variants, rounds, option("--seconds"), benchmark.pedantic, notes, compare
+                )
+            except clock.ContextLost as lost:
+                records.write(request.node.name, broken={lost.variant: lost.note})
+                pytest.exit(str(lost), returncode=LOST)
+            info |= {"ceilings": clock.ceilings(), "tiles": clock.launch_configs()}
+        rows = clock.rows_of(times, details, flops, bytes, info.get("ceilings"))
+        info |= {"rounds": len(next(iter(times.values()))), "rows": rows} | ({"notes": notes} if notes else {})
+        benchmark.extra_info.update(info)
+        records.write(request.node.name, extra_info=info)
         return rows
 
-    return run
+    try:
+        yield run
+    finally:
+        clock.free()
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -117,5 +163,8 @@ def pytest_terminal_summary(terminalreporter, config):
         floor = next(iter(info["rows"]))
         for variant, row in info["rows"].items():
             rate = "".join(f"{row[unit]:9.3f} {unit}" for unit in ("TFLOP/s", "GB/s") if unit in row)
+            share = f"   {row['share']:.0%} of the ceiling" if "share" in row else ""
             line = f"  {variant:24s}{row['ms']:10.2f} ms{row['ratio']:8.3f} x {floor}{rate}"
-            terminalreporter.write_line(f"{line}   spread {row['spread']:.0%}")
+            terminalreporter.write_line(f"{line}   spread {row['spread']:.0%}{share}")
+        for variant, note in info.get("notes", {}).items():
+            terminalreporter.write_line(f"  {variant:24s}{note}")

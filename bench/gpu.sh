@@ -1,14 +1,104 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one go: the kernels' tests natively, then the benchmarks, as dated JSON.
-# Usage: bash bench/gpu.sh [output folder]; needs torch with CUDA, triton, transformers, pytest, pytest-benchmark.
-set -euo pipefail
+# Everything that only a GPU can show: the kernels' tests natively, the launch configs, the benchmarks.
+# Usage: bash bench/gpu.sh [all|tests|tune|bench|goals|sanitize] [output folder]
+# Needs torch with CUDA, triton, transformers, pytest, pytest-benchmark; pytest-xdist and pytest-timeout if they are there.
+#
+# Each part ends within LIMIT seconds (540) and writes as it goes; called again it does what is left. What it wrote earlier
+# is taken from the output folder ($OUT, else bench/results) or, if that is empty, from bench/results:
+#   gpu-tests.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   DATE-COMMIT-gpu.json and .md   gpu.log
+# SHAPES (all) and TOKENS (16384,4096,65536) of tune, WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
+set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${1:-bench/results}
+part=all
+case ${1:-} in all | tests | tune | bench | goals | sanitize) part=$1; shift ;; esac
+out=${1:-${OUT:-bench/results}}
+limit=${LIMIT:-540}
+python=${PYTHON:-python3}
 mkdir -p "$out"
-export PYTHONPATH="$PWD" HF_HUB_OFFLINE=1
+out=$(cd "$out" && pwd)
+log=$out/gpu.log
+tiles=$out/gpu-tiles.json
+lines=$out/gpu.jsonl
+for file in gpu-tiles.json gpu.jsonl; do
+    [ -e "$out/$file" ] || [ ! -e "bench/results/$file" ] || cp "bench/results/$file" "$out/$file"
+done
+export PYTHONPATH="$PWD" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+# the user's own measured configs stay out of it: tests run the built-in ones, benchmarks those of gpu-tiles.json
+XDG_CACHE_HOME=$(mktemp -d)
+export XDG_CACHE_HOME
+trap 'rm -rf "$XDG_CACHE_HOME"' EXIT
 unset TRITON_INTERPRET
-python3 -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name(), torch.__version__)'
-python3 -m pytest -q -p no:cacheprovider tests/ops tests/modules tests/gpu || tests=$?
-stamp=$(date +%Y-%m-%d)-$(git rev-parse --short HEAD 2>/dev/null || echo nogit)
-python3 -m pytest -q -p no:cacheprovider bench --rounds 20 --benchmark-json "$out/$stamp-gpu.json"
-exit "${tests:-0}"
+"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name(), torch.__version__)' | tee -a "$log"
+[ "${PIPESTATUS[0]}" = 0 ] || exit 1
+
+# a process that died, or whose CUDA context did (tune ends with 3 then, the benchmarks with 99): the rest goes on in a new one
+died() { case $1 in 3 | 99 | 132 | 134 | 135 | 136 | 139) return 0 ;; *) return 1 ;; esac; }
+
+# run SECONDS COMMAND...: ended by Ctrl-C's signal, so that it can write what it has
+run() { timeout -s INT -k 30 "$@" 2>&1 | tee -a "$log"; return "${PIPESTATUS[0]}"; }
+
+tests() {
+    local options=()
+    "$python" -c 'import xdist' 2>/dev/null && options+=(-n "${WORKERS:-8}")
+    "$python" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout 240)
+    run "$limit" "$python" -m pytest -q -p no:cacheprovider --tb=short -rf "${options[@]}" \
+        --junitxml "$out/gpu-tests.xml" tests/gpu tests/ops tests/modules
+}
+
+tune() {
+    local end=$((SECONDS + limit)) left status=0 try
+    for try in 1 2 3 4 5 6; do
+        left=$((end - SECONDS))
+        [ "$left" -gt 30 ] || break
+        run "$left" "$python" -m moe_runtime.cli tune --shape "${SHAPES:-all}" --tokens "${TOKENS:-16384,4096,65536}" \
+            --seconds $((left - 30)) --out "$tiles"
+        status=$?
+        died $status || break
+    done
+    return $status
+}
+
+bench() {
+    local end=$((SECONDS + limit)) left file seconds status worst=0 try
+    if [ -e "$tiles" ]; then
+        mkdir -p "$XDG_CACHE_HOME/moe_runtime"
+        cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
+    fi
+    for file in layer routing merging trainable kernels; do
+        seconds=1
+        [ $file = layer ] && seconds=3
+        for try in 1 2 3 4; do
+            left=$((end - SECONDS))
+            [ "$left" -gt 30 ] || break
+            # shellcheck disable=SC2086
+            run "$left" "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median --seconds $seconds \
+                --budget $((left - 30)) --results "$lines" ${ARGS:-} "bench/bench_$file.py"
+            status=$?
+            died $status || break
+        done
+        [ "${status:-0}" = 0 ] || [ "$status" = 5 ] || worst=$status
+    done
+    return $worst
+}
+
+goals() {
+    [ -e "$lines" ] || return 0
+    local stamp
+    stamp=$(date +%Y-%m-%d)-$(git rev-parse --short HEAD 2>/dev/null || echo nogit)
+    "$python" -m bench.report "$lines" --out "$out/$stamp-gpu.json" >"$out/$stamp-gpu.md"
+    "$python" -m bench.report "$lines" --goals
+}
+
+sanitize() {
+    # every allocation its own, or a read behind a tensor hits the next one
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$limit" compute-sanitizer --tool memcheck --error-exitcode 1 \
+        "$python" -m pytest -q -x -p no:cacheprovider --tb=short tests/gpu/test_moe_mlp.py -k "few_rows or user_gets"
+}
+
+worst=0
+case $part in
+all) for each in tests tune bench; do $each || worst=$?; done; goals ;;
+bench) bench || worst=$?; goals ;;
+*) $part || worst=$? ;;
+esac
+exit $worst

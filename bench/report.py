@@ -1,17 +1,24 @@
-"""Markdown from a results file: python -m bench.report bench/results/DATE-COMMIT-cpu.json"""
+"""Markdown from results files: python -m bench.report FILE.json [FILE.jsonl ...]; with -o OUT.json they are written as one.
 
+Of a CPU's file the layer's table; of a GPU's the goals and by how much they are met or missed, then every table.
+"""
+
+import argparse
+import contextlib
 import json
-import sys
 from pathlib import Path
+from typing import NamedTuple
+
+from bench import shapes
+from bench.records import Records, benchmarks
 
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 VARIANTS = ("moe_runtime", "transformers eager", "transformers grouped_mm")
 
 
 def rows_of(path: str | Path) -> dict:
-    """Return {(benchmark, variant): row} of a pytest-benchmark file."""
-    benchmarks = json.loads(Path(path).read_text())["benchmarks"]
-    return {(b["name"], name): row for b in benchmarks for name, row in b["extra_info"]["rows"].items()}
+    """Return {(benchmark, variant): row} of a results file."""
+    return {(b["name"], name): row for b in benchmarks(path) for name, row in b["extra_info"]["rows"].items()}
 
 
 def cpu_table(rows: dict) -> str:
@@ -25,5 +32,153 @@ def cpu_table(rows: dict) -> str:
     return "\n".join(lines)
 
 
+class Goal(NamedTuple):
+    """What is wanted of a number of each of some benchmarks; `least` or `most`."""
+
+    what: str
+    benchmarks: list[str]
+    value: object  # rows of one benchmark (variant -> row) -> number
+    least: float | None = None
+    most: float | None = None
+
+    def met(self, value: float) -> bool:
+        return value >= self.least if self.most is None else value <= self.most
+
+    def want(self) -> str:
+        return f">= {self.least:g}" if self.most is None else f"<= {self.most:g}"
+
+
+def _layers(function: str, *tokens: int, names=tuple(shapes.GPU)) -> list[str]:
+    return [f"{function}[{name}-{T}-bf16]" for T in tokens for name in names]
+
+
+def _share(rows):
+    return rows["moe_runtime"]["share"]
+
+
+def _faster(variant: str):
+    return lambda rows: rows[variant]["ms"] / rows["moe_runtime"]["ms"]
+
+
+def _of_copy(variant: str):
+    return lambda rows: rows["copy (floor)"]["ms"] / rows[variant]["ms"]
+
+
+def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
+    return [f"{function}[{name}-{way}]" for name in names for way in ways]
+
+
+HF = "transformers grouped_mm"
+GOALS = (
+    Goal("forward, share of the matmul ceiling, T >= 16384", _layers("bench_forward", 16384, 65536), _share, 0.80),
+    Goal(
+        "forward + backward, share of the matmul ceiling, T >= 16384",
+        _layers("bench_forward_backward", 16384, 65536), _share, 0.70,
+    ),
+    Goal(
+        "forward + backward, share of the matmul ceiling, T = 4096, small experts",
+        _layers("bench_forward_backward", 4096, names=("OLMoE", "Qwen3-30B-A3B")), _share, 0.45,
+    ),
+    Goal(f"forward + backward, times faster than {HF}", _layers("bench_forward_backward", *shapes.TOKENS), _faster(HF), 2.0),
+    Goal(f"forward, times faster than {HF}: never slower", _layers("bench_forward", *shapes.TOKENS), _faster(HF), 1.0),
+    Goal(
+        "router, times of its bytes' copy, T = 16384", _each("bench_route", "forward", "backward"),
+        lambda rows: rows["moe_runtime"]["ms"] / rows["copy (floor)"]["ms"], most=2.0,
+    ),
+    Goal(
+        "merge and dalpha, share of the copy's bandwidth", _each("bench_merge_experts", "merge", "dalpha"),
+        _of_copy("moe_runtime triton"), 0.85,
+    ),
+    Goal(
+        "a fifth of the experts trains: share of the time saved", [f"bench_partly_trained[{name}]" for name in shapes.FINE],
+        lambda rows: 1 - rows["moe_runtime, apart"]["ms"] / rows["all experts (floor)"]["ms"], 0.20,
+    ),
+)  # fmt: skip
+
+
+def goals(rows: dict) -> str:
+    """Return one line per goal, and one per benchmark that misses it."""
+    lines, missed = ["| goal | want | worst | best | met | not measured |", "|---|---|---|---|---|---|"], []
+    for goal in GOALS:
+        values = {}
+        for name in goal.benchmarks:
+            found = {variant: row for (benchmark, variant), row in rows.items() if benchmark == name}
+            with contextlib.suppress(KeyError):
+                values[name] = goal.value(found)
+        met = [name for name, value in values.items() if goal.met(value)]
+        ordered = [f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)]
+        ends = f"{ordered[0]} | {ordered[-1]}" if ordered else " | "
+        left = len(goal.benchmarks) - len(values)
+        lines.append(f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |")
+        limit = goal.least if goal.most is None else goal.most
+        missed += [
+            f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"
+            for name, value in values.items()
+            if name not in met
+        ]
+    return "\n".join([*lines, "", *missed])
+
+
+def gpu_tables(paths: list[str | Path]) -> str:
+    """Return a table per function: a line per benchmark, each variant's milliseconds, share of the ceiling, peak memory."""
+    tables, notes = {}, []
+    for bench in (bench for path in paths for bench in benchmarks(path)):
+        tables.setdefault(bench["name"].partition("[")[0], []).append(bench)
+        notes += [f"* {bench['name']}: {name}: {note}" for name, note in bench["extra_info"].get("notes", {}).items()]
+    lines = []
+    for function, found in tables.items():
+        variants = list(dict.fromkeys(name for bench in found for name in bench["extra_info"]["rows"]))
+        lines += ["", f"| {function} | " + " | ".join(variants) + " |", "|---|" + "---|" * len(variants)]
+        for bench in found:
+            rows = bench["extra_info"]["rows"]
+            cells = (_cell(rows[name]) if name in rows else "" for name in variants)
+            lines.append(f"| {bench['name'].partition('[')[2].rstrip(']')} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *notes])
+
+
+def _cell(row: dict) -> str:
+    parts = [f"{row['ms']:.3f} ms"]
+    parts += [f"{row['share']:.0%}"] if "share" in row else []
+    parts += [f"{row['peak MiB']:.0f} MiB"] if "peak MiB" in row else []
+    # results of two correct implementations differ by their rounding
+    parts += [f"differs by {row['difference']:.0e}"] if not row.get("difference", 0) < 0.05 else []
+    return ", ".join(parts)
+
+
+def machine(paths: list[str | Path]) -> str:
+    """Return a line per set of machine, versions and ceilings that the files were measured with."""
+    seen = {}
+    for info in (bench["extra_info"] for path in paths for bench in benchmarks(path)):
+        ceilings = ", ".join(f"{value:.0f} {unit}" for unit, value in info.get("ceilings", {}).items())
+        names = ("machine", "driver", "torch", "triton", "transformers", "commit", "date", "tiles")
+        seen[", ".join([*(f"{name} {info[name]}" for name in names if name in info), f"ceilings {ceilings}"])] = None
+    return "\n".join(f"* {line}" for line in seen)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
+    parser.add_argument("--goals", action="store_true", help="of a GPU's files, the goals alone")
+    options = parser.parse_args(arguments)
+    rows = {key: row for path in options.files for key, row in rows_of(path).items()}
+    if options.out:
+        found = [{key: b[key] for key in ("name", "extra_info")} for path in options.files for b in benchmarks(path)]
+        options.out.write_text(json.dumps({"benchmarks": found}, indent=1) + "\n")
+    if ("bench_forward[coarse-fp32]", "moe_runtime") in rows:
+        return print(cpu_table(rows))
+    print(f"{machine(options.files)}\n\n{goals(rows)}")
+    if options.goals:
+        return None
+    print(gpu_tables(options.files))
+    lines = [line for path in options.files if path.suffix == ".jsonl" for line in Records(path).lines()]
+    for state in ("skipped", "failed", "broken"):
+        for line in lines:
+            if state in line:
+                print(f"\n{state}: {line['name']}: {line[state]}")
+    return None
+
+
 if __name__ == "__main__":
-    print(cpu_table(rows_of(sys.argv[1])))
+    main()

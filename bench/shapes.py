@@ -18,12 +18,28 @@ CPU = {
     "coarse": Shape(2048, 512, 1408, 8, 6, shared=True),  # a quarter of XFT on DeepSeek-Coder-1.3B
     "fine": Shape(2048, 512, 256, 64, 8),  # a quarter of OLMoE
 }
-GPU = {
+GPU = {  # as in moe_runtime/tuning.py; TinyLlama's expert counts are guesses, the paper names none
     "XFT-DSCoder-1.3B": Shape(16384, 2048, 5504, 8, 6, shared=True),
     "XFT-StableCode-3B": Shape(16384, 2560, 6912, 4, 2, shared=True),
+    "XFT-TinyLlama-1.1B": Shape(16384, 2048, 5632, 8, 6, shared=True),
+    "XFT-TinyLlama-1.1B-4e": Shape(16384, 2048, 5632, 4, 2, shared=True),
     "DeepSeek-V2-Lite": Shape(16384, 2048, 1408, 64, 6),
     "Mixtral-8x7B": Shape(16384, 4096, 14336, 8, 2),
     "OLMoE": Shape(16384, 2048, 1024, 64, 8),
     "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
 }
+FINE = ("DeepSeek-V2-Lite", "OLMoE", "Qwen3-30B-A3B")  # many small experts: few rows each
+TOKENS = (16384, 4096, 65536)  # the most telling first, for runs that are cut short
 TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests
+
+
+def layers() -> dict[str, Shape]:
+    """GPU's shapes at every T of TOKENS."""
+    return {f"{name}-{T}": shape._replace(T=T) for T in TOKENS for name, shape in GPU.items()}
+
+
+def kernels() -> dict[str, Shape]:
+    """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
+    return {
+        name: shape for name, shape in layers().items() if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)
+    }

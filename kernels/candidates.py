@@ -21,7 +21,7 @@ _HOPPER = {
     "dz": (
         Tile(128, 128, 64, 8, 3, TMA=True), Tile(128, 128, 64, 8, 4, TMA=True), Tile(128, 128, 64, 8, 3, 16, TMA=True),
         Tile(128, 128, 64, 8, 3, TMA=True, PERSISTENT=True), Tile(128, 128, 64, 8, 3), Tile(128, 128, 128, 8, 3, TMA=True),
-        Tile(128, 256, 64, 8, 3, TMA=True), Tile(128, 64, 64, 8, 4, TMA=True), Tile(64, 256, 64, 8, 4, TMA=True),
+        Tile(128, 64, 64, 8, 4, TMA=True), Tile(64, 256, 64, 8, 4, TMA=True),
         Tile(64, 128, 64, 8, 3, TMA=True), Tile(64, 128, 64, 4, 4, TMA=True), Tile(64, 64, 64, 4, 4, TMA=True),
         Tile(32, 128, 64, 4, 4, TMA=True), Tile(16, 128, 64, 4, 4, TMA=True),
     ),
@@ -76,6 +76,6 @@ def candidates(problem: Problem) -> list[Tile]:
         pool = (_HOPPER if hopper else _AMPERE)[problem.kernel]
     if problem.kernel != "dw" and problem.arch:
         # a tile of many more rows than an expert has computes nothing but padding, one of far fewer reads the weights often
-        low, high = min(64, problem.rows // 4), max(16, 2 * problem.rows)
+        low, high = min(64, problem.rows // 4), max(32, 2 * problem.rows)
         pool = [tile for tile in pool if low <= tile.BLOCK_M <= high]
     return list(dict.fromkeys([tiles.heuristic(problem), *(tiles.clip(tile, problem) for tile in pool)]))

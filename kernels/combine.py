@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.tiles import precision
+
 LANES = 128  # of a program: four warps
 UNROLL = 8  # rows of one token in flight
 BLOCK_S = 32  # slots of one program that sums the partial gradients of their weights
@@ -41,7 +43,8 @@ def _sum_slots(
             mask = live[:, None] & (h < H)[None, :]
             y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
             if weight_ptr is not None:
-                y = y * tl.load(weight_ptr + slot, mask=live, other=0.0)[:, None]
+                # 1 where y is 0: the interpreter takes a lone lane's `other=0.0` for none at all
+                y = y * tl.load(weight_ptr + slot, mask=live, other=1.0)[:, None]
             acc += y
     return acc
 
@@ -142,6 +145,41 @@ def _sum_rows_kernel(
         tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _sum_rows_router_kernel(
+    dy_ptr,  # [R, H], any float
+    slot_row_ptr,  # [T, K], any integer
+    num_rows_ptr,  # [1] int32 or None
+    dlogits_ptr,  # [T, N], dtype of dy
+    router_ptr,  # [N, H], dtype of dy
+    dx_ptr,  # [T, H], dtype of dy
+    T,
+    H,
+    N,
+    stride_n,  # of router
+    K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    columns = tl.cdiv(H, BLOCK_H)
+    t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = _sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    for n0 in range(0, N, BLOCK_N):
+        n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
+        mask = (t < T)[:, None] & (n < N)[None, :]
+        dlogits = tl.load(dlogits_ptr + t[:, None] * N + n[None, :], mask=mask, other=0.0)
+        mask = (n < N)[:, None] & (h < H)[None, :]
+        router = tl.load(router_ptr + n[:, None] * stride_n + h[None, :], mask=mask, other=0.0)
+        acc = tl.dot(dlogits, router, acc, input_precision=PRECISION)
+    mask = (t < T)[:, None] & (h < H)[None, :]
+    tl.store(dx_ptr + t[:, None] * H + h[None, :], acc.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
 def combine_forward(
     y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, num_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -207,6 +245,34 @@ def sum_rows(
                 BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32),
             )  # fmt: skip
     return dx, dweight
+
+
+def sum_rows_and_router(
+    dy: torch.Tensor,
+    slot_row: torch.Tensor,
+    T: int,
+    K: int,
+    num_rows: torch.Tensor | None,
+    dlogits: torch.Tensor,
+    router_weight: torch.Tensor,
+) -> torch.Tensor:
+    """dx[t] = sum_k dy[slot_row[t, k]] + dlogits[t] router_weight, [T, H] in dy's dtype, rounded once.
+
+    `dlogits` [T, N] and `router_weight` [N, H] have dy's dtype; the rest as of `sum_rows`. One launch.
+    """
+    H, N = dy.shape[1], router_weight.shape[0]
+    dx = dy.new_empty(T, H)
+    if router_weight.stride(1) != 1:
+        router_weight = router_weight.contiguous()
+    BLOCK_H = min(256, max(16, triton.next_power_of_2(H)))
+    if dx.numel():
+        with torch.cuda.device_of(dy):
+            _sum_rows_router_kernel[(triton.cdiv(T, 16) * triton.cdiv(H, BLOCK_H),)](
+                dy.contiguous(), slot_row.contiguous(), num_rows, dlogits.contiguous(), router_weight, dx, T, H, N,
+                router_weight.stride(0), K=K, UNROLL=min(K, 4), PRECISION=precision(dy), BLOCK_T=16, BLOCK_H=BLOCK_H,
+                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))),
+            )  # fmt: skip
+    return dx
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -102,7 +102,7 @@ def _merged_linear_bwd_alpha_kernel(
     # two stages: the next expert's tile is on its way through shared memory, and takes no registers, while one is summed
     for _ in tl.range(E, num_stages=2):
         w = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        tl.store(partial_ptr + tile, tl.sum(tl.sum(dw * w, 1), 0))
+        tl.store(partial_ptr + tile, tl.sum(dw * w))
         weight_ptr += stride_e
         partial_ptr += tl.num_programs(0)
 
@@ -117,10 +117,10 @@ def merge_experts_forward(
     weight, stride_e, P = _rows(weight)
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device) if out is None else out
     if P:
-        blocks = block_sizes(weight.shape[0], weight.element_size())
+        config = merge_config(weight.shape[0], P, weight.element_size())
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            _merge_experts_fwd_kernel[(triton.cdiv(P, blocks["BLOCK_P"]),)](
-                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **blocks
+            _merge_experts_fwd_kernel[(triton.cdiv(P, config["BLOCK_P"]),)](
+                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **config
             )
     return out
 
@@ -128,13 +128,13 @@ def merge_experts_forward(
 def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
     weight, stride_e, P = _rows(weight)
-    sizes = block_sizes(weight.shape[0], weight.element_size())
-    blocks = triton.cdiv(P, sizes["BLOCK_P"])
+    config = merge_config(weight.shape[0], P, weight.element_size())
+    blocks = triton.cdiv(P, config["BLOCK_P"])
     partial = torch.empty(weight.shape[0], blocks, dtype=torch.float32, device=weight.device)
     if P:
         with torch.cuda.device_of(weight):
             _merge_experts_bwd_alpha_kernel[(blocks,)](
-                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **sizes
+                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **config
             )
     return partial.sum(1)
 
@@ -162,10 +162,15 @@ def merged_linear_backward_alpha(
     return partial.sum(1)
 
 
-def block_sizes(E: int, element_size: int) -> dict[str, int]:
-    """Return BLOCK_E and BLOCK_P of the kernels that merge: at four warps 64 registers a thread of loads in flight."""
+def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
+    """Return blocks and warps of the kernels that merge, such that a thread has 16 bytes of each of BLOCK_E experts to load."""
     block = min(triton.next_power_of_2(E), MAX_EXPERTS)
-    return {"BLOCK_E": block, "BLOCK_P": min(TILE_BYTES // (block * element_size), 4096)}
+    # where 16 does not divide P every load is of one element, and a long row of them spills
+    return {
+        "BLOCK_E": block,
+        "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096),
+        "num_warps": 8,
+    }
 
 
 def linear_config(

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 TILE = 512  # logits of a warp. Programs have one as a rule: no barriers, and a program for every SM at T = 4096
-ROWS_FWD = 32  # at most, one per lane
-ROWS_BWD = 16  # with as many rows as lanes, Triton moves the loads of its loop through shared memory
+ROWS = 16  # at most: with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
 
 
@@ -129,7 +128,7 @@ def _route_bwd_kernel(
                 d = tl.where(slot_of == 0, d - dshared[:, None], d)
         dx = y * (d - tl.sum(y * d, 1)[:, None])
         if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-            dx = tl.where(chosen, dx, 0.0)  # in a row of NaN, too
+            dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, in a row of NaN, too
     tl.store(dlogits_ptr + (t * E)[:, None] + e, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -144,7 +143,7 @@ def route_forward(
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
     if T:
-        grid, sizes = _launch(router_logits, top_k, gate, shared, ROWS_FWD)
+        grid, sizes = _launch(router_logits, top_k, gate, shared)
         with torch.cuda.device_of(router_logits):
             _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes)
     return weight, idx
@@ -158,7 +157,7 @@ def route_backward(
     router_logits = _rows(router_logits)
     dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
     if T:
-        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, ROWS_BWD)
+        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared)
         with torch.cuda.device_of(router_logits):
             _route_bwd_kernel[grid](dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes)
     return dlogits
@@ -169,10 +168,10 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int, rows: int) -> tuple[tuple[int], dict]:
+def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int) -> tuple[tuple[int], dict]:
     T, E = logits.shape
     E_PAD = triton.next_power_of_2(E)
-    BLOCK_T = max(1, min(rows, TILE // E_PAD))
+    BLOCK_T = max(1, min(ROWS, TILE // E_PAD))
     sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
     # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
     return (triton.cdiv(T, BLOCK_T),), sizes | {

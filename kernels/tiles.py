@@ -150,7 +150,8 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, device: str) -> Tile:
+def lookup(problem: Problem, device: str) -> Tile:
+    """Return the config of this problem on the device of this name: the measured one, else the built-in one."""
     tile = read_tuned().get(device, {}).get(problem.key())
     return heuristic(problem) if tile is None else clip(tile, problem)
 
@@ -191,7 +192,7 @@ def choose(kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: 
     problem = problem_of(kernel, x.device, x.dtype, N, K, R, E, gated)
     if kernel in _forced:
         return clip(_forced[kernel], problem)
-    return _choose(problem, device_name(x.device))
+    return lookup(problem, device_name(x.device))
 
 
 @functools.cache

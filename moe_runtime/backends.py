@@ -99,7 +99,8 @@ def doctor() -> dict[str, dict[str, str]]:
         "packages": {name: _package(name, spec) for name, spec in SUPPORTED.items()}
         | {name: _package(name, "", extra) for extra, names in EXTRAS.items() for name in names},
         "devices": _devices(),
-        "settings": {name: os.environ.get(name, "not set") for name in ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET")},
+        "settings": {name: os.environ.get(name, "not set") for name in ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET")}
+        | {"launch configs": _launch_configs(device)},
         "backends": {op: _explain(op, device) for op in OPS},
     }
 
@@ -122,6 +123,20 @@ def _devices() -> dict[str, str]:
         p = torch.cuda.get_device_properties(i)
         devices[f"cuda:{i}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory >> 30} GiB"
     return devices if len(devices) > 1 else devices | {"cuda": "none: torch.cuda.is_available() is False"}
+
+
+def _launch_configs(device: torch.device) -> str:
+    """Say where the experts' kernels get their tiles from."""
+    if not _triton_installed():
+        return "none: triton is not installed"
+    from moe_runtime.kernels import tiles  # imports triton
+
+    path = tiles.tuned_path()
+    try:
+        count = len(tiles.read_tuned().get(tiles.device_name(device), {}))
+    except ValueError as error:
+        return f"error: {error}"
+    return f"{path}: {count} measured here" if count else f"built in; {path} has none for this device"
 
 
 def _explain(op: str, device: torch.device) -> str:

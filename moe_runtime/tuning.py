@@ -12,7 +12,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +23,14 @@ import torch
 import triton
 from triton.runtime.jit import KernelInterface
 
-from moe_runtime import files
-from moe_runtime.config import MoEConfig, check_choice, check_positive
+from moe_runtime import backends, files
+from moe_runtime.config import MoEConfig, check_positive
 from moe_runtime.kernels import dispatch, tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
 from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
 from moe_runtime.kernels.tiles import Problem, Tile
-from moe_runtime.timing import EventTimer
+from moe_runtime.timing import EventTimer, time_all, worst_row
 
 
 class Layer(NamedTuple):
@@ -43,6 +42,13 @@ class Layer(NamedTuple):
     top_k: int
     shared: bool = False
     gated: bool = True
+
+    def check(self) -> None:
+        """Raise ValueError for sizes that are none."""
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            check_positive(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
 
 
 LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
@@ -60,9 +66,7 @@ PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, o
 # largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
 GAIN = 0.01  # by less than this share a candidate does not replace the built-in config
-ROUNDS = 15
-LOSER = 1.25  # slower than the best by this factor after three rounds: not timed any more
-PROBLEM_SECONDS = 1.5  # of timing
+ROUNDS, SECONDS = 15, 1.5  # of timing per problem, at most
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
@@ -75,7 +79,7 @@ def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.dev
 
 
 def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Callable[[Tile], tuple]:
-    """Return a function that runs this product with a config on random rows and weights, each of norm about 1."""
+    """Return a function that runs this product with a config on random rows and weights; results are about 1."""
     H, I, E, K, shared, gated = layer
     R, Z = T * K, I * (1 + gated)
     generator = torch.Generator(device).manual_seed(0)
@@ -87,35 +91,31 @@ def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device)
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
 
-    @functools.cache
-    def rows_of(BLOCK_M: int):
-        return dispatch.tile_map(offsets, R, BLOCK_M)
-
+    # made here: inside `compile_ahead` no kernel runs
+    rows_of = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
         x, w = random(T, H), random(E, Z, H, scale=H**-0.5)
-        return lambda tile: up_forward(x, w, None, row_slot, rows_of(tile.BLOCK_M), K, "silu", gated, True, tile)
+        return lambda tile: up_forward(x, w, None, row_slot, rows_of[tile.BLOCK_M], K, "silu", gated, True, tile)
     if product in ("down", "dx"):
         down = product == "down"
         a = random(R, I if down else Z)
         w = random(E, H, I, scale=I**-0.5) if down else random(E, Z, H, scale=Z**-0.5)
-        return lambda tile: (grouped_gemm_forward(a, w, None, rows_of(tile.BLOCK_M), down, tile),)
+        return lambda tile: (grouped_gemm_forward(a, w, None, rows_of[tile.BLOCK_M], down, tile),)
     if product == "dz":
         dout, w, z = random(T, H), random(E, H, I, scale=H**-0.5), random(R, Z)
         weight = torch.rand(T, K, generator=generator, device=device)
         return lambda tile: dz_backward(
-            dout, w, None, weight, row_slot, rows_of(tile.BLOCK_M), z, "silu", gated, True, tile
+            dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile
         )
     gather = "x" if product == "dw_up" else "dy"
     dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
-    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, None, None, tile),)
+    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
 
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
     """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the kernels."""
     if not torch.cuda.is_available():
         raise ValueError("no CUDA GPU: torch.cuda.is_available() is False; want a GPU, `tune` measures it")
-    from moe_runtime import backends
-
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := backends.why_not("triton", "moe_mlp", device):
         raise ValueError(f"no GPU that runs the kernels: {reason}")
@@ -123,73 +123,44 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
 
 
 class ContextLost(RuntimeError):
-    """A candidate broke the CUDA context: nothing runs any more in this process."""
+    """A config broke the CUDA context: nothing runs any more in this process."""
+
+    def __init__(self, tile: Tile, note: str):
+        super().__init__(f"{tile} broke the CUDA context ({note}); run the command again, it skips this config")
+        self.tile = tile
 
 
-def measure(
-    run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying=contextlib.nullcontext
-) -> dict:
+def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying) -> dict:
     """Check and time `pool`, the built-in config first; return the file's entry for this problem.
 
-    `trying(tile)` is entered around each candidate's first run. Raises RuntimeError if the built-in config does not run.
+    `trying(tile)` is entered around each config's first run. Raises RuntimeError if the built-in config does not run.
     """
     notes, good, want = {}, [], None
-    compile_ahead(run, pool)
     for tile in pool:
+        got = None
         try:
             with trying(tile), _poisoned():
                 got = _comparable(problem, run(tile))
                 error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
-                good.append(tile)
-        except Exception as problem_found:
-            notes[tile] = _one_line(problem_found)
+        except Exception as failure:
+            notes[tile] = _one_line(failure)
             _check_context(tile, notes[tile])
             if want is None:
-                raise RuntimeError(f"the built-in config does not run: {notes[tile]}") from problem_found
+                raise RuntimeError(f"the built-in config does not run: {notes[tile]}") from failure
             continue
-        if want is None:
-            want = got
-        elif not error <= TOLERANCE[problem.dtype]:  # NaN is no number below
-            notes[good.pop()] = f"wrong result: a row is off by {error:.1e}"
+        want = got if want is None else want
+        if error <= TOLERANCE[problem.dtype]:  # a NaN is not
+            good.append(tile)
+        else:
+            notes[tile] = f"wrong result: a row is off by {error:.1e}"
     want = got = None
-    times = time_all(run, good, timer)
+    times = time_all({tile: functools.partial(run, tile) for tile in good}, timer, ROUNDS, SECONDS)
     best = min(good, key=times.get)
     if times[best] > times[pool[0]] * (1 - GAIN):
         best = pool[0]
     tried = [{"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")} for tile in pool]
     table = {"tile": pool[0]._asdict(), "ms": times[pool[0]]}
     return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
-
-
-def time_all(run: Callable[[Tile], tuple], pool: list[Tile], timer) -> dict[Tile, float]:
-    """Median milliseconds of each config, all in turn in every round; who is far behind after three rounds stays there."""
-    times = {tile: [] for tile in pool}
-    left, spent = list(pool), 0.0
-    for n in range(1, ROUNDS + 1):
-        for tile, ms in zip(left, timer.round([functools.partial(run, tile) for tile in left])):
-            times[tile].append(ms)
-            spent += ms / 1e3
-        medians = {tile: statistics.median(values) for tile, values in times.items()}
-        if n == 3:
-            best = min(medians.values())
-            left = [tile for tile in left if medians[tile] <= LOSER * best or tile == pool[0]]
-        if n >= 5 and spent > PROBLEM_SECONDS:
-            break
-    return medians
-
-
-def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest norm of a row's difference over the root mean square of the rows' norms; NaN if there is one anywhere."""
-    if got.shape != want.shape:
-        return float("inf")
-    got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
-    norms, largest = 0.0, 0.0
-    step = max(1, (1 << 28) // max(got.shape[1], 1))  # a float32 copy of all could be too much
-    for a, b in zip(got.split(step), want.split(step)):
-        b = b.float()
-        norms = norms + b.square().sum()
-        largest = torch.maximum((a.float() - b).square().sum(1).max(), torch.as_tensor(largest, device=a.device))
-    return float((largest / (norms / len(want)).clamp_min(1e-30)).sqrt())
 
 
 def _comparable(problem: Problem, out: tuple) -> tuple:
@@ -237,9 +208,7 @@ def _check_context(tile: Tile, note: str) -> None:
     try:
         torch.cuda.synchronize()
     except Exception:
-        raise ContextLost(
-            f"{tile} broke the CUDA context ({note}); run the command again, it skips this config"
-        ) from None
+        raise ContextLost(tile, note) from None
 
 
 def _one_line(error: BaseException) -> str:
@@ -267,14 +236,15 @@ class Results:
     def done(self) -> set[str]:
         return set(self.read()["tiles"])
 
-    def broken(self, key: str) -> list[Tile]:
-        """Configs that ended a process when they ran on this problem."""
-        return [Tile(**entry["tile"]) for entry in self.read().get("broken", {}).get(key, ())]
+    def broken(self, key: str) -> list[Tile | None]:
+        """Configs that ended a process when they ran on this problem; None stands for compiling many at once."""
+        entries = self.read().get("broken", {}).get(key, ())
+        return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
 
     def save(self, key: str, entry: dict) -> None:
         self._change(lambda device: device["tiles"].update({key: entry}))
 
-    def save_broken(self, key: str, tile: dict, note: str) -> None:
+    def save_broken(self, key: str, tile: dict | None, note: str) -> None:
         entry = {"tile": tile, "note": note}
         self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
 
@@ -283,10 +253,10 @@ class Results:
             self._change(lambda device: device.pop("broken", None))
 
     @contextlib.contextmanager
-    def trying(self, key: str, tile: Tile) -> Iterator[None]:
+    def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Leave a mark that stays if the process dies in this block, and only then."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.marker.write_text(json.dumps({"key": key, "tile": tile._asdict()}))
+        self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
         try:
             yield
         finally:
@@ -313,6 +283,20 @@ class Step(NamedTuple):
     entry: dict | None = None
     note: str = ""
 
+    def __str__(self) -> str:
+        if self.entry is None:
+            return f"{self.title}: {self.state}" + (f", {self.note}" if self.note else "")
+        ms, table = self.entry["ms"], self.entry["table"]["ms"]
+        return f"{self.title}: {short(Tile(**self.entry['tile']))}, {ms:.3f} ms; built in {table:.3f} ms ({self.state})"
+
+
+def short(tile: Tile) -> str:
+    """Return the config in one word or three."""
+    blocks = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}, {tile.num_warps} warps, {tile.num_stages} stages"
+    return (
+        blocks + f", group {tile.GROUP_M}" * (tile.GROUP_M != 8) + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
+    )
+
 
 def tune(
     layers: dict[str, Layer],
@@ -328,6 +312,8 @@ def tune(
     Problems that the file has already are kept unless `again`. After `seconds` nothing new begins. Raises ValueError
     without a GPU or for a file that is not ours, ContextLost where nothing can run any more.
     """
+    for layer in layers.values():
+        layer.check()
     device, timer = find_gpu()
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
     if again:
@@ -348,21 +334,31 @@ def tune(
 
 
 def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n: int, of: int) -> Step:
-    key = problem.key()
-    pool = [tile for tile in candidates(problem) if tile not in results.broken(key)]
+    trying = functools.partial(results.trying, problem.key())
+    broken = results.broken(problem.key())
+    pool = [tile for tile in candidates(problem) if tile not in broken]
+    if tiles.heuristic(problem) not in pool:
+        return Step(
+            "failed", title, n, of, note="the built-in config ended a process before; --again tries it once more"
+        )
     try:
-        entry = measure(runner(*work), problem, pool, timer, functools.partial(results.trying, key))
-    except ContextLost:
+        run = runner(*work)
+        if None not in broken:
+            with trying(None):
+                compile_ahead(run, pool)
+        entry = measure(run, problem, pool, timer, trying)
+    except ContextLost as lost:
+        results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
         raise
-    except Exception as error:  # out of memory, or a built-in config that this GPU does not take
-        _check_context(pool[0], _one_line(error))
-        entry, note = None, _one_line(error)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if entry is None:
-        return Step("failed", title, n, of, note=note)
+    except Exception as failure:  # out of memory, or a built-in config that this GPU does not take
+        return Step("failed", title, n, of, note=_one_line(failure))
+    finally:
+        run = None
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):  # of a context that is lost
+                torch.cuda.empty_cache()
     _, layer, T, dtype, _ = work
-    results.save(key, entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
+    results.save(problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
     return Step("measured", title, n, of, entry)
 
 
@@ -395,21 +391,3 @@ def read_layer(folder: Path) -> Layer:
         first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         first("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"),
     )
-
-
-def check_layer(layer: Layer) -> Layer:
-    """Return `layer`; raises ValueError for sizes that are none."""
-    for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-        check_positive(name, getattr(layer, name))
-    if layer.top_k > layer.num_experts:
-        raise ValueError(f"top_k is {layer.top_k}, num_experts is {layer.num_experts}; want top_k <= num_experts")
-    return layer
-
-
-def find_layer(name: str) -> dict[str, Layer]:
-    """Return the built-in layer of that name in any case, all of them for "all"; ValueError for an unknown one."""
-    if name.lower() == "all":
-        return dict(LAYERS)
-    known = {title.lower(): title for title in LAYERS}
-    check_choice("shape", name.lower(), (*known, "all"))
-    return {known[name.lower()]: LAYERS[known[name.lower()]]}

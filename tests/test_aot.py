@@ -1,77 +1,129 @@
 """Every Triton kernel compiles for the GPUs we ship to, without spills, on a machine that has none of them."""
 
+import fcntl
+import importlib.metadata
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-MERGING = {"weight_ptr": "*bf16:16", "P": "i64:16", "stride_e": "i64:16"}
-KERNELS = {  # module.kernel: signature (":16" as the JIT specialises what 16 divides), constants
-    "merging._merge_experts_fwd_kernel": (
-        MERGING | {"alpha_ptr": "*fp32:16", "out_ptr": "*bf16:16"},
-        {"E": 8, "BLOCK_P": 2048},
-    ),
-    "merging._merge_experts_bwd_alpha_kernel": (
-        MERGING | {"dout_ptr": "*bf16:16", "partial_ptr": "*fp32:16", "blocks": "i32"},
-        {"E": 8, "BLOCK_P": 2048},
-    ),
-}
-SCRIPT = """
-import importlib, json, re, subprocess, sys, tempfile, pathlib, triton
-from triton.backends.compiler import GPUTarget
-tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-cubin = pathlib.Path(tempfile.mkdtemp()) / "k.cubin"
-kernels, capabilities = json.loads(sys.argv[1])
-for name, (signature, constants) in kernels.items():
-    module, kernel = name.split(".")
-    fn = getattr(importlib.import_module("moe_runtime.kernels." + module), kernel)
-    attrs = {(fn.arg_names.index(a),): [["tt.divisibility", 16]] for a, t in signature.items() if t.endswith(":16")}
-    types = {a: signature.get(a, "constexpr").split(":")[0] for a in fn.arg_names}
-    source = triton.compiler.ASTSource(fn, types, constexprs=constants, attrs=attrs)
-    for capability in capabilities:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True).stdout
-        sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True).stdout
-        print(json.dumps({"kernel": name, "capability": capability, "wide": "LDG.E.128" in sass,
-                          "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
-                          "registers": int(re.search(r"REG:(\\d+)", usage)[1]),
-                          "atomics": "RED" in sass or "ATOM" in sass}))
-"""
+from moe_runtime.kernels import tiles
+from tests.support import aot, aot_table
+from tests.support.aot import AMD, ROOT, Case, Report
+from tests.support.aot_cases import grouped_gemm
 
-
-CAPABILITIES = [80, 86, 89, 90, 100, 120]
+pytestmark = pytest.mark.aot
+CASES = aot.all_cases()
+JOBS = aot.jobs(CASES)
+NVIDIA = [job for job in JOBS if job[1] != AMD]
+AMD_FAILS = set()  # kernels that AMD's compiler refuses
 
 
 @pytest.fixture(scope="module")
-def reports():
-    """What each kernel became, by name and capability; compiled in one process that does not interpret."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argument = json.dumps([KERNELS, CAPABILITIES])
-    out = subprocess.run([sys.executable, "-c", SCRIPT, argument], env=env, capture_output=True, text=True, cwd=ROOT)
-    assert out.returncode == 0, out.stderr[-2000:]
-    reports = [json.loads(line) for line in out.stdout.splitlines() if line.startswith("{")]
-    return {(report["kernel"], report["capability"]): report for report in reports}
+def reports(tmp_path_factory) -> dict[tuple[int, int | str], Report]:
+    """What each job became; compiled once, whichever test worker asks first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "aot.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / "aot.json"
+        if not path.exists():
+            path.write_text(json.dumps(aot.compile_all([(CASES[i], target) for i, target in JOBS])))
+    found = [Report(*fields) for fields in json.loads(path.read_text())]
+    return dict(zip(JOBS, found, strict=True))
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compiles_without_spills(reports, kernel, capability):
-    report = reports[kernel, capability]
-    assert report["stack"] == 0 and report["registers"] <= 128
-    assert report["wide"] and not report["atomics"]
+def name(job: tuple[int, int]) -> str:
+    case = CASES[job[0]]
+    return f"sm_{job[1]}-{case.kernel.split('.')[1].strip('_').removesuffix('_kernel')}-{case.note}-{case.title()}"
 
 
-def test_no_kernel_is_missing_from_this_list():
+@pytest.mark.parametrize("job", NVIDIA, ids=name)
+def test_compiles_to_what_it_should(reports, job):
+    assert aot.complaints(CASES[job[0]], job[1], reports[job]) == []
+
+
+def test_amd_compiles_no_fewer_than_it_did(reports):
+    fails = {CASES[i].kernel: report.error for (i, target), report in reports.items() if target == AMD and report.error}
+    assert fails.keys() <= AMD_FAILS, fails
+    assert {CASES[i].kernel for i, target in JOBS if target == AMD} == set(aot.kernels())
+
+
+def test_every_kernel_has_a_case_and_a_line_in_the_docs():
     found = {
         f"{path.stem}.{line.split('(')[0].removeprefix('def ')}"
         for path in (ROOT / "kernels").glob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.split("(")[0].endswith("_kernel")
     }
-    assert found == set(KERNELS)
+    assert found == set(aot.kernels())
+    assert found == {case.kernel for case in CASES}
+    assert found == set(aot_table.WHAT)
+
+
+@pytest.mark.parametrize("arch", tiles.TABLE)
+def test_every_config_has_a_case(arch):
+    """With sizes where nothing is small the launch is the table's, so what compiles here is what runs."""
+    launched = {
+        (case.note.split()[0], case.title(), case.num_warps, case.num_stages, "tma" in case.expect)
+        for case in CASES
+        if arch in case.capabilities
+    }
+    for kernel, rows in tiles.TABLE[arch].items():
+        for _, tile in rows:
+            title = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}"
+            assert (kernel, title, tile.num_warps, tile.num_stages, tile.TMA) in launched
+
+
+def test_docs_hold_what_compiles(reports):
+    """The whole table with the Triton that wrote it; with another, the kernels and their configs."""
+    text = aot_table.PATH.read_text()
+    version, rows = aot_table.read(text)
+    if version == importlib.metadata.version("triton"):
+        assert text == aot_table.render(CASES, reports), "run python -m tests.support.aot_table"
+    for target, gpu in aot_table.GPUS.items():
+        want = [aot_table.plan(CASES[i]) for i, t in aot_table.listed(CASES) if t == target]
+        assert sorted(rows[gpu]) == sorted(want), "run python -m tests.support.aot_table"
+
+
+# the gate itself
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        pytest.param({}, None, id="as it should be"),
+        pytest.param({"error": "no"}, "no", id="does not compile"),
+        pytest.param({"stack": 8}, "spills into 8 bytes", id="spills"),
+        pytest.param({"registers": 200}, "200 registers; want 128", id="registers"),
+        pytest.param({"shared": 102400}, "sm_86 has 101376", id="shared memory"),
+        pytest.param({"global_atomics": 1}, "1 atomics on global", id="global atomics"),
+        pytest.param({"shared_atomics": 1}, "1 on shared", id="shared atomics"),
+        pytest.param({"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"),
+    ],
+)
+def test_gate_sees(change, says):
+    case = Case("a._kernel", {}, {}, expect=("mma.sync", "cp.async"), max_registers=128)
+    good = Report(registers=128, shared=101376, features=("mma.sync", "cp.async"))
+    bad = aot.complaints(case, 86, good._replace(**change))
+    assert len(bad) == (says is not None) and all(says in line for line in bad)
+
+
+def test_gate_sees_a_config_that_is_too_large():
+    tile = tiles.Tile(128, 128, 64, num_warps=4, num_stages=6)
+    (case,) = aot.record(lambda: grouped_gemm.Layer().up_forward(tile))
+    (report,) = aot.compile_all([(case, 80)])
+    bad = " ".join(aot.complaints(case._replace(expect=("wgmma",)), 80, report))
+    assert "spills into" in bad and "bytes of shared memory" in bad and "no wgmma; has mma.sync, cp.async" in bad
+
+
+def test_cases_are_what_the_launcher_gives():
+    (case,) = aot.record(lambda: grouped_gemm.Layer(bias=True).down_forward(tiles.Tile(64, 64, 32, TMA=True)))
+    assert case.signature["a"] == "tensordesc<bf16[64,32]>" and case.signature["y_ptr"] == "*bf16:16"
+    assert case.signature["num_m"] == "i32" and case.signature["K"] == "i32:16"
+    assert case.constants["stride_k"] == 1 and case.constants["BIAS"] is True and case.constants["TMA"] is True
+    (case,) = aot.record(lambda: grouped_gemm.Layer(odd=True).down_forward(tiles.Tile(64, 64, 32, TMA=True)))
+    assert case.signature["a"] == "*bf16:16" and case.signature["stride_a"] == "i32" and not case.constants["TMA"]
+    assert aot._type(torch.empty(0, 2**31, dtype=torch.int8, device="meta").stride(0)) == "i64:16"

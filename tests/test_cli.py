@@ -6,6 +6,7 @@ import sys
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from moe_runtime import cli
 from moe_runtime.backends import OPS
@@ -109,7 +110,7 @@ def test_doctor_says_that_an_asked_backend_cannot_run(run):
     assert "backend is 'fast'; want one of torch, triton, cuda" in out.stdout
 
 
-@pytest.mark.parametrize("verb", ["", "demo", "upcycle", "to-mergeable", "merge", "doctor"])
+@pytest.mark.parametrize("verb", ["", "demo", "upcycle", "to-mergeable", "merge", "doctor", "tune"])
 def test_help_has_an_example(run, verb):
     out = run(*filter(None, [verb]), "--help")
     assert out.returncode == 0 and (not verb or f"Example: moe-runtime {verb}" in out.stdout)
@@ -127,3 +128,104 @@ def test_help_is_quick():
     code = "import sys; from moe_runtime import cli; print([m for m in ('torch', 'transformers', 'trl') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "[]", out.stderr
+
+
+SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--top-k", 2, "--tokens", "16")
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param((), "no layer is named; want --shape, --model, or --hidden-size", id="no layer"),
+        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; want the layer's four sizes", id="half a layer"),
+        pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
+        pytest.param(("--shape", "olmoe", *SIZES), "shape stands beside --model or sizes", id="shape and sizes"),
+        pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
+        pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
+        pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; want integers of at least 1", id="bad tokens"),
+        pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; want integers of at least 1", id="no tokens"),
+        pytest.param((*SIZES, "--dtype", "int8"), "dtype is 'int8'; want one of bfloat16", id="bad dtype"),
+        pytest.param((*SIZES, "--top-k", 4), "top_k is 4, num_experts is 3", id="K > E"),
+    ],
+)
+def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, arguments, match):
+    names = {"base": base, "tmp": tmp_path}
+    out = run("tune", *(str(argument).format(**names) for argument in arguments), XDG_CACHE_HOME=str(tmp_path))
+    assert out.returncode == 1 and match.format(**names) in out.stderr
+    assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_tune_without_a_gpu_says_so(run, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    out = run("tune", "--shape", "all", XDG_CACHE_HOME=str(tmp_path))
+    assert out.returncode == 1 and out.stderr.startswith("error: no CUDA GPU") and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """A GPU that is the interpreter, and a clock that stops the run in the round that a test names."""
+    from moe_runtime import tuning
+
+    class Clock:
+        left = 10**6
+
+        def round(self, functions):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return [5.0 if function.args[0].BLOCK_M == 32 else 8.0 for function in functions]
+
+    clock = Clock()
+    monkeypatch.setattr(tuning, "find_gpu", lambda: (torch.device("cpu"), clock))
+    monkeypatch.setattr(tuning, "ROUNDS", 2)
+    monkeypatch.setattr(tuning, "PRODUCTS", ("up", "down"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.tiles.read_tuned.cache_clear()
+    yield clock
+    tuning.tiles.read_tuned.cache_clear()
+    tuning.tiles.lookup.cache_clear()
+
+
+def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path):
+    path = tmp_path / "moe_runtime" / "tiles.json"
+    assert f"built in; {path} has none for this device" in run("doctor").stdout
+    clock.left = 3
+    out = run("tune", *SIZES)
+    assert out.returncode == 130
+    assert out.stdout.startswith("[1/2] layer, 16 tokens, bfloat16: up: 32x32x32, ") and "[2/2]" not in out.stdout
+    clock.left = 10**6
+    out = run("tune", *SIZES)
+    assert out.returncode == 0 and out.stdout.splitlines()[-1] == f"{path}: 1 kept, 1 measured"
+    assert out.stdout.splitlines()[1].endswith("5.000 ms; built in 8.000 ms (measured)")
+    assert "built in" in run("doctor").stdout  # this process has read the file already
+    from moe_runtime.kernels import tiles
+
+    tiles.read_tuned.cache_clear()
+    assert f"{path}: 2 measured here" in run("doctor").stdout
+    path.write_text("{")
+    tiles.read_tuned.cache_clear()
+    assert f"error: {path} is not a file of `moe-runtime tune`" in run("doctor").stdout
+    out = run("tune", *SIZES)
+    assert out.returncode == 1 and f"error: {path} is not a file of" in out.stderr and path.read_text() == "{"
+
+
+def test_tune_reads_sizes_from_a_model_and_writes_elsewhere(run, clock, base, tmp_path):
+    run("upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
+    out = run("tune", "--model", tmp_path / "moe", "--tokens", "16", "--out", tmp_path / "t.json", "--top-k", 2)
+    assert out.returncode == 0 and "moe, 16 tokens, bfloat16: down" in out.stdout, out.stderr
+    entry = next(iter(json.loads((tmp_path / "t.json").read_text())["devices"]["interpreter"]["tiles"].values()))
+    assert entry["layer"] == {
+        "hidden_size": 32, "intermediate_size": 48, "num_experts": 4, "top_k": 2, "shared": True, "gated": True
+    }  # fmt: skip
+
+
+def test_tune_ends_where_the_context_is_lost(run, clock, monkeypatch):
+    from moe_runtime import tuning
+
+    def lost(*_):
+        raise tuning.ContextLost(tuning.Tile(16, 32, 32), "illegal memory access")
+
+    monkeypatch.setattr(tuning, "measure", lost)
+    out = run("tune", *SIZES)
+    assert out.returncode == 3 and "illegal memory access); run the command again" in out.stderr

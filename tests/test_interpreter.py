@@ -6,6 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.support.rows import sparse
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on the GPU here")
 
@@ -46,6 +49,20 @@ def _race_kernel(x_ptr, out_ptr, READ: tl.constexpr):
         tl.store(out_ptr + i, tl.load(out_ptr + 1 - i))
     else:
         tl.store(out_ptr, tl.load(x_ptr + i))
+
+
+@triton.jit
+def _block_kernel(x, out_ptr, row, col, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(out_ptr + n[:, None] * N + n[None, :], tl.reshape(x.load([0, row, col]), (N, N)))
+
+
+@triton.jit
+def _far_kernel(x_ptr, out_ptr, stride, WIDE: tl.constexpr):
+    i = tl.arange(0, 4)
+    if WIDE:
+        i = i.to(tl.int64)
+    tl.store(out_ptr + tl.arange(0, 4), tl.load(x_ptr + i * stride))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
@@ -94,6 +111,32 @@ def test_out_of_bounds_is_caught(x, out, kind):
     x, out = torch.ones(32)[:x], torch.empty(32)[:out]
     with pytest.raises(Exception, match=f"{kind} out of bounds: 3 lane"):
         _copy_kernel[(1,)](x, out, 16, BLOCK_P=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_descriptor_is_zero_outside(dtype):
+    x, out = torch.ones(2, 24, 16, dtype=dtype), torch.empty(16, 16, dtype=dtype)
+    _block_kernel[(1,)](TensorDescriptor(x, [2, 24, 16], [384, 16, 1], [1, 16, 16]), out, 20, -8, N=16)
+    want = torch.zeros(16, 16, dtype=dtype)
+    want[:4, 8:] = 1  # not the next matrix, not the row in front
+    assert torch.equal(out, want)
+
+
+def test_descriptor_of_more_than_its_tensor_is_caught():
+    x = torch.ones(1, 16, 16)[:, :13]
+    with pytest.raises(Exception, match="load out of bounds: 48 lane"):
+        _block_kernel[(1,)](
+            TensorDescriptor(x, [1, 16, 16], [256, 16, 1], [1, 16, 16]), torch.empty(16, 16), 0, 0, N=16
+        )
+
+
+def test_int32_offsets_wrap_and_are_caught():
+    x, out = sparse(3 * 2**30 + 1, torch.uint8), torch.empty(4, dtype=torch.uint8)
+    x[:: 2**30] = torch.arange(4, dtype=torch.uint8)
+    _far_kernel[(1,)](x, out, 2**30, WIDE=True)
+    assert out.tolist() == [0, 1, 2, 3]
+    with pytest.raises(Exception, match="load out of bounds: 2 lane"):
+        _far_kernel[(1,)](x, out, 2**30, WIDE=False)
 
 
 @pytest.mark.parametrize("read, what", [(False, "write race"), (True, "read/write race")])

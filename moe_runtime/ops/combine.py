@@ -14,9 +14,9 @@ from moe_runtime.ops.library import LIB, register
 def combine(
     y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
 ) -> torch.Tensor:
-    """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] or [T, K] integers -> [T, H] in y's dtype, summed in float32.
+    """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] or [T, K] integers -> [T, H] in y's dtype.
 
-    Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
+    Summed in float32, float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
     """
     if y.dim() != 2 or topk_weight.dim() != 2 or not y.shape[0] == topk_weight.numel() == slot_row.numel():
         raise ValueError(
@@ -25,7 +25,7 @@ def combine(
         )
     if slot_row.dtype not in INTEGERS:
         raise ValueError(f"slot_row is {slot_row.dtype}; want integers")
-    topk_weight = topk_weight if y.dtype == torch.float64 else topk_weight.float()
+    topk_weight = topk_weight.double() if y.dtype == torch.float64 else topk_weight.float()
     return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
 
 

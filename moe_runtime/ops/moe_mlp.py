@@ -48,7 +48,8 @@ def moe_mlp(
     `shared="dense"` (Triton) runs expert 0 through torch's matmul. It must own the last slot of every token and no other.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    _check(x, gate_up_proj, down_proj, topk_weight, topk_idx, act, gated, gate_up_bias, down_bias)
+    check_weights(x, gate_up_proj, down_proj, act, gated, gate_up_bias, down_bias)
+    _check_slots(x, topk_weight, topk_idx)
     _check_trained(gate_up_proj, down_proj, trainable, trained)
     _check_shared(shared, trainable, topk_idx)
     topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
@@ -63,46 +64,44 @@ def moe_mlp(
     return out
 
 
-def _check(x, up, down, topk_weight, topk_idx, act, gated, up_bias, down_bias) -> None:
+def check_weights(x, up, down, act, gated, up_bias, down_bias) -> None:
+    """Raise ValueError unless x [T, H] and the experts' weights and biases fit each other."""
     check_choice("act", act, ACTIVATIONS)
-    if x.dim() != 2:
-        raise ValueError(f"x is {tuple(x.shape)}; want [T, H]")
-    T, H = x.shape
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; want [T, H] of a floating dtype")
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] == 0:
         raise ValueError(
             f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}; want [E, 2I, H] and [E, H, I], E >= 1"
         )
-    E, I = up.shape[0], down.shape[2]
+    E, H, I = up.shape[0], x.shape[1], down.shape[2]
     rows = I * (1 + gated)
     if up.shape != (E, rows, H) or down.shape != (E, H, I):
         raise ValueError(
             f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}; want "
             f"[E, {'2I' if gated else 'I'}, H], [E, H, I], [T, H]"
         )
+    for name, bias, size in (("gate_up_bias", up_bias, rows), ("down_bias", down_bias, H)):
+        if bias is not None and bias.shape != (E, size):
+            raise ValueError(f"{name} is {tuple(bias.shape)}; want {(E, size)}")
+    tensors = {"gate_up_proj": up, "down_proj": down, "gate_up_bias": up_bias, "down_bias": down_bias}
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}; want the same dtype and device"
+            )
+
+
+def _check_slots(x, topk_weight, topk_idx) -> None:
+    T = x.shape[0]
     if topk_idx.dim() != 2 or topk_weight.shape != topk_idx.shape or topk_idx.shape[0] != T:
         raise ValueError(
             f"topk_weight is {tuple(topk_weight.shape)}, topk_idx {tuple(topk_idx.shape)}; want [{T}, K] both"
         )
     if topk_idx.dtype not in INTEGERS or not topk_weight.is_floating_point():
         raise ValueError(f"topk_idx is {topk_idx.dtype}, topk_weight {topk_weight.dtype}; want integers and floats")
-    for name, bias, size in (("gate_up_bias", up_bias, rows), ("down_bias", down_bias, H)):
-        if bias is not None and bias.shape != (E, size):
-            raise ValueError(f"{name} is {tuple(bias.shape)}; want {(E, size)}")
-    for name, tensor in (
-        ("gate_up_proj", up),
-        ("down_proj", down),
-        ("gate_up_bias", up_bias),
-        ("down_bias", down_bias),
-    ):
-        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on {x.device}; want the same dtype and device"
-            )
     for name, tensor in (("topk_weight", topk_weight), ("topk_idx", topk_idx)):
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; want the same device")
-    if not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype}; want a floating dtype")
 
 
 def _check_trained(up, down, trainable, trained) -> None:
@@ -176,7 +175,7 @@ LIB.define(
 )
 
 
-def _kernels(backend: str):
+def kernels_of(backend: str):
     """The module whose `forward` and `backward` run; Triton is imported where it is used."""
     if backend == "triton":
         from moe_runtime.ops import moe_mlp_triton
@@ -192,7 +191,7 @@ def _forward(
     experts = moe_mlp_torch.Experts(
         up, down, up_bias, down_bias, act, gated, shared, trainable, up_trained, down_trained
     )
-    return _kernels(backend).forward(x.contiguous(), experts, topk_weight.contiguous(), topk_idx.contiguous(), save)
+    return kernels_of(backend).forward(x.contiguous(), experts, topk_weight.contiguous(), topk_idx.contiguous(), save)
 
 
 def _forward_fake(
@@ -215,7 +214,7 @@ def _backward(
     experts = moe_mlp_torch.Experts(
         up, down, up_bias, down_bias, act, gated, shared, trainable, up_trained, down_trained
     )
-    grads = _kernels(backend).backward(
+    grads = kernels_of(backend).backward(
         dout.contiguous(), x.contiguous(), experts, topk_weight.contiguous(), z, expert_offsets, row_slot, needs
     )
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)

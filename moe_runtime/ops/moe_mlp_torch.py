@@ -150,11 +150,12 @@ class Gradients(NamedTuple):
     down_bias: torch.Tensor | None
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs, router=None) -> Gradients:
     """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for.
 
     `z_all` [0, ...] is computed again. Frozen experts cost nothing and get zeros; where the trainable weights are apart, the
-    gradients of up and down are theirs.
+    gradients of up and down are theirs. `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product
+    joins dx.
     """
     E, Z, H = experts.up.shape
     T, K = topk_weight.shape
@@ -199,7 +200,11 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     if dx is not None:
         dx[bounds[E] :].zero_()
         dx = _combine(dx, row_slot, topk_weight, folded=True)
-    return Gradients(dx, up, down, drow_weight[invert(row_slot)].view(T, K), up_bias, down_bias)
+    dweight = drow_weight[invert(row_slot)].view(T, K)
+    if router is not None:
+        dlogits, weight = router(dweight)
+        dx = None if dx is None else dx.addmm_(dlogits, weight)
+    return Gradients(dx, up, down, dweight, up_bias, down_bias)
 
 
 def _weight_gradients(grads: Gradients, e: int, row: int, dy, wh, dz, rows) -> None:

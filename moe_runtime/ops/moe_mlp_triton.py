@@ -96,6 +96,17 @@ def _product(x, weight, bias, out) -> None:
     torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias[0], x, weight, out=out)
 
 
+def _sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
+    """Return dx (None without rows) and the gradient of the weights [T, K]."""
+    if router is None:
+        return combine.sum_rows(rows, slot_row, partial, T, K, num_rows)
+    _, dweight = combine.sum_rows(None, slot_row, partial, T, K, num_rows)
+    dlogits, weight = router(dweight)
+    if rows is None:
+        return None, dweight
+    return combine.sum_rows_and_router(rows, slot_row, T, K, num_rows, dlogits, weight), dweight
+
+
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
     E = experts.down.shape[0]
@@ -106,10 +117,11 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     return out, z, offsets, row_slot
 
 
-def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs, router=None) -> Gradients:
     """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for; `z` [0, ...] is computed again.
 
     Frozen experts cost nothing and get zeros; where the trainable weights are apart, the gradients of up and down are theirs.
+    `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product joins dx where its rows are summed.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
     layer = _Layer(experts, offsets, row_slot, K)
@@ -118,7 +130,7 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
     dz, wh, partial = layer.dz(dout, z, topk_weight, needs[2])
     del z
     rows = layer.dx(dz) if needs[0] else None
-    dx, dweight = combine.sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:])
+    dx, dweight = _sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
     del rows, partial
     trained = experts.trainable
     if trained is not None and trained.dtype == torch.bool:

@@ -59,19 +59,24 @@ def route(
     return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
 
 
+def check_top_k(top_k: int, routed: int, gate: str) -> None:
+    """Raise ValueError unless `gate` can choose top_k experts, the shared one counted, with `routed` logits per token."""
+    shared = int(gate in SHARED_GATES)
+    if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
+        raise ValueError(
+            f"top_k is {top_k}, router_logits is [T, {routed}], gate is {gate!r}; want "
+            f"{'2 <= top_k <= E, the shared expert counted' if shared else '1 <= top_k <= E'}"
+        )
+
+
 def _check(router_logits, top_k, gate, noise, bias) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2:
         raise ValueError(f"router_logits is {tuple(router_logits.shape)}; want [T, E], tokens by experts")
     if not router_logits.is_floating_point():
         raise ValueError(f"router_logits is {router_logits.dtype}; want a floating dtype")
-    shared = int(gate in SHARED_GATES)
     routed = router_logits.shape[1]
-    if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
-        raise ValueError(
-            f"top_k is {top_k}, router_logits is {tuple(router_logits.shape)}, gate is {gate!r}; want "
-            f"{'2 <= top_k <= E, the shared expert counted' if shared else '1 <= top_k <= E'}"
-        )
+    check_top_k(top_k, routed, gate)
     if noise is not None and noise.shape != router_logits.shape:
         raise ValueError(
             f"noise is {tuple(noise.shape)}, router_logits {tuple(router_logits.shape)}; want equal shapes"
@@ -117,7 +122,7 @@ def _wide_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _route(router_logits, bias, top_k, gate, backend):
+def route_kernel(router_logits, bias, top_k, gate, backend):
     if backend == "triton" and router_logits.shape[1]:  # else the shared expert is alone
         from moe_runtime.kernels.routing import route_forward
 
@@ -131,7 +136,7 @@ def _route_fake(router_logits, bias, top_k, gate, backend):
     return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
-def _route_backward(dweight, router_logits, topk_idx, gate, backend):
+def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend):
     if backend == "triton" and router_logits.shape[1]:
         from moe_runtime.kernels.routing import route_backward
 
@@ -192,5 +197,5 @@ def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend):
     return router_logits.new_empty(router_logits.shape)
 
 
-register("route", _route, _route_fake, _autograd, _setup_context)
-register("route_backward", _route_backward, _route_backward_fake)
+register("route", route_kernel, _route_fake, _autograd, _setup_context)
+register("route_backward", route_backward_kernel, _route_backward_fake)

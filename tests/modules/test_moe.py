@@ -95,6 +95,7 @@ def test_low_precision(dtype, gate, tolerance):
     layer.records = []
     got = forward(layer, x)
     routing = layer.records[0]
+    assert layer.gate(x).router_logits.dtype == dtype  # no copy without noise, unless somebody records
     assert got["out"].dtype == dtype and routing.topk_weight.dtype == routing.router_logits.dtype == torch.float32
     p = {n: v.detach().double() for n, v in layer.named_parameters()}
     weight, ids = route_oracle(

@@ -1,18 +1,30 @@
-"""Rows back to tokens against float64 loops over slots."""
+"""Rows back to tokens against float64 loops over slots; every backend against the same oracle."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from moe_runtime import backends
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from tests.support.oracle import assert_parity, bounds, choose_experts, make_case, moe_oracle, relative_error
 from tests.support.oracle import run as run_case
 
+WHY = backends.why_not("triton", "combine", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+TRITON = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+BACKENDS = ["torch", pytest.param("triton", marks=TRITON)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CHOICES = [  # float64 is torch's
+    *(pytest.param("torch", dtype, id=f"torch-{dtype}") for dtype in (torch.float64, *DTYPES)),
+    *(pytest.param("triton", dtype, id=f"triton-{dtype}", marks=TRITON) for dtype in DTYPES),
+]
+
 
 def by_slots(y, topk_weight, slot_row):
     """out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]."""
-    T, K = topk_weight.shape
+    (T, K), slot_row = topk_weight.shape, slot_row.long()  # uint8 would be a mask
     rows = [sum((topk_weight[t, k] * y[slot_row[t * K + k]] for k in range(K)), 0 * y.sum(0)) for t in range(T)]
     return torch.stack(rows) if rows else y.new_zeros(0, y.shape[1]) + 0 * y.sum() + 0 * topk_weight.sum()
 
@@ -31,14 +43,14 @@ def run(f, leaves, slot_row, dout, view=None):
     return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
-def check(T, K, H, dtype, tolerance, view=None, change=None, index=torch.int32):
-    leaves = {"y": torch.randn(T * K, H).to(dtype), "topk_weight": 0.2 + torch.rand(T, K, dtype=torch.float64)}
+def check(T, K, H, dtype, tolerance, backend, device, view=None, change=None, index=torch.int32):
+    leaves = {"y": torch.randn(T * K, H, device=device).to(dtype), "topk_weight": 0.2 + torch.rand(T, K, device=device)}
     leaves["topk_weight"] = leaves["topk_weight"].to(torch.float64 if dtype == torch.float64 else torch.float32)
-    slot_row, dout = torch.randperm(T * K).to(index), torch.randn(T, H).to(dtype)
+    slot_row, dout = torch.randperm(T * K, device=device).to(index), torch.randn(T, H, device=device).to(dtype)
     if change:
         change(leaves)
     want = run(by_slots, {n: leaf.double() for n, leaf in leaves.items()}, slot_row, dout, view)
-    got = run(combine, leaves, slot_row, dout, view)
+    got = run(partial(combine, backend=backend), leaves, slot_row, dout, view)
     assert got["out"].dtype == dtype and got["dtopk_weight"].dtype == leaves["topk_weight"].dtype
     assert_parity(got, want, bounds(run(eager, leaves, slot_row, dout, view), want, tolerance[dtype]))
 
@@ -50,14 +62,30 @@ SHAPES = [
     pytest.param(29, 1, 17, id="one slot a token"),
     pytest.param(5, 64, 8, id="many slots: the sum is long"),
     pytest.param(7, 2, 1, id="H = 1"),
+    pytest.param(3, 9, 1030, id="H and K beyond a block"),
 ]
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend, dtype", CHOICES)
 @pytest.mark.parametrize("T, K, H", SHAPES)
-def test_parity(T, K, H, dtype, index, tolerance):
-    check(T, K, H, dtype, tolerance, index=index)
+def test_parity(T, K, H, backend, dtype, index, tolerance, device):
+    check(T, K, H, dtype, tolerance, backend, device, index=index)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("index", [torch.int8, torch.uint8, torch.int16])
+def test_any_integer_dtype(index, backend, tolerance, device):
+    check(11, 3, 17, torch.float32, tolerance, backend, device, index=index)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_by_token_and_slot_as_well(backend, device):
+    y, weight, slot_row = torch.randn(12, 5), torch.rand(4, 3), torch.randperm(12).int()
+    y, weight, slot_row = y.to(device), weight.to(device), slot_row.to(device)
+    want = combine(y, weight, slot_row, backend)
+    assert torch.equal(combine(y, weight, slot_row.view(4, 3), backend), want)
+    assert torch.equal(combine(y, weight, slot_row.view(4, 3).t().contiguous().t(), backend), want)
 
 
 @pytest.mark.parametrize(
@@ -77,35 +105,40 @@ def test_parity(T, K, H, dtype, index, tolerance):
         ),
     ],
 )
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layouts(change, view, dtype, tolerance):
-    check(11, 3, 32, dtype, tolerance, view, change)
+def test_layouts(change, view, dtype, backend, tolerance, device):
+    check(11, 3, 32, dtype, tolerance, backend, device, view, change)
 
 
-def test_no_slots():
-    weight = torch.zeros(4, 0, requires_grad=True)
-    y = torch.zeros(0, 5, requires_grad=True)
-    out = combine(y, weight, torch.zeros(0, dtype=torch.int32))
-    assert out.shape == (4, 5) and not out.any()
-    grads = torch.autograd.grad(out.sum(), (y, weight))
-    assert [g.shape for g in grads] == [(0, 5), (4, 0)]
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T, K, H", [(4, 0, 5), (0, 3, 5), (4, 3, 0)], ids=["K = 0", "T = 0", "H = 0"])
+def test_nothing_to_sum(T, K, H, backend, device):
+    y = torch.zeros(T * K, H, device=device, requires_grad=True)
+    weight = torch.zeros(T, K, device=device, requires_grad=True)
+    out = combine(y, weight, torch.arange(T * K, dtype=torch.int32, device=device), backend)
+    assert out.shape == (T, H) and not out.any()
+    dy, dweight = torch.autograd.grad(out.sum(), (y, weight))
+    assert dy.shape == (T * K, H) and dweight.shape == (T, K) and not dweight.any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sums_in_float32(dtype):
+def test_sums_in_float32(dtype, backend, device):
     # 1 + 64 * tiny: the terms vanish one by one in the narrow dtype, not in float32
     tiny = torch.finfo(dtype).eps / 8
-    y = torch.full((65, 4), tiny, dtype=dtype)
+    y = torch.full((65, 4), tiny, dtype=dtype, device=device)
     y[0] = 1
-    out = combine(y, torch.ones(1, 65), torch.arange(65))
-    assert relative_error(out, torch.full((1, 4), 1 + 64 * tiny)) < torch.finfo(dtype).eps / 2
+    out = combine(y, torch.ones(1, 65, device=device), torch.arange(65, device=device), backend)
+    assert relative_error(out.cpu(), torch.full((1, 4), 1 + 64 * tiny)) < torch.finfo(dtype).eps / 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_weights_are_not_rounded(dtype):
+def test_weights_are_not_rounded(dtype, backend, device):
     eps = torch.finfo(dtype).eps
-    y = torch.tensor([[1.0], [-1.0]], dtype=dtype)
-    out = combine(y, torch.tensor([[1 + eps / 4, 1.0]]), torch.arange(2))
+    y = torch.tensor([[1.0], [-1.0]], dtype=dtype, device=device)
+    out = combine(y, torch.tensor([[1 + eps / 4, 1.0]], device=device), torch.arange(2, device=device), backend)
     assert out.item() == pytest.approx(eps / 4, rel=0.01)
 
 
@@ -149,12 +182,14 @@ def test_rows_in_expert_order_come_back_in_token_order():
         assert combine(y, weight, d.slot_row)[:, 0].tolist() == idx[:, k].tolist()
 
 
-def test_twenty_runs_give_the_same_bits():
-    leaves, slot_row = {"y": torch.randn(96, 33), "topk_weight": torch.rand(32, 3)}, torch.randperm(96)
-    dout = torch.randn(32, 33)
-    first = run(combine, leaves, slot_row, dout)
-    for _ in range(20):
-        again = run(combine, leaves, slot_row, dout)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_twenty_runs_give_the_same_bits(backend, device):
+    leaves = {"y": torch.randn(96, 33, device=device), "topk_weight": torch.rand(32, 3, device=device)}
+    slot_row, dout = torch.randperm(96, device=device), torch.randn(32, 33, device=device)
+    args = partial(combine, backend=backend), leaves, slot_row, dout
+    first = run(*args)
+    for _ in range(3 if backend == "triton" and backends.interpreted() else 20):
+        again = run(*args)
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
@@ -175,24 +210,36 @@ def test_bad_arguments_are_named(change, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("T", [0, 3], ids=["no tokens", "tokens"])
 @pytest.mark.parametrize("layout", ["plain", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype, layout, T):
+def test_opcheck(dtype, layout, T, backend, device):
     y = torch.randn(2 * T, 5, dtype=dtype) if layout == "plain" else torch.randn(5, 2 * T, dtype=dtype).t()
     weight = torch.rand(T, 2) if layout == "plain" else torch.rand(2, T).t()
-    slot_row = torch.randperm(2 * T).int()
+    y, weight, slot_row = y.to(device), weight.to(device), torch.randperm(2 * T).int().to(device)
     leaves = [t.detach().requires_grad_() for t in (y, weight)]
-    torch.library.opcheck(torch.ops.moe_runtime.combine, (*leaves, slot_row, "torch"))
-    args = (torch.randn(T, 5, dtype=dtype), y, weight, slot_row, "torch")
+    torch.library.opcheck(torch.ops.moe_runtime.combine, (*leaves, slot_row, backend))
+    args = (torch.randn(T, 5, dtype=dtype, device=device), y, weight, slot_row, backend)
     torch.library.opcheck(torch.ops.moe_runtime.combine_backward, args)
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_without_a_graph_break(backend, device):
     torch._dynamo.reset()
-    leaves, slot_row = {"y": torch.randn(12, 5), "topk_weight": torch.rand(4, 3)}, torch.randperm(12).int()
-    assert torch._dynamo.explain(combine)(*leaves.values(), slot_row).graph_break_count == 0
-    dout = torch.randn(4, 5)
-    got = run(torch.compile(combine, fullgraph=True, backend="aot_eager"), leaves, slot_row, dout)
-    want = run(combine, leaves, slot_row, dout)
+    step = partial(combine, backend=backend)
+    leaves = {"y": torch.randn(12, 5, device=device), "topk_weight": torch.rand(4, 3, device=device)}
+    slot_row, dout = torch.randperm(12, device=device).int(), torch.randn(4, 5, device=device)
+    assert torch._dynamo.explain(step)(*leaves.values(), slot_row).graph_break_count == 0
+    got = run(torch.compile(step, fullgraph=True, backend="aot_eager"), leaves, slot_row, dout)
+    want = run(step, leaves, slot_row, dout)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@TRITON
+def test_float64_is_never_summed_in_float32(monkeypatch):
+    y, weight, slot_row = torch.randn(6, 5, dtype=torch.float64), torch.rand(2, 3), torch.randperm(6)
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    torch.testing.assert_close(combine(y, weight, slot_row), by_slots(y, weight, slot_row), rtol=1e-14, atol=1e-14)
+    with pytest.raises(ValueError, match="want 'torch' for float64"):
+        combine(y, weight, slot_row, "triton")

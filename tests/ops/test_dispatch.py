@@ -22,7 +22,8 @@ def sort_in_python(topk_idx: list[list[int]], E: int):
     groups.append([s for s, chosen in enumerate(experts) if not 0 <= chosen < E])
     row_slot = [s for group in groups for s in group]
     offsets = [sum(len(group) for group in groups[:e]) for e in range(E + 1)]
-    return offsets, [s // K for s in row_slot], row_slot, [r for r, _ in sorted(enumerate(row_slot), key=lambda x: x[1])]
+    slot_row = sorted(range(len(row_slot)), key=row_slot.__getitem__)
+    return offsets, [s // K for s in row_slot], row_slot, slot_row
 
 
 SHAPES = [
@@ -120,7 +121,8 @@ def test_no_slots_at_all(T, K, backend, device):
 def test_twenty_runs_give_the_same_bits(backend, device):
     idx = choose_experts(200, 8, 3, "dropped").to(device)
     first = dispatch(idx, 8, backend)
-    assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, dispatch(idx, 8, backend)))
+    times = 3 if backend == "triton" and backends.interpreted() else 20
+    assert all(torch.equal(a, b) for _ in range(times) for a, b in zip(first, dispatch(idx, 8, backend)))
 
 
 @pytest.mark.parametrize(

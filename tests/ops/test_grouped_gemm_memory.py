@@ -73,12 +73,16 @@ def test_wrong_slot_is_seen(slot):
 
 
 @pytest.fixture
-def unfilled(monkeypatch):
-    """Launchers may ask for gigabytes: torch.empty leaves their pages alone."""
+def room():
     try:
-        torch.empty(9 * 2**30, dtype=torch.uint8)
-    except RuntimeError:
-        pytest.skip("the machine has less memory than the largest of these tensors asks for")
+        sparse(9 * 2**30, torch.uint8)
+    except MemoryError:
+        pytest.skip("the largest of these tensors asks for more memory than the machine has")
+
+
+@pytest.fixture
+def unfilled(monkeypatch, room):
+    """Launchers may ask for gigabytes: torch.empty leaves their pages alone."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
@@ -90,12 +94,17 @@ class _OneTile:
         return self.kernel[(1, *grid[1:])]
 
 
-@pytest.fixture
-def one_tile(monkeypatch, unfilled):
+def launch_one_tile(monkeypatch):
+    """From here on every launch runs its first program alone, of every expert."""
     for module in (grouped_gemm, grouped_gemm_backward):
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, _OneTile(getattr(module, name)))
+
+
+@pytest.fixture
+def one_tile(monkeypatch, unfilled):
+    launch_one_tile(monkeypatch)
 
 
 def far(shape, stride):
@@ -110,7 +119,7 @@ def near(t):
 
 
 @pytest.mark.parametrize("row, stride", FAR)
-def test_token_rows(row, stride, unfilled):
+def test_token_rows(row, stride, room):
     """x of the up projection and of dW_up, dout of dz and of dW_down: gathered by token."""
     rows = make_rows([row], row + 2, 2)
     rows.row_slot[:] = torch.arange(2 * row + 2).flip(0).int()  # the last tokens first
@@ -138,7 +147,7 @@ def test_token_rows(row, stride, unfilled):
 
 
 @pytest.mark.parametrize("row, stride", FAR)
-def test_rows_in_expert_order(row, stride, unfilled):
+def test_rows_in_expert_order(row, stride, room):
     rows = make_rows([row, 1], 0, 1)  # the last row begins a tile
     a = far((row + 1, 20), (stride, 1))
     a[:] = torch.randn(row + 1, 20)
@@ -159,7 +168,7 @@ def test_rows_in_expert_order(row, stride, unfilled):
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stack", "trained weights"])
 @pytest.mark.parametrize("e, stride", FAR)
-def test_experts(e, stride, apart, unfilled):
+def test_experts(e, stride, apart, room):
     rows = make_rows([0] * e + [5], 0, 1)
     tiles, x = tile_map(rows.offsets, 5, 16), torch.randn(5, 20).to(HALF)
     w = far((e + 1, 8, 20), (stride, 20, 1))
@@ -179,7 +188,7 @@ def test_experts(e, stride, apart, unfilled):
 
 @pytest.mark.parametrize("k_last", [True, False])
 @pytest.mark.parametrize("row, stride", FAR)
-def test_rows_and_columns_of_a_weight(row, stride, k_last, unfilled):
+def test_rows_and_columns_of_a_weight(row, stride, k_last, room):
     rows = make_rows([5], 0, 1)
     tiles = tile_map(rows.offsets, 5, 16)
     w = far((1, row + 1, 20), (0, stride, 1))
@@ -189,22 +198,26 @@ def test_rows_and_columns_of_a_weight(row, stride, k_last, unfilled):
     assert_rounded_once(y, product_rows(a, near(w) if k_last else near(w).transpose(1, 2), None, rows))
 
 
-FAR_ROWS = 2**27 - 2  # with 16 columns: four rows, the third begins at element 2^31
+FAR_ROWS = 2**27 - 2  # of 16 columns: the third of the rows from here begins at element 2^31
+
+
+def make_far_rows():
+    """Six rows, in two tiles, behind 2^27 others: the first tile crosses element 2^31, the second begins behind it."""
+    rows = make_rows([6], 0, 1)
+    row_slot = sparse(FAR_ROWS + 6, torch.int32)
+    row_slot[FAR_ROWS:] = rows.row_slot
+    tiles = [[0, 0], [FAR_ROWS, FAR_ROWS + 3], [FAR_ROWS + 3, FAR_ROWS + 6]]
+    return rows, row_slot, torch.tensor(tiles, dtype=torch.int32)
 
 
 @pytest.fixture
 def far_rows():
-    """Rows and a tile at the end of 2^27 others."""
-    rows = make_rows([4], 0, 1)
-    row_slot = sparse(FAR_ROWS + 4, torch.int32)
-    row_slot[FAR_ROWS:] = rows.row_slot
-    tiles = torch.tensor([[0], [FAR_ROWS], [FAR_ROWS + 4]], dtype=torch.int32)
-    return rows, row_slot, tiles
+    return make_far_rows()
 
 
 def test_rows_of_the_up_projection(far_rows, unfilled):
     rows, row_slot, tiles = far_rows
-    x, up = torch.randn(4, 20).to(HALF), torch.randn(1, 16, 20).to(HALF)
+    x, up = torch.randn(6, 20).to(HALF), torch.randn(1, 16, 20).to(HALF)
     z, h = grouped_gemm.up_forward(x, up, None, row_slot, tiles, 1, "gelu", False, True, TILE)
     want_z, want_h = up_rows(x, up, None, rows, "gelu", False)
     assert_rounded_once(z[FAR_ROWS:], want_z)
@@ -213,17 +226,17 @@ def test_rows_of_the_up_projection(far_rows, unfilled):
 
 def test_rows_of_the_product(far_rows, unfilled):
     rows, _, tiles = far_rows
-    a, weight = far((FAR_ROWS + 4, 16), (16, 1)), torch.randn(1, 16, 16).to(HALF)
-    a[FAR_ROWS:] = torch.randn(4, 16)
+    a, weight = far((FAR_ROWS + 6, 16), (16, 1)), torch.randn(1, 16, 16).to(HALF)
+    a[FAR_ROWS:] = torch.randn(6, 16)
     y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
     assert_rounded_once(y[FAR_ROWS:], product_rows(a[FAR_ROWS:], weight, None, rows))
 
 
 def test_rows_of_dz(far_rows, unfilled):
     rows, row_slot, tiles = far_rows
-    dout, down, weight = torch.randn(4, 20).to(HALF), torch.randn(1, 20, 16).to(HALF), torch.rand(4, 1)
-    z = far((FAR_ROWS + 4, 16), (16, 1))
-    z[FAR_ROWS:] = torch.randn(4, 16)
+    dout, down, weight = torch.randn(6, 20).to(HALF), torch.randn(1, 20, 16).to(HALF), torch.rand(6, 1)
+    z = far((FAR_ROWS + 6, 16), (16, 1))
+    z[FAR_ROWS:] = torch.randn(6, 16)
     dz, wh, partial = grouped_gemm_backward.dz_backward(
         dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE
     )

@@ -1,8 +1,11 @@
-"""Kernels as they would be compiled for GPUs that are not there: what tests/test_aot.py and docs/kernels.md are made of."""
+"""Kernels as they would be compiled for GPUs that are not there: what tests/test_aot.py and docs/kernels.md are made of.
 
-import collections
+As a program it compiles the [case, target] pairs that stand in its input, in a process that does not interpret.
+"""
+
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import json
 import os
@@ -19,17 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"
 PROCESSES = 2
-FEATURES = {  # name -> instructions; of SASS, mfma of AMD's assembly
-    "wide": r"LDG\.E\.(\w+\.)*(128|256)",
-    "wgmma": r"HGMMA",
-    "tcgen05": r"UTC\w+MMA",
-    "mma.sync": r"HMMA",
-    "tma": r"UTMALDG",
-    "cp.async": r"LDGSTS",
-    "mfma": r"v_mfma",
+FEATURES = {  # name -> instructions in PTX and in SASS; AMD's assembly has only mfma
+    "wide": (r"ld\.global[\w.:]*\.v(2\.b64|4\.b32|4\.b64|8\.b32)", r"LDG\.E\.(\w+\.)*(128|256)"),
+    "tcgen05": (r"tcgen05\.mma", r"UTC\w+MMA"),
+    "wgmma": (r"wgmma\.mma_async", r"HGMMA"),
+    "mma.sync": (r"mma\.sync", r"HMMA"),
+    "mfma": (r"v_mfma", r"v_mfma"),
+    "tma": (r"cp\.async\.bulk\.tensor", r"UTMALDG"),
+    "cp.async": (r"cp\.async\.c[ag]", r"LDGSTS"),
 }
-TENSOR = ("tcgen05", "wgmma", "mma.sync", "mfma")
-GLOBAL_ATOMICS = r"(REDG?|ATOMG?|UTMAREDG?|UBLKRED)(\.|$)"
+TENSOR = {"tcgen05", "wgmma", "mma.sync"}
+# PTX names the state space unless it is a generic address
+GLOBAL_ATOMICS = (r"(atom|red)\.(?!\S*shared)", r"(REDG?|ATOMG?|UTMAREDG?|UBLKRED)(\.|$)")
+SHARED_ATOMICS = r"(atom|red)\.\S*shared"
+KERNEL = r"_\w+_kernel"
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 
@@ -45,9 +51,14 @@ class Case(NamedTuple):
     expect: tuple[str, ...] = ()  # of FEATURES
     max_registers: int = 255
     note: str = ""  # what sets it apart from the kernel's other cases
-    listed: bool = False  # in docs/kernels.md; a kernel without a listed case shows its first one
+    listed: bool = False  # in docs/kernels.md
     shared_atomics: bool = False  # whether it may count in shared memory
     stack: dict[str, int] = {}  # Triton version, such as "3.6" -> bytes that are known to spill there
+
+    def allowed_stack(self) -> int:
+        """Return the bytes that may spill with the Triton that is installed; of an unknown one the most that is known."""
+        version = ".".join(importlib.metadata.version("triton").split(".")[:2])
+        return self.stack.get(version, max(self.stack.values(), default=0))
 
     def title(self) -> str:
         """Return the tile, or whatever constants the kernel has in its place."""
@@ -64,8 +75,7 @@ class Report(NamedTuple):
 
     error: str = ""
     registers: int = 0
-    stack: int = 0
-    spills: int = 0  # instructions
+    stack: int = 0  # bytes; a spilled register needs some
     shared: int = 0  # bytes
     features: tuple[str, ...] = ()
     global_atomics: int = 0
@@ -78,110 +88,129 @@ TYPES = {
 }  # fmt: skip
 
 
-def record(step: Callable[[], object]) -> list[Case]:
-    """Run `step`, which calls launchers on tensors of the meta device, and return a case for each launch in its place."""
+@functools.cache
+def kernels() -> dict[str, object]:
+    """Return the kernels of kernels/ by the names that cases give them."""
+    names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
+    modules = {name: vars(importlib.import_module(f"moe_runtime.kernels.{name}")) for name in names}
+    return {f"{m}.{name}": fn for m, all_ in modules.items() for name, fn in all_.items() if re.fullmatch(KERNEL, name)}
+
+
+@functools.cache
+def _parameters(kernel: str) -> tuple[dict[str, bool], set[str]]:
+    """Return the kernel's arguments, whether each is a constant, and those that the JIT shall not specialise."""
     import triton.language as tl
 
-    found, kernels = [], {}
-    for path in (ROOT / "kernels").glob("*.py"):
-        module = importlib.import_module(f"moe_runtime.kernels.{path.stem}")
-        kernels |= {
-            f"{path.stem}.{name}": fn for name, fn in vars(module).items() if re.fullmatch(r"_\w+_kernel", name)
-        }
+    fn = kernels()[kernel]
+    # the interpreter keeps what was given to triton.jit
+    plain = fn.kwargs["do_not_specialize"] if hasattr(fn, "kwargs") else fn.do_not_specialize
+    parameters = inspect.signature(fn.fn).parameters
+    return {name: parameter.annotation is tl.constexpr for name, parameter in parameters.items()}, set(plain or ())
 
-    def run(name: str, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
-        parameters = inspect.signature(kernels[name].fn).parameters
+
+def record(step: Callable[[], object]) -> list[Case]:
+    """Run `step`, which calls launchers on tensors of the meta device, and return a case for each launch in its place."""
+    found = []
+
+    def run(kernel: str, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
+        parameters, plain = _parameters(kernel)
         given = dict(zip(parameters, args)) | kwargs
         assert given.keys() == parameters.keys(), given.keys() ^ parameters.keys()
-        types = {a: given[a] if p.annotation is tl.constexpr else _type(given[a]) for a, p in parameters.items()}
-        constants = {
-            a: t for a, t in types.items() if parameters[a].annotation is tl.constexpr or not isinstance(t, str)
-        }
-        signature = {a: t for a, t in types.items() if a not in constants}
-        found.append(Case(name, signature, constants, num_warps, num_stages))
+        types = {name: v if parameters[name] else _type(v, name not in plain) for name, v in given.items()}
+        signature = {name: t for name, t in types.items() if isinstance(t, str) and not parameters[name]}
+        constants = {name: t for name, t in types.items() if name not in signature}
+        found.append(Case(kernel, signature, constants, num_warps, num_stages))
 
     try:
-        for name, fn in kernels.items():
+        for name, fn in kernels().items():
             fn.run = functools.partial(run, name)
         step()
     finally:
-        for fn in kernels.values():
-            del fn.run
+        for fn in kernels().values():
+            vars(fn).pop("run", None)
     return found
 
 
-def _type(value) -> str | int | None:
+def _type(value, specialise: bool = True) -> str | int | None:
     """The type that the JIT would give an argument; itself where the JIT makes a constant of it."""
-    if value is None or (isinstance(value, int) and value == 1):
+    if value is None or (isinstance(value, int) and value == 1 and specialise):
         return value
     if isinstance(value, int):
-        return ("i32" if -(2**31) <= value < 2**31 else "i64") + ":16" * (value % 16 == 0)
+        return ("i32" if -(2**31) <= value < 2**31 else "i64") + ":16" * (specialise and value % 16 == 0)
     if hasattr(value, "block_shape"):
         return f"tensordesc<{_type(value.base)[1:].removesuffix(':16')}[{','.join(map(str, value.block_shape))}]>"
     return f"*{TYPES[str(value.dtype).removeprefix('torch.')]}" + ":16" * (value.data_ptr() % 16 == 0)
 
 
 def all_cases() -> list[Case]:
-    """Collect the CASES of every file in aot_cases/."""
+    """Collect the CASES of every file in aot_cases/; of a kernel that lists none the first is listed."""
     names = sorted(path.stem for path in (Path(__file__).parent / "aot_cases").glob("*.py"))
-    modules = [importlib.import_module(f"tests.support.aot_cases.{name}") for name in names]
-    return [case for module in modules for case in module.CASES]
+    cases = [case for name in names for case in importlib.import_module(f"tests.support.aot_cases.{name}").CASES]
+    listed = {case.kernel for case in cases if case.listed}
+    for i, case in enumerate(cases):
+        if case.kernel not in listed:
+            cases[i] = case._replace(listed=True)
+            listed.add(case.kernel)
+    return cases
 
 
 def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
-    """List (index into cases, target): every capability of every case, and AMD once a kernel where it has no descriptor."""
-    pairs = [(i, capability) for i, case in enumerate(cases) for capability in case.capabilities]
-    first = {}
+    """List (index into cases, target): capabilities of every case, and AMD once a kernel, where it has no descriptors.
+
+    A case that leaves its capabilities open is compiled for all if it is listed, else for the two that most have.
+    """
+    pairs, first = [], {}
     for i, case in enumerate(cases):
+        every = case.capabilities != CAPABILITIES or case.listed
+        pairs += [(i, capability) for capability in (case.capabilities if every else (80, 90))]
         if 80 in case.capabilities and not any(t.startswith("tensordesc") for t in case.signature.values()):
             first.setdefault(case.kernel, i)
     return pairs + [(i, AMD) for i in first.values()]
 
 
-def compile_all(pairs: list[tuple[int, int | str]]) -> dict[tuple[int, int | str], Report]:
-    """Compile `pairs` of `jobs(all_cases())` in PROCESSES processes that do not interpret."""
+def compile_all(work: list[tuple[Case, int | str]]) -> list[Report]:
+    """Compile each case for its target, in PROCESSES processes; what a target is, `jobs` says."""
+    parts = [work[i::PROCESSES] for i in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
-        parts = pool.map(_compile_part, (pairs[i::PROCESSES] for i in range(PROCESSES)))
-        return {pair: report for part in parts for pair, report in part.items()}
+        found = list(pool.map(_compile_part, parts))
+    return [found[i % PROCESSES][i // PROCESSES] for i in range(len(work))]
 
 
-def _compile_part(pairs) -> dict[tuple[int, int | str], Report]:
-    """Run one process after another until every pair has its report: a failed assertion of LLVM ends the process."""
+def _compile_part(work: list) -> list[Report]:
+    """Run one process after another until all is done: a failed assertion inside of the compiler ends the process."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    found = {}
-    while left := [pair for pair in pairs if pair not in found]:
+    found = []
+    while left := work[len(found) :]:
+        pairs = json.dumps([[case._asdict(), target] for case, target in left])
         command = [sys.executable, "-m", "tests.support.aot"]
-        done = subprocess.run(command, input=json.dumps(left), env=env, capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(command, input=pairs, env=env, capture_output=True, text=True, cwd=ROOT)
         if not done.stdout.startswith("ready"):
             raise RuntimeError(done.stderr[-2000:])
         for line in done.stdout.splitlines():
             if line.startswith("report "):  # a compiler that fails prints whole programs here
-                i, target, fields = json.loads(line.removeprefix("report "))
-                found[i, target] = Report(**fields | {"features": tuple(fields["features"])})
-        if dead := [pair for pair in left if pair not in found]:
-            found[dead[0]] = Report(error=f"the compiler died: {done.stderr[-500:]}")
+                fields = json.loads(line.removeprefix("report "))
+                found.append(Report(**fields | {"features": tuple(fields["features"])}))
+        if done.returncode:
+            found.append(Report(error=f"the compiler died: {done.stderr[:300]}"))
     return found
 
 
 def _work() -> None:
-    cases = all_cases()
     print("ready", flush=True)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        for i, target in json.load(sys.stdin):
+        for case, target in json.load(sys.stdin):
             try:
-                report = _compile(cases[i], target, Path(file.name))
+                report = _compile(Case(**case), target, Path(file.name))
             except Exception as error:
                 report = Report(error=f"{type(error).__name__}: {str(error).strip()[-300:]}")
-            print("report " + json.dumps([i, target, report._asdict()]), flush=True)
+            print("\nreport " + json.dumps(report._asdict()), flush=True)
 
 
 def _compile(case: Case, target: int | str, file: Path) -> Report:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    module, _, kernel = case.kernel.partition(".")
-    fn = getattr(importlib.import_module(f"moe_runtime.kernels.{module}"), kernel)
+    fn = kernels()[case.kernel]
     attrs = {
         (fn.arg_names.index(a),): [["tt.divisibility", 16]] for a, t in case.signature.items() if t.endswith(":16")
     }
@@ -193,24 +222,39 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     if target == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     file.write_bytes(compiled.asm["cubin"])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", file))
+    report = _read_ptx(compiled.asm["ptx"], int(usage[1]), int(usage[2]), compiled.metadata.shared)
+    if case.listed and TENSOR & set(case.expect):  # a disassembly takes longer than most compilations
+        _check_sass(report, _cuobjdump("-sass", file))
+    return report
+
+
+def _cuobjdump(what: str, file: Path) -> str:
+    import triton
+
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    dump = subprocess.run([tool, "-sass", "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    return _read_sass(dump, compiled.metadata.shared)
+    return subprocess.run([tool, what, file], capture_output=True, text=True, check=True).stdout
 
 
-def _read_sass(dump: str, shared: int) -> Report:
-    ops = collections.Counter(
-        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", dump, re.MULTILINE)
-    )
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump)
-    assert usage is not None and ops, "cuobjdump printed no program"
+def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:
+    ops = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z][\w.:]+)", ptx, re.MULTILINE)
 
     def count(pattern: str) -> int:
-        return sum(n for op, n in ops.items() if re.match(pattern, op))
+        return sum(bool(re.match(pattern, op)) for op in ops)
 
-    features = tuple(name for name, pattern in FEATURES.items() if count(pattern))
-    spills, atomics = count(r"LDL|STL"), count(GLOBAL_ATOMICS)
-    return Report("", int(usage[1]), int(usage[2]), spills, shared, features, atomics, count(r"ATOMS"))
+    features = tuple(name for name, (pattern, _) in FEATURES.items() if count(pattern))
+    return Report("", registers, stack, shared, features, count(GLOBAL_ATOMICS[0]), count(SHARED_ATOMICS))
+
+
+def _check_sass(report: Report, dump: str) -> None:
+    """Fail where ptxas made other instructions than the PTX asks for, or spills without a stack."""
+    ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", dump, re.MULTILINE)
+    assert ops, "cuobjdump printed no program"
+    features = tuple(name for name, (_, pattern) in FEATURES.items() if any(re.match(pattern, op) for op in ops))
+    assert features == report.features, f"SASS has {features}, PTX {report.features}"
+    spills, atomics = (sum(bool(re.match(p, op)) for op in ops) for p in ("LDL|STL", GLOBAL_ATOMICS[1]))
+    assert spills == 0 or report.stack, f"{spills} instructions spill without a stack"
+    assert bool(atomics) == bool(report.global_atomics), f"{atomics} atomics in SASS, {report.global_atomics} in PTX"
 
 
 def _read_amd(assembly: str, shared: int) -> Report:
@@ -220,10 +264,30 @@ def _read_amd(assembly: str, shared: int) -> Report:
     def count(pattern: str) -> int:
         return len(re.findall(rf"^\s+{pattern}", assembly, re.MULTILINE))
 
-    features = ("mfma",) if count(FEATURES["mfma"]) else ()
-    stack, spills = number("private_segment_fixed_size"), number("vgpr_spill_count")
+    features = ("mfma",) if count(FEATURES["mfma"][0]) else ()
     atomics, counters = count(r"(global|flat|buffer)_atomic"), count(r"ds_(add|or|max|min|inc)_")
-    return Report("", number("vgpr_count"), stack, spills, shared, features, atomics, counters)
+    stack, registers = number("private_segment_fixed_size"), number("vgpr_count")
+    return Report("", registers, stack, shared, features, atomics, counters)
+
+
+def complaints(case: Case, target: int | str, report: Report) -> list[str]:
+    """List what is wrong with the program that a case became. AMD's compiler is only asked for one."""
+    from moe_runtime.kernels.tiles import SHARED_MEMORY
+
+    if report.error or target == AMD:
+        return [report.error] if report.error else []
+    bad = []
+    if report.stack > (allowed := case.allowed_stack()):
+        bad.append(f"spills into {report.stack} bytes of stack; want {allowed}")
+    if report.registers > case.max_registers:
+        bad.append(f"{report.registers} registers; want {case.max_registers}")
+    if report.shared > SHARED_MEMORY[target]:
+        bad.append(f"{report.shared} bytes of shared memory; sm_{target} has {SHARED_MEMORY[target]}")
+    if report.global_atomics or (report.shared_atomics and not case.shared_atomics):
+        bad.append(f"{report.global_atomics} atomics on global memory, {report.shared_atomics} on shared; want none")
+    if missing := [name for name in case.expect if name not in report.features]:
+        bad.append(f"no {', '.join(missing)}; has {', '.join(report.features) or 'nothing special'}")
+    return bad
 
 
 if __name__ == "__main__":

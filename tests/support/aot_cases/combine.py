@@ -1,59 +1,66 @@
 """Launches of kernels/combine.py."""
 
-from tests.support.aot import Case
+import torch
 
-SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+from moe_runtime.kernels import combine
+from tests.support.aot import Case, record
 
-
-def _tile(dtype: str, H: int) -> tuple[int, int]:
-    width = 2048 // SIZE[dtype]
-    columns = min(width, H)
-    return width // columns, columns
-
-
-def _forward(dtype: str, K: int, H: int, index: str = "i32", num_rows: bool = True) -> Case:
-    signature = {
-        "y_ptr": f"*{dtype}:16", "weight_ptr": "*fp32:16", "slot_row_ptr": f"*{index}:16", "num_rows_ptr": "*i32",
-        "out_ptr": f"*{dtype}:16", "T": "i32", "H": "i32:16",
-    }  # fmt: skip
-    BLOCK_T, BLOCK_H = _tile(dtype, H)
-    constants = {"K": K, "UNROLL": min(K, 8), "BLOCK_T": BLOCK_T, "BLOCK_H": BLOCK_H}
-    if not num_rows:
-        del signature["num_rows_ptr"]
-        constants["num_rows_ptr"] = None
-    return Case("combine._combine_fwd_kernel", signature, constants, expect=("wide",), max_registers=128)
+T = 4096
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOOSE = ("T", "R", "n", "programs")  # not specialised
 
 
-def _backward(dtype: str, H: int) -> Case:
-    signature = {f"{name}_ptr": f"*{dtype}:16" for name in ("dout", "y", "dy")}
-    signature |= {f"{name}_ptr": "*fp32:16" for name in ("weight", "dweight")}
-    signature |= {"slot_row_ptr": "*i32:16", "R": "i32", "H": "i32:16", "K": "i32"}
-    BLOCK_S, BLOCK_H = _tile(dtype, H)
-    constants = {"BLOCK_S": BLOCK_S, "BLOCK_H": BLOCK_H}
-    return Case("combine._combine_bwd_kernel", signature, constants, expect=("wide",), max_registers=128)
+def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _sum_rows(dtype: str, K: int, H: int, dy: bool = True, partial: bool = True) -> Case:
-    signature = {"slot_row_ptr": "*i32:16", "num_rows_ptr": "*i32", "T": "i32", "R": "i32"}
-    signature |= {"dy_ptr": f"*{dtype}:16", "dx_ptr": f"*{dtype}:16", "H": "i32:16"} if dy else {"H": "i32"}
-    signature |= {"partial_ptr": "*fp32:16", "dweight_ptr": "*fp32:16"} if partial else {}
-    signature |= {"n": "i32", "programs": "i32"}
-    none = {name: None for name in ("dy_ptr", "dx_ptr", "partial_ptr", "dweight_ptr") if name not in signature}
-    BLOCK_T, BLOCK_H = _tile(dtype, H) if dy else (1, 1)
-    constants = {"K": K, "UNROLL": min(K, 8), "BLOCK_T": BLOCK_T, "BLOCK_H": BLOCK_H, "BLOCK_S": 32, "BLOCK_N": 16}
-    wide = ("wide",) if dy else ()
-    return Case("combine._sum_rows_kernel", signature, constants | none, expect=wide, max_registers=128)
+def _finish(cases: list[Case], wide: bool, note: str) -> list[Case]:
+    loose = [{name: "i32" for name in LOOSE if name in case.signature} for case in cases]
+    expect = ("wide",) if wide else ()
+    return [
+        case._replace(signature=case.signature | types, expect=expect, max_registers=128, note=note)
+        for case, types in zip(cases, loose)
+    ]
+
+
+def _layer(dtype=BF16, K: int = 8, H: int = 4096, partials: int | None = 11, note: str = "") -> list[Case]:
+    """As `ops.moe_mlp_triton` launches them: with a bound on the rows."""
+    y, weight, slot_row, num_rows = meta(T * K, H, dtype=dtype), meta(T, K, dtype=FP32), meta(T * K), meta(1)
+    partial = None if partials is None else meta(T * K, partials, dtype=FP32)
+
+    def step():
+        combine.combine_forward(y, weight, slot_row, num_rows)
+        combine.sum_rows(y, slot_row, partial, T, K, num_rows)
+
+    return _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} K={K}{note}")
+
+
+def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
+    """As `ops.combine` launches them."""
+    y, weight, slot_row = meta(T * K, H, dtype=dtype), meta(T, K, dtype=FP32), meta(T * K, dtype=index)
+    dout = meta(T, H, dtype=dtype)
+
+    def step():
+        combine.combine_forward(y, weight, slot_row)
+        combine.combine_backward(dout, y, weight, slot_row)
+
+    names = [str(d).removeprefix("torch.") for d in (dtype, index)]
+    return _finish(record(step), H % 16 == 0, f"{names[0]} H={H} K={K} {names[1]} rows")
+
+
+def _weights(partials: int) -> list[Case]:
+    step = lambda: combine.sum_rows(None, meta(T * 8), meta(T * 8, partials, dtype=FP32), T, 8, meta(1))  # noqa: E731
+    return _finish(record(step), False, f"the weights' gradient alone, {partials} partials")
 
 
 CASES = [
-    *(_forward(dtype, 8, 4096) for dtype in SIZE),
-    *(_forward("bf16", K, 2048) for K in (1, 2, 6, 10, 64)),
-    _forward("bf16", 2, 64),  # short rows: several tokens a program
-    _forward("bf16", 8, 4096, "i64", num_rows=False),  # the public op
-    *(_backward(dtype, 4096) for dtype in SIZE),
-    _backward("bf16", 64),
-    *(_sum_rows(dtype, 8, 4096) for dtype in SIZE),
-    _sum_rows("bf16", 2, 64),
-    _sum_rows("bf16", 8, 4096, partial=False),
-    _sum_rows("bf16", 8, 4096, dy=False),
+    *(case for dtype in (BF16, FP16, FP32) for case in _layer(dtype)),
+    *(case for K in (1, 6, 10, 64) for case in _layer(K=K, H=2048)),
+    *_layer(K=2, H=64, note=", several tokens a program"),
+    *_layer(K=2, H=33),
+    *_layer(partials=None, note=", dx alone"),
+    *_weights(64),
+    *(case for dtype in (BF16, FP32) for case in _op(dtype)),
+    *_op(index=torch.int64),
+    *_op(K=3, H=33),
 ]

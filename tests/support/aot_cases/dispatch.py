@@ -1,48 +1,44 @@
 """Launches of kernels/dispatch.py."""
 
-from tests.support.aot import Case
+import torch
 
-# numbers of slots, blocks and tiles are not specialised, so never ":16"
-SORT = {"R": "i32", "E": "i32:16", "blocks": "i32"}
-BLOCKS = {"BLOCK_S": 128, "BLOCK_E": 32}
-PAIRS = BLOCKS | {"BLOCK_J": 16}
-ROWS = {f"{name}_ptr": "*i32:16" for name in ("start", "offsets", "row_token", "row_slot", "slot_row")}
-TILES = {"FIRST": 0, "BLOCK_M": 128, "BLOCK_TILES": 64, "BLOCK_E": 32}
+from moe_runtime.kernels import dispatch
+from tests.support.aot import Case, record
+
+T, K = 4096, 8
+LOOSE = ("R", "blocks", "num_tiles")  # not specialised
 
 
-def _sort(kernel: str, signature: dict[str, str], constants: dict[str, object]) -> Case:
-    return Case(f"dispatch._dispatch_fwd_{kernel}_kernel", signature, constants, max_registers=128)
+def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _finish(cases: list[Case], note: str) -> list[Case]:
+    loose = [{name: "i32" for name in LOOSE if name in case.signature} for case in cases]
+    return [
+        case._replace(signature=case.signature | types, max_registers=128, note=note)
+        for case, types in zip(cases, loose)
+    ]
+
+
+def _sort(E: int, dtype=torch.int32, tokens=T, note: str = "", slots: int = K) -> list[Case]:
+    cases = record(lambda: dispatch.dispatch_forward(meta(tokens, slots, dtype=dtype), E))
+    return _finish(cases, f"{str(dtype).removeprefix('torch.')} ids of {E} experts{note}")
+
+
+def _maps(E: int, BLOCK_M: int, first_expert: int = 0) -> list[Case]:
+    return _finish(record(lambda: dispatch.tile_map(meta(E + 1), T * K, BLOCK_M, first_expert)), f"{E} experts")
 
 
 CASES = [
-    _sort("count", SORT | {"idx_ptr": "*i32:16", "less_ptr": "*i32:16"}, BLOCKS),
-    _sort("count", SORT | {"idx_ptr": "*i64:16", "less_ptr": "*i32:16"}, BLOCKS),
-    _sort(
-        "scan",
-        {name: "*i32:16" for name in ("less_ptr", "offsets_ptr", "start_ptr")} | {"blocks": "i32"},
-        {"SCAN": 1024},
-    ),
-    _sort("scatter", SORT | ROWS | {"idx_ptr": "*i32:16", "K": "i32"}, PAIRS),
-    _sort("scatter", SORT | ROWS | {"idx_ptr": "*i64:16", "K": "i32"}, PAIRS),
-    _sort(  # a single block: no start
-        "scatter",
-        {name: kind for name, kind in (SORT | ROWS).items() if name != "start_ptr"}
-        | {"idx_ptr": "*i32:16", "K": "i32"},
-        PAIRS | {"start_ptr": None},
-    ),
-    Case(
-        "dispatch._invert_kernel",
-        {"row_slot_ptr": "*i32:16", "slot_row_ptr": "*i32:16", "R": "i32"},
-        {"BLOCK_R": 1024},
-        max_registers=128,
-    ),
-    *(
-        Case(
-            "dispatch._tile_map_kernel",
-            {"offsets_ptr": "*i32:16", "map_ptr": "*i32:16", "E": "i32:16", "num_tiles": "i32"},
-            TILES | {"BLOCK_M": BLOCK_M, "FIRST": FIRST},
-            max_registers=128,
-        )
-        for BLOCK_M, FIRST in ((128, 0), (16, 1))
-    ),
+    *_sort(128),
+    *_sort(128, torch.int64),
+    *_sort(64, torch.uint8),
+    *_sort(1, slots=1),
+    *_sort(128, tokens=16, note=", one block"),
+    *_sort(7, torch.int64, tokens=1, note=", one block"),
+    *_finish(record(lambda: dispatch.invert(meta(T * K))), ""),
+    *_maps(128, 128),
+    *_maps(8, 16, 1),
+    *_maps(1, 64),
 ]

@@ -11,6 +11,20 @@ ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 T, H, I, E, K = 4096, 2048, 1408, 8, 6
 ODD = 1  # added to H and I: no stride is a multiple of 16 any more, and none of a block
 
+# what spills: (architecture, note) -> Triton -> bytes. Without 16 bytes of alignment every element has an address of its
+# own; 8 bytes are one register that ptxas keeps elsewhere for the sake of one more block per processor
+SPILLS = {
+    (80, "up odd sizes"): {"3.6": 208, "3.7": 216},
+    (80, "dz odd sizes"): {"3.6": 2024, "3.7": 2112},
+    (90, "up odd sizes"): {"3.6": 792, "3.7": 808},
+    (90, "down odd sizes"): {"3.6": 624, "3.7": 624},
+    (90, "dz odd sizes"): {"3.6": 2072, "3.7": 1928},
+    (90, "dx odd sizes"): {"3.6": 464, "3.7": 464},
+    (90, "dw odd sizes"): {"3.6": 256, "3.7": 32},
+    (80, "up float32 from 0 rows an expert"): {"3.6": 8, "3.7": 0},
+    (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0},
+}
+
 
 def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -85,21 +99,21 @@ def expect(arch: int, case: Case) -> tuple[str, ...]:
 def case(arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, **options) -> Case:
     """The launch of `kernel` on `arch` with `tile`, as it is fitted to the GPU."""
     layer = layer or Layer()
-    problem = tiles.Problem(
-        kernel, arch, str(layer.dtype).removeprefix("torch."), H, H, T, gated=kernel == "up" and layer.gated
-    )
+    dtype = str(layer.dtype).removeprefix("torch.")
+    problem = tiles.Problem(kernel, arch, dtype, H, H, T, gated=kernel == "up" and layer.gated)
     (made,) = record(lambda: LAUNCH[kernel](layer, tiles.clip(tile, problem), **options))
+    note = " ".join([kernel, *[dtype] * (layer.dtype != torch.bfloat16), *[note] * bool(note)])
     fast = layer.dtype != torch.float32 and not layer.odd
     return made._replace(
-        capabilities=(arch,), expect=expect(arch, made) if fast else (), listed=listed, note=f"{kernel} {note}".strip(),
-        shared_atomics=arch == 100,  # how the compiler allocates tensor memory
+        capabilities=(arch,), expect=expect(arch, made) if fast else (), listed=listed, note=note,
+        stack=SPILLS.get((arch, note), {}),
     )  # fmt: skip
 
 
-def defaults(arch: int, table: dict, **layer) -> list[Case]:
+def defaults(arch: int, table: dict, dtype=torch.bfloat16) -> list[Case]:
     """Every config of `table`, for a gated layer in training."""
     return [
-        case(arch, kernel, tile, f"from {least} rows an expert", True, Layer(**layer))
+        case(arch, kernel, tile, f"from {least} rows an expert", True, Layer(dtype))
         for kernel, rows in table.items()
         for least, tile in rows
     ]
@@ -109,7 +123,7 @@ def variants(arch: int) -> list[Case]:
     """The other ways to launch each config: layers without a gate, inference, gradients that nobody asks for, fp16."""
     found, plain, half = [], Layer(gated=False), Layer(torch.float16)
     for kernel, rows in tiles.TABLE[arch].items():
-        found.append(case(arch, kernel, rows[0][1], "fp16", layer=half))
+        found.append(case(arch, kernel, rows[0][1], layer=half))
         for _, tile in rows:
             if kernel == "up":
                 found += [
@@ -142,13 +156,22 @@ def rare(arch: int) -> list[Case]:
     return [*found, case(arch, "dw", largest["dw"], "apart", trained=apart.place, num_trained=2)]
 
 
-def biases(arch: int) -> list[Case]:
-    """The biases' gradients: of up, of down, of down with frozen experts."""
+def biases() -> list[Case]:
+    """The biases' gradients, which have no configs."""
     layer = Layer()
-    made = [record(lambda: layer.db(*args))[0] for args in ((False,), (True,), (True, layer.place))]  # noqa: B023
-    return [
-        c._replace(capabilities=(arch,), note=n) for c, n in zip(made, ("of up", "of down", "of down, frozen experts"))
-    ]
+    steps = {"of up": (False,), "of down": (True,), "of down, frozen experts": (True, layer.place)}
+    return [record(lambda: layer.db(*args))[0]._replace(note=note) for note, args in steps.items()]  # noqa: B023
+
+
+def tf32(arch: int) -> list[Case]:
+    """What torch.backends.cuda.matmul.allow_tf32 makes of the largest configs for float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        layer = Layer(torch.float32)
+        return [case(arch, kernel, rows[0][1], "tf32", layer=layer) for kernel, rows in tiles._FLOAT32.items()]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def persistent(arch: int) -> list[Case]:
@@ -161,7 +184,7 @@ def persistent(arch: int) -> list[Case]:
     ]
 
 
-CASES = [case for arch in tiles.TABLE for case in defaults(arch, tiles.TABLE[arch]) + biases(arch)]
-CASES += [case for arch in (80, 86, 90, 100, 120) for case in variants(arch)]
-CASES += [case for arch in (80, 90) for case in defaults(arch, tiles._FLOAT32, dtype=torch.float32) + rare(arch)]
-CASES += persistent(90)
+CASES = [case for arch in tiles.TABLE for case in defaults(arch, tiles.TABLE[arch])]
+CASES += [case for arch in (80, 86, 90, 100) for case in variants(arch)]
+CASES += [case for arch in (80, 90) for case in defaults(arch, tiles._FLOAT32, torch.float32) + tf32(arch) + rare(arch)]
+CASES += persistent(90) + biases()

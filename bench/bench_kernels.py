@@ -1,0 +1,108 @@
+"""Each Triton kernel of the layer alone: matrix products against a dense matmul of the same FLOPs, the others against a copy
+of the bytes that they must move. A GPU only; the interpreter shows that it runs.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import shapes
+from bench.conftest import DEVICE, fits
+from moe_runtime import tuning
+from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
+
+pytestmark = pytest.mark.gpu
+GPU_SHAPES = shapes.kernels()
+DTYPE = torch.bfloat16
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=DTYPE, device=DEVICE)
+
+
+class Rows:
+    """Where the rows of a layer lie, for random experts."""
+
+    def __init__(self, shape):
+        T, _, _, E, K, shared = shape
+        idx = torch.rand(T, E - shared, device=DEVICE).topk(K - shared).indices + shared
+        self.idx = torch.cat([idx, idx.new_zeros(T, int(shared))], 1)
+        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(self.idx, E)
+
+
+def sizes(product: str, shape) -> tuple[int, int]:
+    """N and K of a product whose rows are the layer's; of the weight's gradient for dw."""
+    H, I = shape.H, shape.I
+    return {
+        "up": (2 * I, H), "down": (H, I), "dz": (I, H), "dx": (H, 2 * I), "dw_up": (2 * I, H), "dw_down": (H, I)
+    }[product]  # fmt: skip
+
+
+def others(product: str, shape) -> dict:
+    """A dense matmul and torch's grouped_mm of the same FLOPs, on rows that are gathered already and without an epilogue."""
+    R, (N, K) = shape.T * shape.K, sizes(product, shape)
+    ends = Rows(shape).offsets[1:].contiguous()
+    if product.startswith("dw"):
+        dy, x, dense = random(R, N), random(R, K), random(N, K)
+        return {
+            "dense matmul (floor)": lambda: torch.mm(dy.t(), x, out=dense),
+            "torch grouped_mm, product only": lambda: F.grouped_mm(dy.t(), x, offs=ends),
+        }
+    a, y = random(R, K), random(R, N)
+    # of down and up the sum runs along the stored rows, of dz and dx across them
+    weight = random(shape.E, N, K).transpose(1, 2) if product in ("up", "down") else random(shape.E, K, N)
+    return {
+        "dense matmul (floor)": lambda: torch.mm(a, weight[0], out=y),
+        "torch grouped_mm, product only": lambda: F.grouped_mm(a, weight, offs=ends),
+    }
+
+
+@pytest.mark.parametrize("product", tuning.PRODUCTS)
+def bench_product(interleaved, shape, product):
+    layer, device = tuning.Layer(shape.H, shape.I, shape.E, shape.K, shape.shared), torch.empty(0, device=DEVICE).device
+    problem = tuning.problem_of(product, layer, shape.T, "bfloat16", device)
+    tile = tiles.lookup(problem, tiles.device_name(device))
+    with fits():
+        run, baselines = tuning.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
+    floor, grouped = baselines
+    N, K = sizes(product, shape)
+    variants = {floor: baselines[floor], "moe_runtime": lambda: run(tile), grouped: baselines[grouped]}
+    interleaved(variants, flops=2 * shape.T * shape.K * N * K, notes={"moe_runtime": tuning.short(tile)})
+
+
+def move(kernel: str, shape):
+    """Return a kernel's call and the bytes it must move."""
+    T, H, I, E, K, shared = shape
+    R, routed = T * K, E - shared
+    gate = "xft" if shared else "softmax_topk_renorm"
+    if kernel in ("merge", "dalpha"):
+        weight, dout = random(E, I, H), random(I, H)
+        alpha = torch.full([E], 1 / E, device=DEVICE)
+        calls = {
+            "merge": lambda: merging.merge_experts_forward(weight, alpha),
+            "dalpha": lambda: merging.merge_experts_backward_alpha(dout, weight),
+        }
+        return calls[kernel], 2 * (E + 1) * H * I
+    if kernel.startswith("route"):
+        logits, dweight = random(T, routed), torch.randn(T, K, device=DEVICE)
+        if kernel == "route":
+            return lambda: routing.route_forward(logits, None, K, gate, int(shared)), 2 * T * routed + 8 * R
+        idx = routing.route_forward(logits, None, K, gate, int(shared))[1]
+        return lambda: routing.route_backward(dweight, logits, idx, gate, int(shared)), 4 * T * routed + 8 * R
+    at = Rows(shape)
+    if kernel == "dispatch":
+        return lambda: dispatch.dispatch_forward(at.idx, E), 8 * R + 3 * 4 * R
+    y, weight = random(R, H), torch.rand(T, K, device=DEVICE)
+    if kernel == "combine":
+        return lambda: combine.combine_forward(y, weight, at.slot_row, at.offsets[E:]), 2 * (R + T) * H + 8 * R
+    n = -(-I // 128)
+    partial = torch.randn(R, n, device=DEVICE)
+    return lambda: combine.sum_rows(y, at.slot_row, partial, T, K, at.offsets[E:]), 2 * (R + T) * H + 4 * R * (n + 2)
+
+
+@pytest.mark.parametrize("kernel", ["dispatch", "combine", "sum_rows", "route", "route_backward", "merge", "dalpha"])
+def bench_moving(interleaved, shape, kernel):
+    with fits():
+        call, bytes = move(kernel, shape)
+        source, target = (torch.ones(bytes // 4 + 1, dtype=torch.int16, device=DEVICE) for _ in range(2))
+    interleaved({"copy (floor)": lambda: target.copy_(source), "moe_runtime": call}, bytes=bytes)

@@ -1,0 +1,37 @@
+"""The router of a layer, its matmul included: one kernel for the gate against torch's operations, and a copy of x's bytes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.conftest import CUDA, DEVICE
+from moe_runtime import backends
+from moe_runtime.ops.routing import route
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def bench_route(interleaved, shape, backward):
+    T, H, _, E, K, shared = shape
+    gate = "xft" if shared else "softmax_topk_renorm"
+    x = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(E - shared, H, dtype=torch.bfloat16, device=DEVICE) * H**-0.5)
+    dweight = torch.randn(T, K, device=DEVICE)
+    # forward reads x; backward reads it for the router's gradient and writes its own
+    bytes = 2 * T * H * (2 if backward else 1)
+    source, target = (torch.ones(bytes // 4, dtype=torch.int16, device=DEVICE) for _ in range(2))
+
+    def forward(backend):
+        return route(F.linear(x, weight), K, gate, backend=backend)[0]
+
+    def variant(backend):
+        if not backward:
+            return lambda: forward(backend)
+        out = forward(backend)
+        return lambda: torch.autograd.grad(out, [x, weight], dweight, retain_graph=True)
+
+    ours = "triton" if CUDA or backends.interpreted() else "torch"
+    with torch.set_grad_enabled(backward):
+        variants = {"moe_runtime": variant(ours), "torch": variant("torch")}
+        interleaved({"copy (floor)": lambda: target.copy_(source), **variants}, bytes=bytes)

@@ -1,0 +1,155 @@
+"""How long each variant takes: the wall clock on a CPU, CUDA events on a GPU; and the ceilings of a GPU."""
+
+import functools
+import gc
+import statistics
+import time
+
+import torch
+
+from moe_runtime.timing import EventTimer, worst_row
+
+OUT_OF_TIME = "out of time"
+AHEAD_MS = 1.0  # the GPU waits this long for the launches of a call: autograd's come one by one
+
+
+class ContextLost(RuntimeError):
+    """A variant broke the CUDA context: nothing runs any more in this process."""
+
+    def __init__(self, variant: str, note: str):
+        super().__init__(f"{variant} broke the CUDA context: {note}")
+        self.variant, self.note = variant, note
+
+
+def measure_cpu(variants, rounds: int, pedantic) -> dict[str, list[float]]:
+    """Seconds of every call by the wall clock."""
+    times = {name: [] for name in variants}
+    for function in variants.values():
+        function()  # warm up, and fail, outside the timing
+
+    def one_round():
+        for name, function in variants.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+
+    pedantic(one_round, rounds=rounds)
+    return times
+
+
+def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):
+    """Seconds of every call between CUDA events, and each variant's peak memory and distance from `compare`.
+
+    Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about `seconds` in all.
+    """
+    floor, details, want = next(iter(variants)), {}, None
+    names = sorted(variants, key=lambda name: name != compare)  # the one to compare with first
+    for name in names:
+        try:
+            details[name] = {"peak MiB": _peak(variants[name])}
+            if compare is not None and name != floor:
+                got = variants[name]()
+                want = got if name == compare else want
+                if want is not None and got.shape == want.shape:
+                    details[name]["difference"] = worst_row(got, want)
+        except Exception as error:
+            _check_context(name, error)
+            if name == floor:
+                raise
+            notes[name] = one_line(error)
+            details.pop(name, None)
+        got = None
+        free()
+    want = None
+    runs = {name: function for name, function in variants.items() if name in details}
+    timer, times = EventTimer(torch.device("cuda", torch.cuda.current_device()), AHEAD_MS), {name: [] for name in runs}
+
+    def one_round():
+        for name, ms in zip(runs, timer.round(runs.values())):
+            times[name].append(ms / 1e3)
+
+    try:
+        one_round()  # says how many rounds there is time for
+        count = max(3, min(rounds, int(seconds / max(sum(values[0] for values in times.values()), 1e-9))))
+        for values in times.values():
+            values.clear()
+        pedantic(one_round, rounds=count if rounds > 1 else 1)
+    except Exception as error:
+        _check_context("one of the variants", error)
+        raise
+    return times, details
+
+
+def _peak(function) -> float:
+    """MiB that a second call takes beyond what was there before it."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _check_context(name: str, error: Exception) -> None:
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        raise ContextLost(name, one_line(error)) from None
+
+
+def free() -> None:
+    """Give back what a benchmark held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+@functools.cache
+def ceilings() -> dict[str, float]:
+    """TFLOP/s of a bf16 matmul of 8192^3 on random data, GB/s of a device-to-device copy of 4 GiB (read plus written)."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    n, size = 8192, 1 << 31
+    if torch.cuda.mem_get_info()[1] < 24 << 30:
+        size //= 8
+    a, b, c = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(3))
+    source, target = (torch.ones(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    timer = EventTimer(device)
+    functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
+    rounds = [timer.round(functions) for _ in range(13)][3:]
+    matmul, copy = (statistics.median(times) / 1e3 for times in zip(*rounds))
+    return {"TFLOP/s": 2 * n**3 / matmul / 1e12, "GB/s": 4 * size / copy / 1e9}
+
+
+def launch_configs() -> str:
+    """Say which launch configs our kernels use."""
+    from moe_runtime.kernels import tiles
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    tuned = tiles.read_tuned().get(tiles.device_name(device), {})
+    return f"{len(tuned)} tuned" if tuned else "built in"
+
+
+def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None) -> dict:
+    """Return what is printed and written of each variant."""
+    floor = next(iter(times.values()))
+    rows = {}
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        rows[name] = {
+            "ms": median * 1e3,
+            "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
+            "spread": (max(seconds) - min(seconds)) / median,
+            **({"TFLOP/s": flops / median / 1e12} if flops else {}),
+            **({"GB/s": bytes / median / 1e9} if bytes else {}),
+            **details.get(name, {}),
+        }
+        for unit, limit in (limits or {}).items():
+            if unit in rows[name]:
+                rows[name]["share"] = rows[name][unit] / limit
+    return rows

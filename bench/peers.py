@@ -1,0 +1,78 @@
+"""Other implementations of the experts of a layer, as their own documentation calls them; no package of them is needed."""
+
+import torch
+import torch.nn.functional as F
+
+
+def grouped_mm(layer):
+    """torch's grouped_mm between a sort and a gather: what one writes without a library, no host synchronization."""
+    T, H, _, E, K, _ = layer.shape
+    experts, order = layer.topk_idx.flatten().sort(stable=True)
+    offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).to(torch.int32)
+    gate, up = F.grouped_mm(layer.x[order // K], layer.up.transpose(1, 2), offs=offsets).chunk(2, -1)
+    y = F.grouped_mm(F.silu(gate) * up, layer.down.transpose(1, 2), offs=offsets)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=order.device))
+    weight = layer.topk_weight.to(y.dtype)
+    return torch.bmm(weight[:, None], y[back].view(T, K, H))[:, 0]
+
+
+def _scattermoe(layer):
+    from scattermoe.mlp import GLUMLP
+
+    _, H, I, E, K, _ = layer.shape
+    with torch.device("meta"):
+        experts = GLUMLP(H, I, E, K)
+    # theirs is up first, then gate
+    experts.experts.weight = torch.nn.Parameter(layer.up.detach().roll(I, 1))
+    experts.output_experts.weight = layer.down
+    weights = [experts.experts.weight, layer.down]
+
+    def call():
+        return experts(layer.x, layer.topk_weight.to(layer.x.dtype), layer.topk_idx)
+
+    return call, [layer.x, *weights, layer.topk_weight], layer.dout
+
+
+def _liger(layer):
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    idx = layer.topk_idx.to(torch.int32)
+    return lambda: LigerFusedMoEFunction.apply(layer.x, layer.up, layer.down, idx, layer.topk_weight)
+
+
+def _sonicmoe(layer):
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_general_routing_inputs
+
+    T, H, I, E, K, _ = layer.shape
+    # theirs has gate and up in turn, and the expert last
+    up = layer.up.detach().view(E, 2, I, H).transpose(1, 2).reshape(E, 2 * I, H)
+    up = torch.nn.Parameter(up).permute(1, 2, 0).detach().requires_grad_()
+    down = layer.down.detach().permute(1, 2, 0).requires_grad_()
+    token = torch.arange(T, device=layer.x.device, dtype=torch.int32).repeat_interleave(K)
+    experts = layer.topk_idx.flatten().to(torch.int32)
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def call():
+        scores = layer.topk_weight.flatten().to(layer.x.dtype)
+        return moe_general_routing_inputs(
+            layer.x, scores, token, experts, up, None, down, None, E, stream, ActivationType.SWIGLU
+        )[0]
+
+    return call, [layer.x, up, down, layer.topk_weight], layer.dout
+
+
+PACKAGES = {"scattermoe": _scattermoe, "liger_kernel": _liger, "sonicmoe": _sonicmoe}
+
+
+def installed(layer, notes: dict) -> dict:
+    """Return the packages that can be imported and take this layer, as `Layer.gpu_variants` wants them."""
+    found = {}
+    for name, build in PACKAGES.items():
+        try:
+            found[name] = build(layer)
+        except ImportError:
+            notes[name] = "not installed"
+        except Exception as error:
+            notes[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -1,0 +1,56 @@
+"""Results as they come: one JSON line per benchmark, so that a run that dies keeps what it has and the next one goes on."""
+
+import json
+from pathlib import Path
+
+from bench.clock import OUT_OF_TIME
+
+
+class Records:
+    """The file of a run, or none. A pytest plugin: it hears of skips and failures itself."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+
+    def write(self, name: str, **what) -> None:
+        """Append what became of a benchmark: extra_info, skipped, failed, or the variant that broke the process."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps({"name": name, **what}) + "\n")
+
+    def lines(self) -> list[dict]:
+        """Return the file's lines; the last one may be half of one."""
+        if self.path is None or not self.path.exists():
+            return []
+        found = []
+        for line in self.path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def done(self) -> set[str]:
+        """Return the benchmarks that need not run again."""
+        return {line["name"] for line in self.lines() if "broken" not in line}
+
+    def broken(self, name: str) -> dict[str, str]:
+        """Return variant -> how it broke the process, of one benchmark."""
+        return {k: v for line in self.lines() if line["name"] == name for k, v in line.get("broken", {}).items()}
+
+    def pytest_runtest_logreport(self, report) -> None:
+        name = report.nodeid.split("::")[-1]
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.write(name, failed=str(crash.message if crash else report.longrepr)[-500:])
+        elif report.skipped and OUT_OF_TIME not in str(report.longrepr):
+            self.write(name, skipped=report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
+
+
+def benchmarks(path: str | Path) -> list[dict]:
+    """Return name and extra_info of each benchmark of a file: pytest-benchmark's JSON or our lines."""
+    path = Path(path)
+    if path.suffix == ".jsonl":
+        return [line for line in Records(path).lines() if "extra_info" in line]
+    return json.loads(path.read_text())["benchmarks"]

@@ -1,0 +1,358 @@
+"""MergedMLP merges once per optimizer step: what it keeps is never stale, never copied or saved, and changes no gradient."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_runtime import backends
+from moe_runtime.modules import merged
+from tests.modules.test_merged import make
+from tests.support.oracle import assert_parity
+
+TRITON = backends.why_not("triton", "merge_experts", torch.device("cpu"))
+CPU_BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(TRITON is not None, reason=str(TRITON)))]
+
+
+@pytest.fixture
+def merges(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the stacks that were merged, biases left out."""
+    found, original = [], merged.merge_experts
+
+    def counted(weight, alpha, **kwargs):
+        found.extend([tuple(weight.shape)] * (weight.dim() == 3))
+        return original(weight, alpha, **kwargs)
+
+    monkeypatch.setattr(merged, "merge_experts", counted)
+    return found
+
+
+@pytest.fixture(params=CPU_BACKENDS)
+def backend(request, monkeypatch) -> str:
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", request.param)
+    return request.param
+
+
+def plain(layer, x):
+    """The layer with every forward pass's merging in the graph: what it was before anything was kept."""
+    w, up = layer.merged_weights(), layer.experts.up_name
+    z = nn.functional.linear(x, w[up], w.get(f"{up}_bias"))
+    h = merged.activate(z, layer.config.hidden_act, layer.config.gated)
+    return nn.functional.linear(h, w["down_proj"], w.get("down_proj_bias"))
+
+
+def fresh(layer, x):
+    with torch.no_grad():
+        return plain(layer, x)
+
+
+def gradients(f, layer, x):
+    x = x.detach().requires_grad_()
+    out = f(layer, x)
+    da, dx = torch.autograd.grad(out.float().square().sum(), (layer.mixing_logits, x))
+    return {"out": out.detach(), "da": da, "dx": dx}
+
+
+@pytest.mark.parametrize("variant", [{}, {"bias": True, "soup": True}, {"gated": False, "hidden_act": "gelu"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_those_of_merging_in_the_graph(dtype, variant, backend, tolerance):
+    layer, x = make(**variant, dtype=dtype), torch.randn(7, 33, dtype=dtype)
+    layer(x)
+    got, want = gradients(type(layer).__call__, layer, x), gradients(plain, layer, x)
+    assert torch.equal(got["out"], want["out"]) and torch.equal(got["dx"], want["dx"])
+    wide = gradients(plain, copy.deepcopy(layer).double(), x.double())
+    assert_parity(got, wide, {"out": tolerance[dtype], "dx": 3 * tolerance[dtype], "da": 5 * tolerance[dtype]})
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_merges_once_per_step_of_four_micro_batches(name, merges, backend):
+    layer = make(bias=True)
+    other = copy.deepcopy(layer)
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (layer, other)]
+    before = layer.mixing_logits.detach().clone()
+    for step in range(3):
+        for x in torch.randn(4, 5, 33):
+            layer(x).square().sum().backward()
+            assert len(merges) == 2 * (step + 1)
+        for x in torch.randn(1, 20, 33):  # other numbers: only that it follows its logits is compared
+            torch.testing.assert_close(layer(x), fresh(layer, x), rtol=0, atol=0)
+        del merges[2 * (step + 1) :]
+        optimizers[0].step()
+        layer.zero_grad()
+    assert not torch.equal(layer.mixing_logits, before)
+    for _ in range(2):
+        x = torch.randn(5, 33)
+        want = torch.autograd.grad(plain(other, x).square().sum(), other.mixing_logits)[0]
+        other(x).square().sum().backward()
+        torch.testing.assert_close(other.mixing_logits.grad, want, rtol=1e-4, atol=1e-5)
+        optimizers[1].step()
+        other.zero_grad()
+
+
+def test_the_kernel_leaves_the_kept_weights_alone_until_alpha_changes(monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    layer, x = make(), torch.randn(3, 33)
+    layer(x)
+    kept = layer._mixture.weights
+    for weight in kept.values():
+        weight.fill_(7.0)
+    layer(x)
+    assert all((weight == 7).all() for weight in kept.values())
+    layer.mixing_logits.data[2] += 1e-6  # no version is counted
+    assert torch.equal(layer(x), fresh(layer, x)) and layer._mixture.weights is kept
+
+
+CHANGES = {
+    "an optimizer's step": lambda m: m.mixing_logits.data.add_(0) is None or m.mixing_logits.detach().mul_(0.5),
+    "logits written past autograd": lambda m: m.mixing_logits.data.mul_(0.5),
+    "other logits": lambda m: setattr(m, "mixing_logits", nn.Parameter(m.mixing_logits.detach() * 0.5)),
+    "an expert in place": lambda m: m.experts.down_proj.detach()[3].zero_(),
+    "data of an expert": lambda m: setattr(m.experts.down_proj, "data", 2 * m.experts.down_proj.data),
+    "another expert": lambda m: setattr(m.experts, "down_proj", make().requires_grad_(False).experts.down_proj),
+    "other experts": lambda m: setattr(m, "experts", make().experts),
+    "load_state_dict": lambda m: m.load_state_dict(make().state_dict()),
+    "load_state_dict, assign": lambda m: (
+        m.load_state_dict(make().state_dict(), assign=True).__class__ and m.experts.requires_grad_(False)
+    ),
+    "shared_rate": lambda m: setattr(m, "shared_rate", 0.25),
+    "half precision": lambda m: m.half(),
+    "half precision and back": lambda m: m.half().float(),
+    "memory swapped": lambda m: torch.utils.swap_tensors(
+        m.experts.down_proj, make().requires_grad_(False).experts.down_proj
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_never_missed(name, backend):
+    torch.manual_seed(1)
+    layer, x = make(), torch.randn(5, 33)
+    with torch.no_grad():
+        before = layer(x)
+    CHANGES[name](layer)
+    x = x.to(layer.experts.down_proj.dtype)
+    after = layer(x)
+    assert torch.equal(after, fresh(layer, x)) and not torch.equal(after.float(), before)
+    assert torch.equal(layer(x), after)
+
+
+def test_soup_and_rate_are_no_longer_the_same_after_a_switch():
+    layer, x = make(E=1), torch.randn(5, 33)
+    layer(x)
+    with torch.no_grad():
+        layer.experts.down_proj.mul_(2)
+    assert torch.equal(layer(x), fresh(layer, x))
+
+
+def test_a_graph_outlives_the_step_that_changes_the_logits(backend):
+    layer, x = make(), torch.randn(5, 33)
+    want = gradients(plain, layer, x)
+    y = x.detach().requires_grad_()
+    out = layer(y)
+    with torch.no_grad():
+        layer.mixing_logits.add_(torch.randn(7))
+    layer(x)
+    da, dx = torch.autograd.grad(out.square().sum(), (layer.mixing_logits, y))
+    assert torch.equal(dx, want["dx"])
+    torch.testing.assert_close(da, want["da"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_then_training_then_evaluation(mode, merges, backend):
+    layer, x = make(), torch.randn(5, 33)
+    with mode():
+        out = layer.eval()(x)
+    got, want = gradients(type(layer).__call__, layer.train(), x), gradients(plain, layer, x)
+    assert torch.equal(got["out"], out) and torch.equal(got["dx"], want["dx"])
+    with mode():
+        assert torch.equal(layer.eval()(x), out)
+    del merges[-2:]  # those of plain
+    assert len(merges) == 2
+
+
+def test_parameters_of_inference_mode_are_merged_each_time(merges):
+    with torch.inference_mode():
+        layer, x = make(), torch.randn(5, 33)
+        layer(x)
+        layer.experts.down_proj.mul_(2)  # no version is counted
+        assert torch.equal(layer(x), plain(layer, x)) and layer._mixture is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant, merges, backend):
+    layer, x = make(bias=True), torch.randn(5, 33)
+    want = gradients(plain, layer, x)
+    del merges[:]
+    got = gradients(lambda m, x: checkpoint(m, x, use_reentrant=reentrant), layer, x) if not reentrant else None
+    if reentrant:  # which wants backward(), not grad()
+        y = x.detach().requires_grad_()
+        out = checkpoint(layer, y, use_reentrant=True)
+        out.square().sum().backward()
+        got = {"out": out.detach(), "da": layer.mixing_logits.grad, "dx": y.grad}
+    assert len(merges) == 2 and torch.equal(got["out"], want["out"]) and torch.equal(got["dx"], want["dx"])
+    torch.testing.assert_close(got["da"], want["da"], rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_and_eager_passes_take_turns(merges):
+    torch._dynamo.reset()
+    layer, x = make(bias=True), torch.randn(5, 33)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        kept = layer._mixture
+        a, b = gradients(lambda m, x: compiled(x), layer, x), gradients(type(layer).__call__, layer, x)
+        assert all(torch.equal(a[name], b[name]) for name in a) and kept is not layer._mixture
+        with torch.no_grad():
+            layer.mixing_logits.normal_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_autocast_switched_on_and_off(dtype, merges, backend):
+    layer, x = make(dtype=dtype), torch.randn(5, 33, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = plain(layer, x)
+    for autocast in (False, True, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert torch.equal(layer(x), narrow if autocast else plain(layer, x))
+    assert layer._mixture.weights["down_proj"].dtype == dtype
+
+
+def test_is_in_no_copy_pickle_or_state_dict():
+    layer, x = make(), torch.randn(5, 33)
+    size, keys = len(pickle.dumps(layer)), list(layer.state_dict())
+    out = layer(x)
+    assert list(layer.state_dict()) == keys and len(list(layer.buffers())) == 0
+    assert len(pickle.dumps(layer)) == size
+    torch.save(layer, file := io.BytesIO())
+    file.seek(0)
+    for other in (copy.deepcopy(layer), copy.copy(layer), torch.load(file, weights_only=False)):
+        assert other._mixture is None and layer._mixture is not None
+        assert torch.equal(other(x), out) and other._mixture.weights is not layer._mixture.weights
+
+
+@pytest.mark.parametrize("free", [lambda m: m.release(), lambda m: m.to("meta"), lambda m: m.bfloat16()], ids=str)
+def test_memory_is_freed(free):
+    layer = make()
+    layer(torch.randn(5, 33))
+    kept = [weakref.ref(weight) for weight in layer._mixture.weights.values()]
+    free(layer)
+    gc.collect()
+    assert layer._mixture is None and not any(ref() is not None for ref in kept)
+
+
+def test_there_is_one_kept_mixture_at_a_time(monkeypatch):
+    """The old weights go before the new ones are made: the peak is one dense MLP more."""
+    layer, x = make(), torch.randn(5, 33)
+    layer(x)
+    kept, original = [weakref.ref(weight) for weight in layer._mixture.weights.values()], merged.merge_experts
+
+    def watched(weight, alpha):
+        assert not any(ref() is not None for ref in kept)
+        return original(weight, alpha)
+
+    monkeypatch.setattr(merged, "merge_experts", watched)
+    with torch.no_grad():
+        layer.mixing_logits.normal_()
+    layer(x)
+
+
+def test_experts_that_train_get_their_gradients_and_nothing_is_kept(backend):
+    layer, x = make(bias=True), torch.randn(5, 33)
+    layer(x)
+    layer.experts.requires_grad_()
+    leaves = list(layer.parameters())
+    got = torch.autograd.grad(layer(x).square().sum(), leaves)
+    want = torch.autograd.grad(plain(layer, x).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    with torch.no_grad():
+        layer.experts.down_proj.data.mul_(2)
+        assert torch.equal(layer(x), plain(layer, x))
+
+
+def test_nothing_is_kept_where_ops_are_watched_or_transformed(merges):
+    layer, x = make(), torch.randn(5, 33)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        layer(x)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        layer(torch.randn(5, 33))
+    torch.func.vmap(layer)(x.expand(2, 5, 33))
+    layer.to("meta")(x.to("meta"))
+    assert layer._mixture is None
+    tangent = torch.func.jvp(make(), (x,), (x,))[1]
+    assert tangent.abs().sum() > 0
+
+
+def test_threads(merges, backend):
+    layer, xs, found = make(), torch.randn(4, 6, 5, 33), {}
+    want = [gradients(plain, layer, x) for x in xs.flatten(0, 1)]
+
+    def work(i):
+        torch.manual_seed(i)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            found[i] = [gradients(type(layer).__call__, layer, x) for x in xs[i]]
+
+    if backend == "triton":  # the interpreter knows one launch at a time
+        for i in range(4):
+            work(i)
+    else:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for got, wanted in zip((g for i in range(4) for g in found[i]), want):
+        assert torch.equal(got["out"], wanted["out"]) and torch.equal(got["dx"], wanted["dx"])
+        torch.testing.assert_close(got["da"], wanted["da"], rtol=1e-4, atol=1e-5)
+
+
+def _train(rank: int, path: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{path}/rendezvous", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    layer = make(bias=True)  # of other numbers on rank 1, until DDP sends rank 0's
+    model = nn.parallel.DistributedDataParallel(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        for micro in range(2):
+            torch.manual_seed(10 * step + micro)
+            x = torch.randn(2, 5, 33)[rank]
+            with model.no_sync() if micro == 0 else torch.enable_grad():
+                model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(layer(x), fresh(layer, x))
+    torch.save(layer.state_dict(), f"{path}/{rank}")
+    dist.destroy_process_group()
+
+
+def test_data_parallel(tmp_path):
+    torch.multiprocessing.spawn(_train, (str(tmp_path),), nprocs=2)
+    a, b = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    torch.manual_seed(0)
+    layer = make(bias=True)
+    optimizer = torch.optim.AdamW([layer.mixing_logits], lr=0.1)
+    for step in range(3):
+        for micro in range(2):
+            torch.manual_seed(10 * step + micro)
+            (sum(plain(layer, x).square().sum() for x in torch.randn(2, 5, 33)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(a["mixing_logits"], layer.mixing_logits.detach(), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,42 @@
+"""Launches of kernels/routing.py."""
+
+import torch
+
+from moe_runtime.kernels import routing
+from tests.support.aot import Case, record
+
+T = 4097
+
+
+def _cases(E: int, K: int, gate: str, dtype: torch.dtype, note: str, shared: int = 0, bias: bool = False) -> list[Case]:
+    """Forward and backward over E routed experts, K slots (the shared expert's, too)."""
+
+    def step():
+        logits = torch.empty(T, E, dtype=dtype, device="meta")
+        b = torch.empty(E, device="meta") if bias else None
+        weight, idx = routing.route_forward(logits, b, K, gate, shared)
+        routing.route_backward(weight, logits, idx, gate, shared)
+
+    cases = record(step)
+    # 16 rows fill a warp with 16-byte loads from 32 bytes a row on
+    expect = ("wide",) if E * dtype.itemsize % 32 == 0 else ()
+    return [case._replace(expect=expect, max_registers=128, note=note) for case in cases]
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = [
+    *_cases(7, 6, "xft", BF16, "XFT: 8 experts, top 6", shared=1),
+    *_cases(7, 6, "nonorm", FP32, "XFT: 8 experts, top 6", shared=1),
+    *_cases(3, 2, "xft", BF16, "XFT: 4 experts, top 2", shared=1),
+    *_cases(1, 2, "xft", BF16, "XFT: 2 experts", shared=1),
+    *_cases(8, 2, "softmax_topk_renorm", BF16, "Mixtral"),
+    *_cases(16, 4, "topk_softmax", BF16, "16 experts"),
+    *_cases(15, 4, "nonorm", BF16, "16 experts", shared=1),
+    *_cases(64, 8, "softmax_topk", BF16, "OLMoE"),
+    *_cases(64, 8, "softmax_topk", FP32, "OLMoE"),
+    *_cases(64, 64, "softmax_topk_renorm", FP16, "all of 64 experts"),
+    *_cases(63, 8, "xft", BF16, "XFT: 64 experts, top 8", shared=1),
+    *_cases(128, 8, "softmax_topk_renorm", BF16, "Qwen3"),
+    *_cases(256, 8, "sigmoid_topk", BF16, "DeepSeek-V3", bias=True),
+    *_cases(1024, 8, "softmax_topk", BF16, "1024 experts"),
+]

@@ -1,0 +1,37 @@
+"""Launches of kernels/shared_expert.py, as `ops.moe_mlp_triton` makes them with shared="dense"."""
+
+import torch
+
+from moe_runtime.kernels import shared_expert
+from tests.support.aot import Case, record
+
+T, I, K = 4096, 1408, 6
+
+
+def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _cases(BLOCK_I: int, note: str, dtype=torch.bfloat16, gated=True, act="silu", need_wh=True, odd=0) -> list[Case]:
+    """BLOCK_I is dz's BLOCK_N."""
+    i = I + odd
+    z, h, weight = meta(T, 2 * i if gated else i, dtype=dtype), meta(T, i, dtype=dtype), meta(T, K, dtype=torch.float32)
+    partial = meta(T * K, -(-i // BLOCK_I), dtype=torch.float32)
+
+    def step():
+        shared_expert.shared_activation_forward(z, h, act, gated)
+        shared_expert.shared_dz_backward(h, weight, z, z, h if need_wh else None, partial, act, gated, BLOCK_I)
+
+    wide = () if odd else ("wide",)
+    return [case._replace(expect=wide, max_registers=144, note=note) for case in record(step)]
+
+
+CASES = [
+    *_cases(128, "gated"),
+    *_cases(64, "gated, sm_80"),
+    *_cases(128, "without a gate", gated=False),
+    *_cases(128, "no wh, gelu_tanh", need_wh=False, act="gelu_tanh"),
+    *_cases(128, "fp16", torch.float16),
+    *_cases(64, "fp32", torch.float32),
+    *_cases(128, "odd sizes", odd=1),
+]

@@ -1,0 +1,131 @@
+"""docs/kernels.md: what every kernel becomes on every GPU.
+
+python -m tests.support.aot_table               # writes it anew
+python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel or note one of these patterns finds
+"""
+
+import importlib.metadata
+import re
+import sys
+
+from tests.support.aot import AMD, ROOT, Case, Report, all_cases, compile_all, complaints, jobs
+
+PATH = ROOT / "docs" / "kernels.md"
+GPUS = {
+    80: "sm_80: A100", 86: "sm_86: A40, RTX 30", 89: "sm_89: L40S, RTX 40", 90: "sm_90: H100, H200", 100: "sm_100: B200",
+    120: "sm_120: RTX 50", AMD: f"{AMD}: MI300",
+}  # fmt: skip
+WHAT = {
+    "combine._combine_fwd_kernel": "weighted sum of each token's rows",
+    "combine._combine_bwd_kernel": "its gradient: rows and weights",
+    "combine._sum_rows_kernel": "plain sum of each token's rows, and of the weights' partial gradients",
+    "dispatch._dispatch_fwd_count_kernel": "stable counting sort of slots by expert: how many in each block of slots",
+    "dispatch._dispatch_fwd_scan_kernel": "where each block's slots of an expert begin",
+    "dispatch._dispatch_fwd_scatter_kernel": "each slot to its row, each row to its slot and token",
+    "dispatch._invert_kernel": "the inverse of a permutation",
+    "dispatch._tile_map_kernel": "the grouped GEMMs' tiles: expert, first row, end",
+    "grouped_gemm._up_fwd_kernel": "up projection: gathers tokens, activation in its epilogue, keeps the pre-activation z",
+    "grouped_gemm._grouped_gemm_fwd_kernel": "one product per expert over rows in order: down projection, and dx",
+    "grouped_gemm_backward._dz_kernel": "gradient of z: gathers dout, activation's gradient in its epilogue, weights' too",
+    "grouped_gemm_backward._grouped_gemm_bwd_w_kernel": "gradient of an expert's weight: dy^T x over its rows",
+    "grouped_gemm_backward._bias_bwd_kernel": "gradient of the biases: sums over each expert's rows",
+    "merging._merge_experts_fwd_kernel": "mixture of experts' weights, each read once",
+    "merging._merge_experts_bwd_alpha_kernel": "gradient of the mixing coefficients",
+    "merging._merged_linear_bwd_alpha_kernel": "the same without the merged weight's gradient in memory",
+    "routing._route_fwd_kernel": "router logits to K experts and their weights",
+    "routing._route_bwd_kernel": "gradient of the logits",
+    "shared_expert._shared_activation_fwd_kernel": "activation of the shared expert, whose products are the library's",
+    "shared_expert._shared_dz_kernel": "its gradient, and its weight's",
+}
+HEAD = """# Kernels
+
+Written by `python -m tests.support.aot_table` with Triton {version}; `tests/test_aot.py` fails where it does not hold any more.
+
+What the Triton kernels compile to for the GPUs that they are for, on a machine without one: facts about programs, **not
+measured speed**. They say that nothing spills, that tensor cores, TMA and cp.async are in use, and how much of a processor
+one block takes. They do not say which of two configs is faster; `moe-runtime tune` measures that on the GPU itself.
+
+| kernel | what it is |
+|---|---|
+{what}
+
+The tables below have one line for each launch config of `kernels/tiles.py` and one for each other kernel, bfloat16 unless a
+line says otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; up's has BLOCK_N columns of gate and as many of up. Registers are
+per thread, shared memory per block. `rows an expert` is the mean from which the config holds.
+"""
+COLUMNS = "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
+AMD_HEAD = f"""
+## {GPUS[AMD]}
+
+Compiled, not run: no such GPU has seen these kernels, and their configs are those of sm_80. What {AMD} has no room for
+(64 KiB of shared memory) or spills is listed as it is.
+
+| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | scratch bytes |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def plan(case: Case) -> list[str]:
+    """The columns that need no compiler."""
+    return [case.kernel, case.note or "-", case.title() or "-", str(case.num_warps), str(case.num_stages)]
+
+
+def row(case: Case, target: int | str, report: Report) -> str:
+    """A line of the table."""
+    if report.error:
+        return f"| {' | '.join(plan(case))} | does not compile ||||"
+    tensor = [name for name in ("tcgen05", "wgmma", "mma.sync", "mfma") if name in report.features]
+    loads = [
+        word
+        for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes"))
+        if name in report.features
+    ]
+    last = str(report.stack) if target == AMD else ", ".join(loads) or "-"
+    facts = [str(report.registers), f"{report.shared / 1024:.1f}", ", ".join(tensor) or "-", last]
+    return f"| {' | '.join(plan(case) + facts)} |"
+
+
+def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
+    """The jobs that have a line."""
+    return [(i, target) for i, target in jobs(cases) if cases[i].listed or target == AMD]
+
+
+def render(cases: list[Case], reports: dict[tuple[int, int | str], Report]) -> str:
+    """The whole file, from the reports of `listed(cases)`."""
+    what = "\n".join(f"| `{name}` | {text} |" for name, text in sorted(WHAT.items()))
+    text = HEAD.format(version=importlib.metadata.version("triton"), what=what)
+    for target, gpu in GPUS.items():
+        text += AMD_HEAD if target == AMD else f"\n## {gpu}\n\n{COLUMNS}\n|{'---|' * 9}\n"
+        rows = [row(cases[i], t, reports[i, t]) for i, t in listed(cases) if t == target]
+        text += "\n".join(sorted(rows, key=lambda line: line.split("|")[1])) + "\n"
+    return text
+
+
+def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
+    """From the file: the Triton version, and for each GPU the columns that need no compiler."""
+    version = re.search(r"with Triton ([\d.]+);", text)[1]
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    rows = {
+        gpu: [line.split(" | ") for line in part.split("\n") if " | " in line][1:] for gpu, part in sections.items()
+    }
+    return version, {gpu: [[cell.strip("| ") for cell in line[:5]] for line in lines] for gpu, lines in rows.items()}
+
+
+def main(words: list[str]) -> None:
+    cases = all_cases()
+    work = listed(cases)
+    if words:
+        work = [
+            (i, t) for i, t in jobs(cases) if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)
+        ]
+    reports = dict(zip(work, compile_all([(cases[i], target) for i, target in work])))
+    for (i, target), report in reports.items():
+        bad = "; ".join(complaints(cases[i], target, report))
+        if words or bad:
+            print(GPUS[target].split(":")[0], row(cases[i], target, report), bad)
+    if not words:
+        PATH.write_text(render(cases, reports))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

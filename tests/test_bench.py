@@ -1,0 +1,196 @@
+"""The benchmarks' own machinery: what a GPU run keeps when a variant fails, the process dies or time runs out; the report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import clock, report, shapes
+from bench.records import Records, benchmarks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Timer:
+    """Milliseconds by the order of the variants."""
+
+    def __init__(self, *_):
+        pass
+
+    def round(self, functions):
+        return [10.0 * (i + 1) for i, function in enumerate(functions) if [function()]]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What the clock asks of CUDA, without it; `lost` holds whether the context is."""
+    state = {"lost": False}
+
+    def synchronize(*_):
+        if state["lost"]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(clock, "EventTimer", Timer)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 << 20)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return state
+
+
+def pedantic(function, rounds):
+    for _ in range(rounds):
+        function()
+
+
+def measure(variants, notes=None, rounds=15, seconds=0.31, compare=None):
+    return clock.measure_gpu(variants, rounds, seconds, pedantic, {} if notes is None else notes, compare)
+
+
+def test_who_fails_is_noted_and_the_others_are_timed(gpu):
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nand more")
+
+    notes = {"peer": "not installed"}
+    times, details = measure({"floor": lambda: 0, "fails": fail, "moe_runtime": lambda: 0}, notes)
+    assert notes == {
+        "peer": "not installed",
+        "fails": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB",
+    }
+    assert {name: set(seconds) for name, seconds in times.items()} == {"floor": {0.01}, "moe_runtime": {0.02}}
+    assert len(times["floor"]) == 10  # 0.31 s of 30 ms a round
+    assert details == {"floor": {"peak MiB": 4.0}, "moe_runtime": {"peak MiB": 4.0}}
+    rows = clock.rows_of(times, details, 4e12, 0, {"TFLOP/s": 800.0, "GB/s": 4000.0})
+    assert rows["moe_runtime"] == {
+        "ms": 20.0, "ratio": 2.0, "spread": 0.0, "TFLOP/s": 200.0, "peak MiB": 4.0, "share": 0.25
+    }  # fmt: skip
+
+
+def test_without_the_floor_nothing_can_be_said(gpu):
+    with pytest.raises(ZeroDivisionError):
+        measure({"floor": lambda: 1 / 0, "moe_runtime": lambda: 0})
+
+
+def test_few_rounds_of_what_is_slow_and_one_of_what_is_tiny(gpu):
+    assert len(measure({"floor": lambda: 0}, seconds=0.0)[0]["floor"]) == 3
+    assert len(measure({"floor": lambda: 0}, rounds=1)[0]["floor"]) == 1
+
+
+def test_results_are_compared(gpu):
+    right = torch.ones(4, 8)
+    wrong = right.clone()
+    wrong[0] = 0
+    variants = {"floor": lambda: torch.ones(1), "eager": lambda: wrong, "moe_runtime": lambda: right}
+    _, details = measure(variants, compare="moe_runtime")
+    assert details["eager"]["difference"] == 1.0 and details["moe_runtime"]["difference"] == 0.0
+
+
+def test_a_lost_context_names_its_variant(gpu):
+    def lose():
+        gpu["lost"] = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(clock.ContextLost, match="bad broke the CUDA context: RuntimeError: CUDA error") as lost:
+        measure({"floor": lambda: 0, "bad": lose, "moe_runtime": lambda: 0})
+    assert lost.value.variant == "bad"
+
+
+def test_records_know_what_is_done_and_what_broke(tmp_path):
+    path = tmp_path / "deep" / "r.jsonl"
+    records = Records(path)
+    assert records.lines() == [] and Records(None).done() == set()
+    records.write("a", extra_info={"rows": {"x": {"ms": 1.0}}})
+    records.write("b", broken={"peer": "illegal access"})
+    records.write("c", skipped="does not fit")
+    with path.open("a") as file:
+        file.write('{"name": "d", "extra_in')  # the process died here
+    assert Records(path).done() == {"a", "c"} and Records(path).broken("b") == {"peer": "illegal access"}
+    assert [bench["name"] for bench in benchmarks(path)] == ["a"]
+    assert report.rows_of(path) == {("a", "x"): {"ms": 1.0}}
+
+
+def run_bench(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/bench_merging.py", "--tiny"]
+    # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=env)
+
+
+def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
+    lines, out = tmp_path / "r.jsonl", tmp_path / "out.json"
+    assert "3 skipped" in run_bench("--results", lines, "--budget", 0).stdout and not lines.exists()
+    assert "1 passed" in run_bench("--results", lines, "-k", "dalpha").stdout
+    done = run_bench("--results", lines)
+    assert "2 passed, 1 deselected" in done.stdout, done.stdout[-2000:]
+    names = {"bench_merge_experts[tiny-dalpha]", "bench_merge_experts[tiny-merge]", "bench_merged_linear[tiny]"}
+    assert {bench["name"] for bench in benchmarks(lines)} == names
+    report.main([str(lines), "--out", str(out)])
+    assert report.rows_of(out) == report.rows_of(lines)
+
+
+def gpu_rows(share=0.9, ratio=3.0) -> dict:
+    """Rows of every benchmark that a goal asks for."""
+    row = {"ms": 1.0, "share": share}
+    variants = {
+        "moe_runtime": row, "moe_runtime triton": row, "moe_runtime, apart": row, "transformers grouped_mm": {"ms": ratio},
+        "copy (floor)": {"ms": 1.0}, "all experts (floor)": {"ms": ratio},
+    }  # fmt: skip
+    return {
+        (name, variant): row for goal in report.GOALS for name in goal.benchmarks for variant, row in variants.items()
+    }
+
+
+def test_goals_met_and_missed():
+    lines = report.goals(gpu_rows()).splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == len(report.GOALS) + 1
+    assert all(
+        int(met.split(" of ")[0]) == int(met.split(" of ")[1]) > 0
+        for met in (line.split("|")[5] for line in lines[2:-1])
+    )
+    assert not any(line.startswith("*") for line in lines)
+    missed = report.goals(gpu_rows(share=0.6, ratio=0.9))
+    assert "bench_forward[XFT-DSCoder-1.3B-16384-bf16] is 0.60, 25% off" in missed
+    assert "bench_forward_backward[OLMoE-4096-bf16] is 0.90, 55% off" in missed
+    empty = report.goals({})
+    assert "0 of 0 | 16 |" in empty and "*" not in empty
+
+
+def test_goals_ask_for_benchmarks_that_exist():
+    """Their names, as pytest makes them of the functions and the shapes."""
+    layers, gpu = set(shapes.layers()), set(shapes.GPU)
+    for goal in report.GOALS:
+        for name in goal.benchmarks:
+            function, _, rest = name.rstrip("]").partition("[")
+            text = "".join(path.read_text() for path in (ROOT / "bench").glob("bench_*.py"))
+            assert f"def {function}(" in text
+            shape = rest if rest in gpu else rest.rpartition("-")[0]
+            assert shape in layers | gpu, name
+
+
+def test_gpu_script_is_a_script():
+    assert subprocess.run(["bash", "-n", ROOT / "bench" / "gpu.sh"]).returncode == 0
+    assert os.access(ROOT / "bench" / "gpu.sh", os.X_OK)
+
+
+def test_tables_show_what_is_off(tmp_path, capsys):
+    row = {"ms": 1.0, "ratio": 1.0, "spread": 0.0, "share": 0.5, "peak MiB": 7.0, "difference": 0.5}
+    info = {
+        "machine": "H200",
+        "rounds": 5,
+        "rows": {"floor": row},
+        "notes": {"peer": "not installed"},
+        "ceilings": {"GB/s": 4300.0},
+    }
+    path = tmp_path / "r.jsonl"
+    Records(path).write("bench_x[a]", extra_info=info)
+    Records(path).write("bench_x[b]", failed="boom")
+    report.main([str(path)])
+    out = capsys.readouterr().out
+    assert "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in out and "bench_x[a]: peer: not installed" in out
+    assert "machine H200, ceilings 4300 GB/s" in out and "failed: bench_x[b]: boom" in out
+    assert json.loads(path.read_text().splitlines()[0])["name"] == "bench_x[a]"

@@ -1,0 +1,374 @@
+"""What a reader of kernels and launchers checks without running them; and that no launcher asks a tensor for its values."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.ops import combine, dispatch, grouped_gemm, merging, moe_mlp, routing  # noqa: F401
+from tests.support.aot import record
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = sorted((ROOT / "kernels").glob("*.py"))
+OPS = sorted((ROOT / "moe_runtime" / "ops").glob("*.py"))
+# where a value may be read back: what the torch backend runs, and helpers that are no part of a step
+MAY_SYNC = {
+    "moe_mlp_torch.py": "the torch backend: it loops over experts on the host",
+    "workspace.py": "the torch backend's memory",
+    "grouped_gemm.py:_segments": "the torch backend's offsets",
+    "merging.py:soup_logits": "numbers for an initialization",
+}
+SYNC = {
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "argwhere",
+    "synchronize",
+    "masked_select",
+    "unique",
+    "is_nonzero",
+    "equal",
+}
+
+
+def functions(tree: ast.Module, jit: bool) -> Iterator[ast.FunctionDef]:
+    """The functions of a module that are kernels (or parts of them), or those that are not."""
+    for node in tree.body:
+        for f in ast.walk(node):
+            if isinstance(f, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in f.decorator_list) == jit:
+                yield f
+
+
+def calls(node: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    """Every call with the text of what is called."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Call):
+            yield child, ast.unparse(child.func)
+
+
+def keywords(call: ast.Call) -> set[str]:
+    return {k.arg for k in call.keywords}
+
+
+# (a) the host never waits for the GPU
+
+
+def host_syncs(tree: ast.Module, file: str) -> list[str]:
+    """Calls that read a tensor's values on the host."""
+    if file in MAY_SYNC:
+        return []
+    return [
+        f"{file}:{call.lineno}: {name} waits for the GPU"
+        for f in functions(tree, jit=False)
+        if f"{file}:{f.name}" not in MAY_SYNC
+        for call, name in calls(f)
+        if name.split(".")[-1] in SYNC or (name.endswith(".to") and "'cpu'" in ast.unparse(call))
+    ]
+
+
+# (b) what means something else in the interpreter, or in another Triton
+
+
+ONLY_SOME_TRITONS = {
+    "make_block_ptr", "advance", "make_tensor_ptr", "softmax", "squeeze", "unsqueeze", "aggregate", "aggregate_replace",
+    "inline_asm_elementwise", "autotune", "libdevice", "fdiv",
+}  # fmt: skip
+ONLY_SOME_KEYWORDS = {"boundary_check", "padding_option", "descending", "round_f32_to_tf32", "approx", "dim"}
+
+
+def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
+    """Atomics, tensors in `and`, loads and products that leave something to a default, calls that not every Triton has."""
+    bad = []
+    for f in functions(tree, jit=True):
+        for node in ast.walk(f):
+            negates = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+            if (negates or isinstance(node, ast.BoolOp)) and not is_constant(node, f):
+                bad.append((node, f"{ast.unparse(node)} takes tensors' truth; want & or |"))
+            if isinstance(node, ast.Compare) and len(node.ops) > 1:
+                bad.append((node, f"{ast.unparse(node)} is a chain; want two comparisons and &"))
+        for call, name in calls(f):
+            bad += [(call, why) for why in call_mistakes(call, name)]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).split(".")[-1] in ONLY_SOME_TRITONS:
+            bad.append(
+                (node, f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or not reproducible")
+            )
+    launched = {node.func.value.id for node in ast.walk(tree) if is_launch(node)}
+    jitted = {f.name for f in functions(tree, jit=True)}
+    bad += [
+        (tree.body[0], f"{n} is launched; want the name _<op>_kernel")
+        for n in launched
+        if not re.fullmatch(r"_\w+_kernel", n)
+    ]
+    bad += [
+        (tree.body[0], f"{n} is named like a kernel and never launched")
+        for n in jitted - launched
+        if n.endswith("_kernel")
+    ]
+    return [f"{file}:{getattr(node, 'lineno', 1)}: {why}" for node, why in bad]
+
+
+def call_mistakes(call: ast.Call, name: str) -> Iterator[str]:
+    if name.startswith("tl.atomic"):
+        yield f"{name}: the order of atomics, so the sum, differs from run to run"
+    if name == "tl.load" and "mask" in keywords(call) and "other" not in keywords(call):
+        yield "tl.load with mask= and no other="
+    if name == "tl.load" and len(call.args) > 1:
+        yield "tl.load with more than the pointer by position"
+    if name == "tl.dot" and not (
+        "input_precision" in keywords(call) and (len(call.args) == 3 or "acc" in keywords(call))
+    ):
+        yield "tl.dot without an accumulator or input_precision="
+    if name.startswith("tl.") and (some := keywords(call) & ONLY_SOME_KEYWORDS):
+        yield f"{name}({', '.join(some)}=) is not in every Triton"
+
+
+def is_launch(node: ast.AST) -> bool:
+    """kernel[grid](...) with a plain name."""
+    call = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+    return call and node.func.value.id not in ("dict", "list", "tuple")
+
+
+def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
+    """Whether an expression is made of constexpr arguments and comparisons with None."""
+    constants = {a.arg for a in f.args.args if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)}
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in constants
+    return all(is_constant(child, f) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+
+
+# (c) a row times a stride is 64 bits wide
+
+
+LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")  # strides, and the dims that stand for one in a contiguous tensor
+NARROW = {  # file:function:product -> why it does
+    "combine.py:_sum_slots:t * K": "every caller's t is int64",
+}
+
+
+def narrow_offsets(tree: ast.Module, file: str, known=NARROW) -> list[str]:
+    """Products with a stride, or with a dim in its place, that int32 may not hold."""
+    bad = []
+    for f in functions(tree, jit=True):
+        defined = definitions(f)
+        for node in ast.walk(f):
+            if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+                continue
+            for length, other in ((node.left, node.right), (node.right, node.left)):
+                if not (isinstance(length, ast.Name) and LENGTH.fullmatch(length.id)) or is_small(other, f):
+                    continue
+                place = f"{file}:{f.name}:{ast.unparse(node)}"
+                if not is_wide(other, defined) and not is_wide(length, defined) and place not in known:
+                    bad.append(f"{place} (line {node.lineno}) overflows int32; want .to(tl.int64)")
+    return bad
+
+
+def definitions(f: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """What each name of a function is set to."""
+    found = {}
+    for node in ast.walk(f):
+        pairs = []
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                together = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs += zip(target.elts, node.value.elts) if together else [(target, node.value)]
+        elif isinstance(node, ast.AugAssign):
+            pairs.append((node.target, node.value))
+        for target, value in pairs:
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(value)
+    return found
+
+
+def is_wide(node: ast.AST, defined: dict[str, list[ast.expr]], seen: tuple[str, ...] = ()) -> bool:
+    """Whether .to(tl.int64) is in an expression or in all that its names were set to."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".to"):
+        return "tl.int64" in ast.unparse(node.args[0])
+    if isinstance(node, ast.Name):
+        values = [] if node.id in seen else defined.get(node.id, [])
+        return bool(values) and all(is_wide(value, defined, (*seen, node.id)) for value in values)
+    if isinstance(node, ast.Compare):
+        return False
+    children = [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
+    return any(is_wide(child, defined, seen) for child in children)
+
+
+def is_small(node: ast.AST, f: ast.FunctionDef) -> bool:
+    """Numbers and constants of the kernel: what they multiply is a size, not yet an offset."""
+    return isinstance(node, ast.Constant) or is_constant(node, f)
+
+
+LINTS = {host_syncs: KERNELS + OPS, kernel_mistakes: KERNELS, narrow_offsets: KERNELS}
+
+
+@pytest.mark.parametrize("lint", LINTS, ids=lambda lint: lint.__name__)
+def test_sources(lint):
+    assert [line for path in LINTS[lint] for line in lint(ast.parse(path.read_text()), path.name)] == []
+
+
+MISTAKES = [
+    (host_syncs, "def f(x):\n    return x.sum().item()", "x.sum().item waits"),
+    (host_syncs, "def f(x):\n    for n in x.tolist(): pass", "x.tolist waits"),
+    (host_syncs, "def f(x):\n    return x.to('cpu')", "x.to waits"),
+    (host_syncs, "def f(x):\n    torch.cuda.synchronize()", "synchronize waits"),
+    (host_syncs, "class A:\n    def f(self, x):\n        return torch.nonzero(x)", "nonzero waits"),
+    (kernel_mistakes, "@triton.jit\ndef f(p):\n    tl.atomic_add(p, 1)", "the order of atomics"),
+    (kernel_mistakes, "@triton.jit\ndef f(p, m):\n    tl.load(p, mask=m)", "no other="),
+    (kernel_mistakes, "@triton.jit\ndef f(p, m):\n    tl.load(p, m, 0.0)", "by position"),
+    (kernel_mistakes, "@triton.jit\ndef f(a, b):\n    return (a > 0) and (b > 0)", "takes tensors' truth"),
+    (kernel_mistakes, "@triton.jit\ndef f(a, C: tl.constexpr):\n    return C or a", "takes tensors' truth"),
+    (kernel_mistakes, "@triton.jit\ndef f(a):\n    return not a", "takes tensors' truth"),
+    (kernel_mistakes, "@triton.jit\ndef f(a, n):\n    return 0 <= a < n", "is a chain"),
+    (kernel_mistakes, "@triton.jit\ndef f(a, b):\n    return tl.dot(a, b, input_precision='ieee')", "without an accumulator"),
+    (kernel_mistakes, "@triton.jit\ndef f(a, b, acc):\n    return tl.dot(a, b, acc)", "or input_precision="),
+    (kernel_mistakes, "@triton.jit\ndef f(a):\n    return tl.softmax(a)", "not in every Triton"),
+    (kernel_mistakes, "@triton.jit\ndef f(p):\n    return tl.make_block_ptr(p)", "not in every Triton"),
+    (kernel_mistakes, "@triton.jit\ndef f(a):\n    return tl.topk(a, 2, descending=True)", "tl.topk(descending=)"),
+    (kernel_mistakes, "@triton.autotune([], [])\n@triton.jit\ndef f(p):\n    pass", "not reproducible"),
+    (kernel_mistakes, "@triton.jit\ndef work(p):\n    pass\ndef go(p):\n    work[(1,)](p)", "want the name _<op>_kernel"),
+    (kernel_mistakes, "@triton.jit\ndef _a_kernel(p):\n    pass", "never launched"),
+    (narrow_offsets, "@triton.jit\ndef f(p, row, stride_x):\n    return p + row * stride_x", "row * stride_x"),
+    (narrow_offsets, "@triton.jit\ndef f(p, row, H):\n    return p + row[:, None] * H", "row[:, None] * H"),
+    (narrow_offsets, "@triton.jit\ndef f(p, a, stride_x):\n    row = a + 1\n    return p + stride_x * row", "stride_x * row"),
+    (
+        narrow_offsets,
+        "@triton.jit\ndef f(p, a, stride_x):\n    r = a.to(tl.int64)\n    if a:\n        r = a\n    return p + r * stride_x",
+        "r * stride_x",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lint, text, says", MISTAKES, ids=[says for _, _, says in MISTAKES])
+def test_lints_see(lint, text, says):
+    assert says in " ".join(lint(ast.parse(text), "x.py"))
+
+
+GOOD = """
+def launch(x, sizes):
+    y = torch.empty(dict[str, int](sizes))
+    if x is None or not sizes:
+        _a_kernel[(1,)](x, x.stride(0), GATED=True)
+@triton.jit
+def _part(p, row, stride_x, GATED: tl.constexpr, WH: tl.constexpr):
+    if GATED or not WH:
+        p += row.to(tl.int64)[:, None] * stride_x
+    at = (row + 1).to(tl.int64)
+    if p is not None and GATED:
+        at = row.to(tl.int64)
+    return tl.load(p + at * stride_x, mask=(at > 0) & (row < 2), other=0.0)
+@triton.jit
+def _a_kernel(p, stride_x, GATED: tl.constexpr):
+    acc = tl.dot(p, p, p, input_precision="ieee")
+"""
+
+
+def test_lints_let_the_rest_pass():
+    assert [line for lint in LINTS for line in lint(ast.parse(GOOD), "x.py")] == []
+
+
+def test_exceptions_still_exist():
+    names = {path.name for path in OPS} | {
+        f"{p.name}:{f.name}" for p in OPS for f in functions(ast.parse(p.read_text()), False)
+    }
+    assert set(MAY_SYNC) <= names
+    lines = [line for path in KERNELS for line in narrow_offsets(ast.parse(path.read_text()), path.name, ())]
+    assert {line.rpartition(" (line")[0] for line in lines} == set(NARROW)
+
+
+# what no reader sees: tensors of the meta device have no values, so a launcher that asks for one fails
+
+
+def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def triton(op: str, *args) -> tuple:
+    """Run the Triton backend of an op."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return getattr(torch.ops.moe_runtime, op).default.redispatch(keys, *args, "triton")
+
+
+def layer(gated=True, bias=False, trainable=False, apart=False, shared="grouped", save=True, needs=(True,) * 6) -> None:
+    T, H, I, E, K = 40, 64, 48, 4, 2
+    up, down, weight = meta(E, 2 * I if gated else I, H), meta(E, H, I), meta(T, K, dtype=torch.float32)
+    biases = (meta(E, up.shape[1]), meta(E, H)) if bias else (None, None)
+    place = meta(E, dtype=torch.int32 if apart else torch.bool) if trainable or apart else None
+    trained = (meta(2, *up.shape[1:]), meta(2, H, I)) if apart else (None, None)
+    weights = (up, down, weight)
+    options = ("silu", gated, shared)
+    out, z, offsets, row_slot = triton("moe_mlp", meta(T, H), *weights, meta(T, K, dtype=torch.int32), *biases, place, *trained,
+                                       *options, save)  # fmt: skip
+    triton(
+        "moe_mlp_backward", out, meta(T, H), *weights, *biases, place, *trained, z, offsets, row_slot, needs, *options
+    )
+
+
+def steps() -> None:
+    integers = {"dtype": torch.int32}
+    logits, slots, rows = meta(40, 8), meta(40, 2, **integers), meta(80, 64)
+    gates, offsets, stack, alpha = (
+        meta(40, 2, dtype=torch.float32),
+        meta(5, **integers),
+        meta(4, 48, 64),
+        meta(4, dtype=torch.float32),
+    )
+    triton("route", logits, None, 2, "xft")
+    triton("route_backward", gates, logits, slots, "xft")
+    triton("dispatch", slots, 4)
+    triton("combine", rows, gates, meta(80, **integers))
+    triton("combine_backward", meta(40, 64), rows, gates, meta(80, **integers))
+    triton("grouped_gemm", rows, stack, offsets, meta(4, 48))
+    triton("grouped_gemm_backward", meta(80, 48), rows, stack, offsets, (True,) * 3)
+    triton("merge_experts", stack, alpha)
+    triton("merge_experts_backward_alpha", meta(48, 64), stack)
+    triton("merged_linear", rows, stack, alpha, meta(48, 64), None)
+    triton("merged_linear_backward", meta(80, 48), rows, stack, meta(48, 64), False)
+
+
+LAYERS = {
+    "gated": {},
+    "not gated, biases": {"gated": False, "bias": True},
+    "frozen experts": {"trainable": True, "bias": True},
+    "trained experts apart": {"apart": True},
+    "dense shared expert": {"shared": "dense", "bias": True},
+    "recomputed, few gradients": {"save": False, "needs": (False, True, False, True, False, False)},
+}
+
+
+@pytest.mark.parametrize("step", [*LAYERS, "the steps"])
+def test_no_launcher_asks_for_a_value(step):
+    launches = record(steps if step not in LAYERS else lambda: layer(**LAYERS[step]))
+    assert len(launches) >= 9
+
+
+def test_every_op_is_asked():
+    mine = re.findall(r'triton\(\s*"(\w+)"', Path(__file__).read_text())
+    names = {
+        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_runtime::")
+    }
+    assert names <= set(mine)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.cpu,
+        torch.Tensor.numpy,
+        torch.nonzero,
+        bool,
+        int,
+        lambda x: x[x > 0],
+    ],
+)
+def test_a_value_asked_for_is_seen(ask: Callable):
+    with pytest.raises(Exception):  # noqa: B017
+        ask(meta(1))

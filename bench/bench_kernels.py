@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import shapes
+from bench.clock import random_bytes
 from bench.conftest import DEVICE, fits
 from moe_runtime import tuning
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
@@ -104,5 +105,5 @@ def move(kernel: str, shape):
 def bench_moving(interleaved, shape, kernel):
     with fits():
         call, bytes = move(kernel, shape)
-        source, target = (torch.ones(bytes // 4 + 1, dtype=torch.int16, device=DEVICE) for _ in range(2))
+        source, target = random_bytes(bytes, DEVICE)
     interleaved({"copy (floor)": lambda: target.copy_(source), "moe_runtime": call}, bytes=bytes)

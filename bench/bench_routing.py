@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.clock import random_bytes
 from bench.conftest import CUDA, DEVICE
 from moe_runtime import backends
 from moe_runtime.ops.routing import route
@@ -20,7 +21,7 @@ def bench_route(interleaved, shape, backward):
     dweight = torch.randn(T, K, device=DEVICE)
     # forward reads x; backward reads it for the router's gradient and writes its own
     bytes = 2 * T * H * (2 if backward else 1)
-    source, target = (torch.ones(bytes // 4, dtype=torch.int16, device=DEVICE) for _ in range(2))
+    source, target = random_bytes(bytes, DEVICE)
 
     def forward(backend):
         return route(F.linear(x, weight), K, gate, backend=backend)[0]

@@ -1,5 +1,6 @@
 """How long each variant takes: the wall clock on a CPU, CUDA events on a GPU; and the ceilings of a GPU."""
 
+import contextlib
 import functools
 import gc
 import statistics
@@ -102,12 +103,19 @@ def free() -> None:
     """Give back what a benchmark held."""
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # of a context that is lost
+            torch.cuda.empty_cache()
 
 
 def one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source and target of a copy that moves that many bytes, read and written ones counted."""
+    source, target = torch.randint(0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device)
+    return source, target
 
 
 @functools.cache
@@ -118,7 +126,7 @@ def ceilings() -> dict[str, float]:
     if torch.cuda.mem_get_info()[1] < 24 << 30:
         size //= 8
     a, b, c = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(3))
-    source, target = (torch.ones(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    source, target = (torch.empty(size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     timer = EventTimer(device)
     functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
     rounds = [timer.round(functions) for _ in range(13)][3:]

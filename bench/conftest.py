@@ -123,6 +123,8 @@ def interleaved(benchmark, request):
     option = request.config.getoption
     records: Records = request.config.records
     rounds = 1 if option("--tiny") else option("--rounds")
+    if CUDA:
+        clock.ceilings()  # once, while the memory is empty
 
     def run(variants, *, flops=0, bytes=0, notes=None, compare=None):
         info = dict(_machine())

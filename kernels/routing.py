@@ -112,8 +112,8 @@ def _route_bwd_kernel(
     else:
         y = tl.exp(x - tl.max(x, 1)[:, None])
         if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-            y = tl.where(chosen, y, 0.0)
-            y = y / tl.sum(y, 1)[:, None]
+            total = tl.sum(tl.where(chosen, y, 0.0), 1)
+            y = tl.where(chosen, y / total[:, None], 0.0)
         else:
             largest = 1 / tl.sum(y, 1)
             y = y * largest[:, None]

@@ -1,6 +1,5 @@
 """Which implementation runs an op: "torch" (any device), "triton" (kernels/) or "cuda" (csrc/); and why not another."""
 
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -32,14 +31,21 @@ EXTRAS = {
 }
 
 
+# asked once: inside a compiled function the question would break the graph
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
 def interpreted() -> bool:
     """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1), on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+# what torch.compiler.assume_constant_result sets; that one would import the compiler here. Without it the graph would break
+_capability._dynamo_marked_constant = True
 
 
 def why_not(backend: str, op: str, device: torch.device) -> str | None:
@@ -49,7 +55,7 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
     if op not in {"triton": TRITON_OPS, "cuda": CUDA_OPS}[backend]:
         return f"{op} has no {backend} kernel"
     if backend == "triton":
-        if not _triton_installed():
+        if not _TRITON_INSTALLED:
             return "triton is not installed"
         if device.type == "cpu":
             return (
@@ -57,7 +63,7 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
             )
     if device.type != "cuda":
         return f"the tensor is on {device.type}; want cuda"
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU is sm_{capability[0]}{capability[1]}; want sm_{MIN_CAPABILITY[0]}{MIN_CAPABILITY[1]} or newer"
     return None
@@ -127,7 +133,7 @@ def _devices() -> dict[str, str]:
 
 def _launch_configs(device: torch.device) -> str:
     """Say where the experts' kernels get their tiles from."""
-    if not _triton_installed():
+    if not _TRITON_INSTALLED:
         return "none: triton is not installed"
     from moe_runtime.kernels import tiles  # imports triton
 

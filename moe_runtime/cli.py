@@ -182,7 +182,10 @@ def tune(
     again: Annotated[bool, typer.Option("--again", help="Measure what the file has already.")] = False,
     seconds: Annotated[float | None, typer.Option(help="Begin nothing new after this time.")] = None,
 ):
-    """Measure the launch configs of the experts' kernels on this GPU; a run that was stopped goes on where it was."""
+    """Measure the launch configs of the experts' kernels on this GPU, for processes that start from now on.
+
+    A run that was stopped goes on where it was.
+    """
     from moe_runtime import tuning
     from moe_runtime.config import check_choice
 
@@ -206,6 +209,8 @@ def tune(
         typer.echo(f"error: {lost}", err=True)
         raise typer.Exit(3) from None
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    if path != tuning.tiles.tuned_path():
+        typer.echo(f"the kernels read {tuning.tiles.tuned_path()}, not this file")
     if set(counts) == {"failed"}:
         raise ValueError("nothing could be measured; want a GPU on which the built-in configs run")
 

@@ -67,7 +67,7 @@ def test_every_kernel_has_a_case_and_a_line_in_the_docs():
 def test_every_config_has_a_case(arch):
     """With sizes where nothing is small the launch is the table's, so what compiles here is what runs."""
     launched = {
-        (case.note.split()[0], case.title(), case.num_warps, case.num_stages, "tma" in case.expect)
+        (case.note.split(" ")[0], case.title(), case.num_warps, case.num_stages, "tma" in case.expect)
         for case in CASES
         if arch in case.capabilities
     }

@@ -40,6 +40,7 @@ class OnGpu:
 
     is_cuda = True
     device = torch.device("cuda:0")
+    dtype = torch.bfloat16
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_triton_is_the_default_on_a_gpu_that_can(op, gpu):
 
 @pytest.mark.parametrize("op", backends.TRITON_OPS)
 def test_without_triton(op, gpu, monkeypatch):
-    monkeypatch.setattr(backends, "_triton_installed", lambda: False)
+    monkeypatch.setattr(backends, "_TRITON_INSTALLED", False)
     assert backends.pick(op, gpu((9, 0))) == "torch"
     with pytest.raises(ValueError, match="triton is not installed"):
         backends.pick(op, gpu((9, 0)), "triton")
@@ -148,3 +149,13 @@ def test_why_not_is_none_or_a_reason(not_interpreted):
 
 def test_ops_with_kernels_are_ops():
     assert set(backends.TRITON_OPS) | set(backends.CUDA_OPS) <= set(CALLS)
+
+
+def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    torch._dynamo.reset()
+
+    def f(x):
+        return x + 1 if backends.why_not("triton", "moe_mlp", torch.device("cuda:0")) is None else x
+
+    assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 1

@@ -332,7 +332,8 @@ print(sorted(type(kernel).__name__ for kernel in grouped_gemm._grouped_gemm_fwd_
 @pytest.mark.aot
 def test_kernels_compile_ahead_and_none_is_launched(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     out = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr[-2000:]
     assert out.stdout.strip().count("CompiledKernel") == 2

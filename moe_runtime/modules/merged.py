@@ -4,12 +4,12 @@ XFT, Eq. (4) and (6): only the mixing logits train; one vector of them per layer
 changes once per optimizer step, so it is computed once per step and kept for the forward passes until the next.
 """
 
-import weakref
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moe_runtime import backends
@@ -30,7 +30,7 @@ class _Mixture(NamedTuple):
     """Merged weights, and what they were made of."""
 
     key: tuple
-    sources: tuple[weakref.ref, ...]  # the Parameters themselves: an id may be another's tomorrow
+    storages: tuple[StorageWeakRef, ...]  # that nothing new gets the address of an old one that `key` holds
     seen: torch.Tensor  # [E], the alpha in `weights`
     weights: dict[str, torch.Tensor]  # [out, in] by the stack's name, in the dtype that F.linear computes in
 
@@ -41,6 +41,8 @@ class MergedMLP(nn.Module):
     `mixing_logits` is float32: [E - 1] for XFT (expert 0 gets `shared_rate`), [E] for a learned soup (`soup=True`).
     """
 
+    _mixture: _Mixture | None = None
+
     def __init__(self, config: MoEConfig, *, shared_rate: float = 0.75, soup: bool = False, dtype=None, device=None):
         super().__init__()
         if not 0 <= shared_rate <= 1:
@@ -49,7 +51,6 @@ class MergedMLP(nn.Module):
         self.experts = Experts(config, dtype=dtype, device=device).requires_grad_(False)
         size = config.num_experts if soup else config.num_experts - 1
         self.mixing_logits = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
-        self._mixture: _Mixture | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -121,13 +122,12 @@ class MergedMLP(nn.Module):
         if stream is not None and torch.cuda.is_current_stream_capturing():
             return {}
         dtypes = {name: compute_dtype(weight) for name, weight in weights.items()}
-        versions = tuple((t._version, t.data_ptr(), t.dtype, t.device) for t in sources)
-        key = (self.shared_rate, self.soup, backend, stream, *dtypes.values(), *versions)
-        kept = self._mixture
-        if kept is not None and (kept.key != key or any(ref() is not t for ref, t in zip(kept.sources, sources))):
+        key = (self.shared_rate, self.soup, backend, stream, *dtypes.values(), *map(_identity, sources))
+        kept = self._mixture  # read once: other threads write it
+        if kept is not None and kept.key != key:
             kept = None
-        # optimizers may write where autograd counts no version, so alpha itself is compared: on a GPU by the kernel, without
-        # waiting for it
+        # a fused optimizer, or one that goes through .data, counts no version: alpha itself is compared, on a GPU by the
+        # kernel, in place and without waiting for it
         if kept is not None and backend == "triton":
             for name, weight in weights.items():
                 remerge_experts(kept.weights[name], weight, alpha, kept.seen)
@@ -135,7 +135,8 @@ class MergedMLP(nn.Module):
         elif kept is None or not torch.equal(alpha, kept.seen):
             kept = self._mixture = None  # before the new weights take as much memory
             new = {name: merge_experts(weight, alpha).to(dtypes[name]) for name, weight in weights.items()}
-            kept = self._mixture = _Mixture(key, tuple(map(weakref.ref, sources)), alpha.clone(), new)
+            storages = tuple(StorageWeakRef(t.untyped_storage()) for t in sources)
+            kept = self._mixture = _Mixture(key, storages, alpha.clone(), new)
         return kept.weights
 
     def extra_repr(self) -> str:
@@ -146,3 +147,8 @@ class MergedMLP(nn.Module):
 def _watched() -> bool:
     """Whether ops are traced, faked or counted, so that one call's result must not become another's constant."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+
+
+def _identity(t: torch.Tensor) -> tuple:
+    """What is another's, or another, once `t` is replaced, moved, cast or written to."""
+    return id(t), t._version, t.untyped_storage()._cdata, t.data_ptr(), t.dtype, t.device, t.shape, t.stride()

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from moe_runtime.ops.merging import merge_experts
+from moe_runtime import MoEConfig
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.ops.merging import merge_experts, merged_linear
 from tests.hf.tiny import distance
 
 pytestmark = pytest.mark.gpu
@@ -80,3 +82,139 @@ def test_layer_equals_the_cpu():
     x = torch.randn(3, 17, 64)
     want = layer(x)
     assert distance(layer.cuda()(x.cuda()).cpu(), want) < 1e-5
+
+
+# merged_linear
+
+
+def linear_sample(T, E, N, K, dtype, weight_dtype):
+    x, weight = torch.randn(T, K, device="cuda", dtype=dtype), torch.randn(E, N, K, device="cuda", dtype=weight_dtype)
+    return x, weight, torch.rand(E, device="cuda").softmax(-1), torch.randn(T, N, device="cuda", dtype=dtype)
+
+
+def linear_gradients(x, weight, alpha, dout):
+    x, alpha = x.clone().requires_grad_(), alpha.clone().requires_grad_()
+    merged = merge_experts(weight, alpha.detach()).to(x.dtype)
+    out = merged_linear(x, weight, alpha, merged, backend="triton")
+    return out.detach(), *torch.autograd.grad(out, (x, alpha), dout)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    "dtype, weight_dtype",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("T, E, N, K", [(4096, 8, 2048, 5504), (2049, 3, 1408, 2048), (100, 8, 33, 17), (1, 1, 5, 3)])
+def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    x, weight, alpha, dout = linear_sample(T, E, N, K, dtype, weight_dtype)
+    poison()
+    _, dx, dalpha = linear_gradients(x, weight, alpha, dout)
+    dw = dout.double().t() @ x.double()
+    want = torch.stack([(dw * w.double()).sum() for w in weight])
+    rough = dtype == torch.float32 and tf32
+    # the sums of E N K terms cancel: the error is that of the terms, not of the sum
+    scale = dw.norm() * weight[0].double().norm()
+    assert (dalpha.double() - want).abs().max() < (1e-4 if rough else 1e-6) * scale
+    merged = merge_experts(weight, alpha).to(dtype)
+    assert distance(dx, dout.double() @ merged.double()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 2e-3)
+
+
+def test_linear_gives_the_same_bits_in_twenty_runs():
+    sample = linear_sample(1024, 8, 1408, 2048, torch.bfloat16, torch.bfloat16)
+    first = linear_gradients(*sample)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(linear_gradients(*sample), first))
+
+
+def test_linear_backward_has_no_weight_gradient_in_memory():
+    x, weight, alpha, dout = linear_sample(64, 8, 2048, 5504, torch.bfloat16, torch.bfloat16)
+    alpha.requires_grad_()
+    out = merged_linear(x, weight, alpha, merge_experts(weight, alpha.detach()), backend="triton")
+    torch.autograd.grad(out, alpha, dout, retain_graph=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(out, alpha, dout)
+    assert torch.cuda.max_memory_allocated() - before < weight[0].numel() // 8
+
+
+def test_linear_beyond_two_to_the_31_elements():
+    x, dout = (torch.ones(n, 1 << 16, device="cuda", dtype=torch.bfloat16) for n in (2, 2))
+    weight = torch.zeros(1, 1 << 16, 1 << 16, device="cuda", dtype=torch.bfloat16)
+    weight[0, -1] = 1
+    alpha = torch.ones(1, device="cuda", requires_grad=True)
+    out = merged_linear(x, weight, alpha, weight[0], backend="triton")
+    assert torch.autograd.grad(out, alpha, dout)[0].item() == 2 << 16
+
+
+# the layer, which keeps its merged weights
+
+
+def layer_and_input(**kwargs):
+    config = MoEConfig(hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs)
+    return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(
+        64, 256, device="cuda", dtype=torch.bfloat16
+    )
+
+
+def anew(layer, x):
+    layer.release()
+    with torch.no_grad():
+        return layer(x)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_layer_follows_its_optimizer_without_a_synchronization(fused):
+    layer, x = layer_and_input(bias=True)
+    optimizer = torch.optim.AdamW([layer.mixing_logits], lr=0.3, fused=fused)
+    layer(x).square().sum().backward()  # compiles
+    optimizer.step()
+    found = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                layer(x).square().sum().backward()
+            optimizer.step()
+            found.append((layer(x).detach(), layer.mixing_logits.detach().clone()))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for out, logits in found:
+        with torch.no_grad():
+            layer.mixing_logits.copy_(logits)
+        assert torch.equal(anew(layer, x), out)
+
+
+def test_layer_in_a_cuda_graph_merges_at_every_replay():
+    layer, x = layer_and_input()
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for _ in range(2):
+            layer.mixing_logits.data.normal_()
+            graph.replay()
+            assert torch.equal(out, anew(layer, x))
+
+
+def test_layer_on_two_streams():
+    layer, x = layer_and_input()
+    want = anew(layer, x)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        layer.release()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream), torch.no_grad():
+                found.append(layer(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, want) for out in found)

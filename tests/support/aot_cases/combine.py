@@ -53,6 +53,19 @@ def _weights(partials: int) -> list[Case]:
     return _finish(record(step), False, f"the weights' gradient alone, {partials} partials")
 
 
+def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
+    """The layer's gradient with the router's in one sum."""
+    rows, slot_row, dlogits, weight = (
+        meta(T * 6, H, dtype=dtype),
+        meta(T * 6),
+        meta(T, N, dtype=dtype),
+        meta(N, H, dtype=dtype),
+    )
+    step = lambda: combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)  # noqa: E731
+    cases = _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} N={N}")
+    return [case._replace(max_registers=255) for case in cases]
+
+
 CASES = [
     *(case for dtype in (BF16, FP16, FP32) for case in _layer(dtype)),
     *(case for K in (1, 6, 10, 64) for case in _layer(K=K, H=2048)),
@@ -63,4 +76,8 @@ CASES = [
     *(case for dtype in (BF16, FP32) for case in _op(dtype)),
     *_op(index=torch.int64),
     *_op(K=3, H=33),
+    *_router(),
+    *_router(FP32),
+    *_router(N=128),
+    *_router(H=33),
 ]

@@ -1,0 +1,110 @@
+"""No launcher asks the GPU for a value: the Triton backend of every op runs on tensors of the meta device, which have none."""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.aot import ROOT, record
+
+for path in (ROOT / "moe_runtime" / "ops").glob("*.py"):  # each registers its ops
+    importlib.import_module(f"moe_runtime.ops.{path.stem}")
+
+
+def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def triton(op: str, *args, backend: str = "triton") -> tuple:
+    """Run the Triton backend of an op, not its fake."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return getattr(torch.ops.moe_runtime, op).default.redispatch(keys, *args, backend)
+
+
+def layer(gated=True, bias=False, trainable=False, apart=False, shared="group", save=True, needs=(True,) * 6) -> None:
+    T, H, I, E, K = 40, 64, 48, 4, 2
+    up, down, weight = meta(E, 2 * I if gated else I, H), meta(E, H, I), meta(T, K, dtype=torch.float32)
+    biases = (meta(E, up.shape[1]), meta(E, H)) if bias else (None, None)
+    place = meta(E, dtype=torch.int32 if apart else torch.bool) if trainable or apart else None
+    trained = (meta(2, *up.shape[1:]), meta(2, H, I)) if apart else (None, None)
+    weights = (up, down, weight)
+    options = ("silu", gated, shared)
+    out, z, offsets, row_slot = triton("moe_mlp", meta(T, H), *weights, meta(T, K, dtype=torch.int32), *biases, place, *trained,
+                                       *options, save)  # fmt: skip
+    triton(
+        "moe_mlp_backward", out, meta(T, H), *weights, *biases, place, *trained, z, offsets, row_slot, needs, *options
+    )
+
+
+def steps() -> None:
+    integers = {"dtype": torch.int32}
+    logits, slots, rows = meta(40, 8), meta(40, 2, **integers), meta(80, 64)
+    gates, alpha = meta(40, 2, dtype=torch.float32), meta(4, dtype=torch.float32)
+    offsets, stack = meta(5, **integers), meta(4, 48, 64)
+    triton("route", logits, None, 2, "xft")
+    triton("route_backward", gates, logits, slots, "xft")
+    triton("dispatch", slots, 4)
+    triton("combine", rows, gates, meta(80, **integers))
+    triton("combine_backward", meta(40, 64), rows, gates, meta(80, **integers))
+    triton("grouped_gemm", rows, stack, offsets, meta(4, 48))
+    triton("grouped_gemm_backward", meta(80, 48), rows, stack, offsets, (True,) * 3)
+    triton("merge_experts", stack, alpha)
+    triton("merge_experts_backward_alpha", meta(48, 64), stack)
+    triton("merged_linear", rows, stack, alpha, meta(48, 64), None)
+    triton("merged_linear_backward", meta(80, 48), rows, stack, meta(48, 64), False)
+
+
+def whole_layer(shared: str) -> None:
+    T, H, I, E, K = 40, 64, 48, 4, 2
+    x, router, up, down = meta(T, H), meta(E - 1, H), meta(E, 2 * I, H), meta(E, H, I)
+    biases = (meta(E, 2 * I), meta(E, H))
+    options = ("xft", "silu", True, shared)
+    out, logits, weight, *kept = triton("moe_layer", x, router, up, down, *biases, K, *options, True)
+    tensors = (x, router, up, down, *biases, logits, weight, *kept)
+    triton("moe_layer_backward", out, logits, weight, *tensors, (True,) * 6, *options)
+
+
+LAYERS = {
+    "gated": {},
+    "not gated, biases": {"gated": False, "bias": True},
+    "frozen experts": {"trainable": True, "bias": True},
+    "trained experts apart": {"apart": True},
+    "dense shared expert": {"shared": "dense", "bias": True},
+    "recomputed, few gradients": {"save": False, "needs": (False, True, False, True, False, False)},
+}
+STEPS = {name: functools.partial(layer, **options) for name, options in LAYERS.items()} | {
+    "router and experts": functools.partial(whole_layer, "group"),
+    "router and experts, dense shared expert": functools.partial(whole_layer, "dense"),
+    "each step alone": steps,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_launcher_asks_for_a_value(step):
+    assert len(record(STEPS[step])) >= 9
+
+
+def test_every_op_is_asked():
+    asked = set(re.findall(r'triton\(\s*"(\w+)"', Path(__file__).read_text()))
+    names = {
+        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_runtime::")
+    }
+    assert names <= asked
+
+
+VALUES = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.nonzero, bool, int)
+
+
+@pytest.mark.parametrize("ask", [*VALUES, lambda x: x[x > 0]])
+def test_a_value_asked_for_is_seen(ask: Callable):
+    with pytest.raises((RuntimeError, TypeError)):
+        ask(meta(1))
+
+
+def test_the_backend_that_loops_on_the_host_is_seen():
+    with pytest.raises((RuntimeError, TypeError)):
+        triton("grouped_gemm", meta(80, 64), meta(4, 48, 64), meta(5, dtype=torch.int32), None, backend="torch")

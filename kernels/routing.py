@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 512  # logits of a warp. Programs have one as a rule: no barriers, and a program for every SM at T = 4096
-ROWS = 16  # at most: with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory
+# logits of a warp, at most. Programs have one warp as a rule: no barriers, and a program for every SM at T = 4096
+TILE = 512
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
 
 
@@ -171,7 +171,8 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int) -> tuple[tuple[int], dict]:
     T, E = logits.shape
     E_PAD = triton.next_power_of_2(E)
-    BLOCK_T = max(1, min(ROWS, TILE // E_PAD))
+    # fewer rows than lanes, or Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 spill on sm_100
+    BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
     sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
     # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
     return (triton.cdiv(T, BLOCK_T),), sizes | {

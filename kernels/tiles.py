@@ -210,8 +210,8 @@ def processors(device: torch.device) -> int:
 
 
 def precision(x: torch.Tensor) -> str:
-    """Return how float32 operands are multiplied: as torch's matmul would."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Return how float32 operands are multiplied: as torch's matmul would, whichever of torch's switches was used."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @triton.jit

@@ -226,6 +226,31 @@ def test_rows_beyond_int32(H, tmp_path):
     assert not far_mismatches(tmp_path, H)
 
 
+def router_mismatches(T, K, H, N, dtype, routing, bound, device, module=kernels) -> list[str]:
+    """dx of the rows plus dlogits W_router; a router whose rows are not next to each other, too."""
+    dy, _, slot_row, num_rows, live = make(T, K, H, dtype, routing, device)
+    dlogits, router = torch.randn(T, N, device=device).to(dtype), torch.randn(N, 2 * H, device=device).to(dtype)[:, :H]
+    got = module.sum_rows_and_router(dy, slot_row, T, K, num_rows, dlogits, router)
+    want = sums(dy, live.float(), slot_row, live) + dlogits.double() @ router.double()
+    return mismatches({"dx": got}, {"dx": want}, bound) + [f"dx is {got.dtype}"] * (got.dtype != dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", [1, 7, 70], ids=lambda N: f"{N} routed")
+@pytest.mark.parametrize("T, K, H", [(1, 2, 33), (19, 3, 33), (33, 6, 300), (5, 9, 16)])
+def test_router_joins_the_sum(T, K, H, N, dtype, tolerance, device):
+    assert not router_mismatches(T, K, H, N, dtype, "dropped", tolerance[dtype], device)
+
+
+def test_no_routed_expert_or_no_token(device):
+    dy, _, slot_row, num_rows, _ = make(5, 1, 33, torch.float32, "random", device)
+    none = torch.empty(5, 0, device=device), torch.empty(0, 33, device=device)
+    got = kernels.sum_rows_and_router(dy, slot_row, 5, 1, num_rows, *none)
+    assert torch.equal(got, kernels.sum_rows(dy, slot_row, None, 5, 1, num_rows)[0])
+    empty = dy[:0], slot_row[:0], 0, 1, num_rows, torch.empty(0, 3, device=device), torch.empty(3, 33, device=device)
+    assert kernels.sum_rows_and_router(*empty).shape == (0, 33)
+
+
 # mutants of the kernels' source; each has to be caught by the checks above
 
 
@@ -250,6 +275,7 @@ def caught(module, bound, device) -> list[str]:
         lambda: forward_mismatches(2, 2, 600, torch.float32, "random", bound, device, module),
         lambda: sum_rows_mismatches(19, 3, 33, 37, torch.float32, "dropped", bound, device, module),
         lambda: sum_rows_mismatches(2, 3, 600, 1, torch.float32, "random", bound, device, module),
+        lambda: router_mismatches(19, 3, 33, 70, torch.float32, "dropped", bound, device, module),
         lambda: backward_mismatches(9, 3, 33, torch.float32, bound, device, module),
         lambda: backward_mismatches(2, 2, 600, torch.float32, bound, device, module),
     ]
@@ -282,6 +308,9 @@ MUTANTS = [
     pytest.param("live = s < R", "live = s < R - 1", id="last slot without a gradient"),
     pytest.param("(column < n)[None, :]", "(column < BLOCK_N)[None, :]", id="last partials missing"),
     pytest.param(STORE + "s < R)", STORE + "live)", id="nothing written for dropped slots"),
+    pytest.param("acc = tl.dot(dlogits, router, acc", "acc = tl.dot(dlogits, router, acc * 0", id="router instead of rows"),
+    pytest.param("(n0 + tl.arange(0, BLOCK_N))", "tl.arange(0, BLOCK_N)", id="first experts of the router again"),
+    pytest.param("n[:, None] * stride_n", "n[:, None] * H", id="router's rows as if next to each other"),
     pytest.param("row[:, None] * n", "s[:, None] * n", id="partials by slot, not by row"),
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_runtime.ops.activation import ACT
 from tests.support.rows import (
     NAN,
     assert_rounded_once,
@@ -217,6 +218,22 @@ def test_weight_gradients_in_front_stay_unwritten(first, rows, device):
     want = weight_rows(dz, x, rows, "x", len(COUNTS))
     want[:first] = NAN
     assert_rounded_once(grouped_gemm_backward.weight_backward(dz, x, *order, "x", PLAIN, first=first), want)
+
+
+@pytest.mark.parametrize("act", ACT)
+def test_activations_at_the_edges(act, device):
+    """Far from zero, at both zeros and at NaN the numbers are torch's."""
+    edges = torch.tensor([-1e4, -200, -88, -30, -10, -1, -1e-3, -0.0, 0.0, 1e-3, 1, 10, 30, 88, 200, NAN])
+    rows, tiles = make_rows([1], 0, 1, device), torch.tensor([[0], [0], [1]], dtype=torch.int32, device=device)
+    zeros, z = torch.zeros(1, 16, 16, device=device), edges.to(device)[None]
+    _, h = grouped_gemm.up_forward(zeros[0, :1], zeros, z, rows.row_slot, tiles, 1, act, False, False, PLAIN)
+    pre = edges.clone().requires_grad_()
+    want = ACT[act](pre)
+    torch.testing.assert_close(h[0].cpu(), want.detach(), rtol=2e-6, atol=2e-6, equal_nan=True)
+    one, down = torch.ones(1, 1, device=device), torch.ones(1, 1, 16, device=device)
+    dz, *_ = grouped_gemm_backward.dz_backward(one, down, None, one, rows.row_slot, tiles, z, act, False, False, PLAIN)
+    (slope,) = torch.autograd.grad(want.sum(), pre)
+    torch.testing.assert_close(dz[0].cpu(), slope, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 # layouts of the weights

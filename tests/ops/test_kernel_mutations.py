@@ -86,10 +86,13 @@ def run(check, monkeypatch, tolerance):
     if "one_tile" in wanted:
         memory.launch_one_tile(monkeypatch)
     torch.manual_seed(0)
-    fixtures = {
-        "device": lambda: "cpu", "tolerance": lambda: tolerance, "unfilled": lambda: None, "room": lambda: None, "one_tile": lambda: None,
-        "rows": lambda: kernels.make_rows(kernels.COUNTS, kernels.DROPPED, kernels.SLOTS), "far_rows": memory.make_far_rows,
-    }  # fmt: skip
+    nothing = dict.fromkeys(("unfilled", "room", "one_tile"), lambda: None)
+    fixtures = nothing | {
+        "device": lambda: "cpu",
+        "tolerance": lambda: tolerance,
+        "rows": lambda: kernels.make_rows(kernels.COUNTS, kernels.DROPPED, kernels.SLOTS),
+        "far_rows": memory.make_far_rows,
+    }
     test(**args, **{name: make() for name, make in fixtures.items() if name in wanted})
 
 

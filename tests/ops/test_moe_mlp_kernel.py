@@ -236,7 +236,7 @@ def test_frozen_experts_get_zero_and_all_else_is_the_same(routing, device):
 
 def with_trained_apart(places, layout=lambda w: w, **options):
     """The weights of the experts that train in tensors of their own, by `places`; the frozen stacks are NaN there."""
-    order = [places.index(place) for place in range(max(places) + 1)]
+    order = torch.tensor([places.index(place) for place in range(max(places) + 1)], dtype=torch.int64)
 
     def call(x, up, down, *args, **kwargs):
         stacks = []
@@ -271,6 +271,7 @@ def of_the_trained(places):
         pytest.param([1, -1, 0, -1], "random", id="two of four, in another order"),
         pytest.param([-1, -1, -1, 0], "skip", id="the one that nobody picks"),
         pytest.param([2, 0, 3, 1], "dropped", id="all"),
+        pytest.param([-1, -1, -1, -1], "random", id="none"),
     ],
 )
 def test_trained_weights_lie_apart(places, routing, recompute, tolerance, device):

@@ -25,7 +25,7 @@ def _key(x):
 @triton.jit(do_not_specialize=["T"])
 def _route_fwd_kernel(
     logits_ptr,  # [T, E], any float
-    bias_ptr,  # [E], any float, or None
+    bias_ptr,  # [E] float32 or None
     weight_ptr,  # [T, K + SHARED] float32
     idx_ptr,  # [T, K + SHARED] int32
     T,
@@ -45,7 +45,7 @@ def _route_fwd_kernel(
     if bias_ptr is None:
         choice = x
     else:
-        choice = tl.sigmoid(x) + tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        choice = tl.sigmoid(x) + tl.load(bias_ptr + e, mask=e < E, other=0.0)
     key = tl.where(e < E, _key(choice), DEAD + E_PAD)
     for slot in range(K):
         best = tl.max(key, 1)
@@ -171,7 +171,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int) -> tuple[tuple[int], dict]:
     T, E = logits.shape
     E_PAD = triton.next_power_of_2(E)
-    # fewer rows than lanes, or Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 spill on sm_100
+    # with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
     sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
     # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only

@@ -49,13 +49,7 @@ def route(
         router_logits = router_logits + noise
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
-    if router_logits.dtype != torch.float64:
-        chosen = backends.pick("route", router_logits, backend)
-    else:  # the kernels compute in float32
-        if backend not in (None, "torch"):
-            dtype = router_logits.dtype
-            raise ValueError(f"router_logits is {dtype}, backend is {backend!r}; want 'torch' for float64")
-        chosen = "torch"
+    chosen = backends.pick("route", router_logits, backend)
     return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
 
 

@@ -1,7 +1,7 @@
 """docs/kernels.md: what every kernel becomes on every GPU.
 
-python -m tests.support.aot_table               # writes it anew
-python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel or note one of these patterns finds
+python -m tests.support.aot_table                   # writes it anew
+python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of these patterns finds
 """
 
 import importlib.metadata

@@ -9,8 +9,6 @@ from tests.support.aot import Case, record
 
 ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 T, H, I, E, K = 4096, 2048, 1408, 8, 6
-ODD = 1  # added to H and I: no stride is a multiple of 16 any more, and none of a block
-
 # what spills: (architecture, note) -> Triton -> bytes. Without 16 bytes of alignment every element has an address of its
 # own; 8 bytes are one register that ptxas keeps elsewhere for the sake of one more block per processor
 SPILLS = {
@@ -33,30 +31,23 @@ def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
 
 
 class Layer:
-    """A layer's tensors, of one dtype; `apart`: the trainable experts' weights lie in stacks of their own."""
+    """A layer's tensors, of one dtype.
+
+    `odd`: H and I are, so no stride keeps 16 bytes of alignment. `apart`: trained experts' weights lie in stacks of their own.
+    """
 
     def __init__(self, dtype=torch.bfloat16, gated=True, bias=False, odd=False, apart=False):
         h, i = H + odd, I + odd
         z = 2 * i if gated else i
-        tensor = lambda *shape: meta(*shape, dtype=dtype)  # noqa: E731
         self.dtype, self.gated, self.odd = dtype, gated, odd
-        self.x, self.z, self.h, self.down, self.up = (
-            tensor(T, h),
-            tensor(T * K, z),
-            tensor(T * K, i),
-            tensor(E, h, i),
-            tensor(E, z, h),
-        )
-        self.up_bias, self.down_bias = (tensor(E, z), tensor(E, h)) if bias else (None, None)
+        self.x, self.z, self.h = (meta(*shape, dtype=dtype) for shape in ((T, h), (T * K, z), (T * K, i)))
+        self.up, self.down = meta(E, z, h, dtype=dtype), meta(E, h, i, dtype=dtype)
+        self.up_bias, self.down_bias = (meta(E, n, dtype=dtype) if bias else None for n in (z, h))
         self.weight = meta(T, K, dtype=torch.float32)
-        self.row_slot, self.offsets, self.map, self.place = (
-            meta(T * K),
-            meta(E + 1),
-            meta(3, T * K // 64 + E + 1),
-            meta(E),
-        )
-        stacks = (self.up, self.down)
-        self.trained = [grouped_gemm.Trained(self.place, tensor(2, *w.shape[1:])) if apart else None for w in stacks]
+        self.row_slot, self.offsets, self.place = meta(T * K), meta(E + 1), meta(E)
+        self.map = meta(3, T * K // 64 + E + 1)
+        stacks = (meta(2, *w.shape[1:], dtype=dtype) for w in (self.up, self.down))
+        self.trained = [grouped_gemm.Trained(self.place, w) if apart else None for w in stacks]
 
     def up_forward(self, tile, act="silu", save=True):
         args = (self.x, self.up, self.up_bias, self.row_slot, self.map, K, act, self.gated, save, tile, self.trained[0])

@@ -18,9 +18,16 @@ def _cases(E: int, K: int, gate: str, dtype: torch.dtype, note: str, shared: int
         routing.route_backward(weight, logits, idx, gate, shared)
 
     cases = record(step)
-    # 16 rows fill a warp with 16-byte loads from 32 bytes a row on
-    expect = ("wide",) if E * dtype.itemsize % 32 == 0 else ()
-    return [case._replace(expect=expect, max_registers=128, note=note) for case in cases]
+    row = E * dtype.itemsize
+    return [
+        # where rows allow it and there are 16 bytes for every lane
+        case._replace(
+            expect=("wide",) if row % 16 == 0 and row * case.constants["BLOCK_T"] >= 512 else (),
+            max_registers=128,
+            note=note,
+        )
+        for case in cases
+    ]
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -22,8 +22,8 @@ def _cases(BLOCK_I: int, note: str, dtype=torch.bfloat16, gated=True, act="silu"
         shared_expert.shared_activation_forward(z, h, act, gated)
         shared_expert.shared_dz_backward(h, weight, z, z, h if need_wh else None, partial, act, gated, BLOCK_I)
 
-    wide = () if odd else ("wide",)
-    return [case._replace(expect=wide, max_registers=144, note=note) for case in record(step)]
+    expect, spills = ((), {"3.6": 8, "3.7": 0, "3.9": 0}) if odd else (("wide",), {})
+    return [case._replace(expect=expect, max_registers=144, note=note, stack=spills) for case in record(step)]
 
 
 CASES = [

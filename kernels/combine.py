@@ -195,7 +195,7 @@ def combine_forward(
     with torch.cuda.device_of(y):  # Triton launches on the current device
         _combine_fwd_kernel[(triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H),)](
             y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows, out, T, H,
-            K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
+            K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -211,7 +211,7 @@ def combine_backward(
         with torch.cuda.device_of(y):
             _combine_bwd_kernel[(triton.cdiv(R, BLOCK_S),)](
                 dout.contiguous(), y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), dy, dweight,
-                R, H, topk_weight.shape[1], BLOCK_S=BLOCK_S, BLOCK_H=BLOCK_H,
+                R, H, topk_weight.shape[1], BLOCK_S=BLOCK_S, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
             )  # fmt: skip
     return dy, dweight
 
@@ -242,7 +242,7 @@ def sum_rows(
             _sum_rows_kernel[(grid,)](
                 _contiguous(dy), _contiguous(partial), slot_row.contiguous(), num_rows, dx, dweight, T, H, R, n, programs,
                 K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
-                BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32),
+                BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32), enable_fp_fusion=True,
             )  # fmt: skip
     return dx, dweight
 
@@ -270,7 +270,7 @@ def sum_rows_and_router(
             _sum_rows_router_kernel[(triton.cdiv(T, 16) * triton.cdiv(H, BLOCK_H),)](
                 dy.contiguous(), slot_row.contiguous(), num_rows, dlogits.contiguous(), router_weight, dx, T, H, N,
                 router_weight.stride(0), K=K, UNROLL=min(K, 4), PRECISION=precision(dy), BLOCK_T=16, BLOCK_H=BLOCK_H,
-                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))),
+                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))), enable_fp_fusion=True,
             )  # fmt: skip
     return dx
 

@@ -181,11 +181,13 @@ def dispatch_forward(
         if blocks > 1:
             less = idx.new_empty(E + 2, blocks, dtype=torch.int32)
             start = idx.new_empty(E + 1, blocks, dtype=torch.int32)
-            _dispatch_fwd_count_kernel[(blocks,)](idx, less, R, E, blocks, BLOCK_S=BLOCK_S, BLOCK_E=BLOCK_E)
-            _dispatch_fwd_scan_kernel[(E + 1,)](less, offsets, start, blocks, SCAN=SCAN)
+            _dispatch_fwd_count_kernel[(blocks,)](
+                idx, less, R, E, blocks, BLOCK_S=BLOCK_S, BLOCK_E=BLOCK_E, enable_fp_fusion=True
+            )
+            _dispatch_fwd_scan_kernel[(E + 1,)](less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True)
         _dispatch_fwd_scatter_kernel[(blocks,)](
             idx, start, offsets, row_token, row_slot, slot_row, R, E, K, blocks,
-            BLOCK_S=BLOCK_S, BLOCK_J=BLOCK_J, BLOCK_E=BLOCK_E,
+            BLOCK_S=BLOCK_S, BLOCK_J=BLOCK_J, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
         )  # fmt: skip
     return offsets, row_token, row_slot, slot_row
 
@@ -195,7 +197,7 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
     slot_row, R = torch.empty_like(row_slot), row_slot.numel()
     if R:
         with torch.cuda.device_of(row_slot):
-            _invert_kernel[(triton.cdiv(R, BLOCK_R),)](row_slot, slot_row, R, BLOCK_R=BLOCK_R)
+            _invert_kernel[(triton.cdiv(R, BLOCK_R),)](row_slot, slot_row, R, BLOCK_R=BLOCK_R, enable_fp_fusion=True)
     return slot_row
 
 
@@ -217,6 +219,6 @@ def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: i
         with torch.cuda.device_of(expert_offsets):
             _tile_map_kernel[(triton.cdiv(tiles, BLOCK_TILES),)](
                 expert_offsets, out, E, tiles,
-                FIRST=first_expert, BLOCK_M=BLOCK_M, BLOCK_TILES=BLOCK_TILES, BLOCK_E=BLOCK_E,
+                FIRST=first_expert, BLOCK_M=BLOCK_M, BLOCK_TILES=BLOCK_TILES, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
             )  # fmt: skip
     return out

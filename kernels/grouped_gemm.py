@@ -262,7 +262,7 @@ def up_forward(
             SLOTS=slots, ACT=act, GATED=gated, BIAS=bias is not None, SAVE=save, TRAINED=trained is not None,
             EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, PRECISION=precision(x), BLOCK_M=tile.BLOCK_M,
             BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return z, h
 
@@ -287,5 +287,6 @@ def grouped_gemm_forward(a, weight, bias, tile_map, k_last: bool, tile: Tile, tr
             BIAS=bias is not None, TRAINED=trained is not None, EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
             PERSISTENT=tile.PERSISTENT, PRECISION=precision(a), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
             BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y

@@ -228,7 +228,7 @@ def dz_backward(
             TRAINED=trained is not None, EVEN_K=H % tile.BLOCK_K == 0, TMA=tma,
             PERSISTENT=tile.PERSISTENT, PRECISION=precision(dout), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
             BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return dz, wh, partial
 
@@ -252,7 +252,7 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
             dy, x, row_slot, expert_offsets, trained, dw, N, K, dy.stride(0), x.stride(0),
             SLOTS=slots, GATHER_DY=gather == "dy", GATHER_X=gather == "x", FIRST=first, MAP=trained is not None,
             COMPACT=num_trained is not None, PRECISION=precision(x), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
-            BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages,
+            BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
     return dw
 
@@ -268,5 +268,6 @@ def bias_backward(dy, topk_weight, row_slot, expert_offsets, slots: int, gather:
         _bias_bwd_kernel[(triton.cdiv(N, BLOCK_N), E)](
             dy, topk_weight, row_slot, expert_offsets, trained, db, N, dy.stride(0),
             SLOTS=slots, GATHER=gather, WEIGHTED=topk_weight is not None, MAP=trained is not None, BLOCK_N=BLOCK_N, BLOCK_K=64,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return db

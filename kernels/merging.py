@@ -120,7 +120,7 @@ def merge_experts_forward(
         config = merge_config(weight.shape[0], P, weight.element_size())
         with torch.cuda.device_of(weight):  # Triton launches on the current device
             _merge_experts_fwd_kernel[(triton.cdiv(P, config["BLOCK_P"]),)](
-                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **config
+                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **config, enable_fp_fusion=True
             )
     return out
 
@@ -134,7 +134,15 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
     if P:
         with torch.cuda.device_of(weight):
             _merge_experts_bwd_alpha_kernel[(blocks,)](
-                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **config
+                dout.contiguous(),
+                weight,
+                partial,
+                P,
+                stride_e,
+                blocks,
+                E=weight.shape[0],
+                **config,
+                enable_fp_fusion=True,
             )
     return partial.sum(1)
 
@@ -157,7 +165,7 @@ def merged_linear_backward_alpha(
     partial = torch.empty(E, tiles, dtype=torch.float32, device=weight.device)
     with torch.cuda.device_of(weight):
         _merged_linear_bwd_alpha_kernel[(tiles,)](
-            dout.contiguous(), x.contiguous(), weight, partial, T, N, K, stride_e, E=E, **config
+            dout.contiguous(), x.contiguous(), weight, partial, T, N, K, stride_e, E=E, **config, enable_fp_fusion=True
         )
     return partial.sum(1)
 

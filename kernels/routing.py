@@ -145,7 +145,7 @@ def route_forward(
     if T:
         grid, sizes = _launch(router_logits, top_k, gate, shared)
         with torch.cuda.device_of(router_logits):
-            _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes)
+            _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes, enable_fp_fusion=True)
     return weight, idx
 
 
@@ -159,7 +159,9 @@ def route_backward(
     if T:
         grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared)
         with torch.cuda.device_of(router_logits):
-            _route_bwd_kernel[grid](dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes)
+            _route_bwd_kernel[grid](
+                dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes, enable_fp_fusion=True
+            )
     return dlogits
 
 

@@ -64,7 +64,7 @@ def shared_activation_forward(z: torch.Tensor, h: torch.Tensor, act: str, gated:
     BLOCK_I = min(256, max(16, triton.next_power_of_2(I)))
     with torch.cuda.device_of(z):
         _shared_activation_fwd_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(I, BLOCK_I))](
-            z, h, T, I, GATED=gated, ACT=act, BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I
+            z, h, T, I, GATED=gated, ACT=act, BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, enable_fp_fusion=True
         )
 
 
@@ -74,5 +74,5 @@ def shared_dz_backward(dh, topk_weight, z, dz, wh, partial, act: str, gated: boo
     with torch.cuda.device_of(dh):
         _shared_dz_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(I, BLOCK_I))](
             dh, topk_weight, z, dz, wh, partial, T, I, SLOTS=topk_weight.shape[1], GATED=gated, WH=wh is not None, ACT=act,
-            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I,
+            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, enable_fp_fusion=True,
         )  # fmt: skip

@@ -94,7 +94,11 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
             bad.append(
                 (node, f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or not reproducible")
             )
-    launched = {node.func.value.id for node in ast.walk(tree) if is_launch(node)}
+    launches = [node for node in ast.walk(tree) if is_launch(node)]
+    bad += [
+        (node, "a launch without enable_fp_fusion=") for node in launches if "enable_fp_fusion" not in keywords(node)
+    ]
+    launched = {node.func.value.id for node in launches}
     jitted = {f.name for f in functions(tree, jit=True)}
     bad += [
         (tree.body[0], f"{n} is launched; want the name _<op>_kernel")
@@ -230,6 +234,7 @@ MISTAKES = [
     (kernel_mistakes, "@triton.autotune([], [])\n@triton.jit\ndef f(p):\n    pass", "not reproducible"),
     (kernel_mistakes, "@triton.jit\ndef work(p):\n    pass\ndef go(p):\n    work[(1,)](p)", "want the name _<op>_kernel"),
     (kernel_mistakes, "@triton.jit\ndef _a_kernel(p):\n    pass", "never launched"),
+    (kernel_mistakes, "def go(p):\n    _a_kernel[(1,)](p)", "without enable_fp_fusion="),
     (narrow_offsets, "@triton.jit\ndef f(p, row, stride_x):\n    return p + row * stride_x", "row * stride_x"),
     (narrow_offsets, "@triton.jit\ndef f(p, row, H):\n    return p + row[:, None] * H", "row[:, None] * H"),
     (narrow_offsets, "@triton.jit\ndef f(p, a, stride_x):\n    row = a + 1\n    return p + stride_x * row", "stride_x * row"),
@@ -250,7 +255,7 @@ GOOD = """
 def launch(x, sizes):
     y = torch.empty(dict[str, int](sizes))
     if x is None or not sizes:
-        _a_kernel[(1,)](x, x.stride(0), GATED=True)
+        _a_kernel[(1,)](x, x.stride(0), GATED=True, enable_fp_fusion=True)
 @triton.jit
 def _part(p, row, stride_x, GATED: tl.constexpr, WH: tl.constexpr):
     if GATED or not WH:

@@ -59,7 +59,7 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
     from moe_runtime.kernels import dispatch, tiles
 
     tile = tiles.choose(kernel, x, out, length, x.shape[0], E)
-    return tile, dispatch.tile_map(expert_offsets.int(), x.shape[0], tile.BLOCK_M)
+    return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
 def _forward_triton(x, weight, expert_offsets, bias):
@@ -77,7 +77,7 @@ def _backward_triton(dy, x, weight, expert_offsets, needs):
     from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
 
     (R, K), (E, N, _) = x.shape, weight.shape
-    dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int()
+    dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
     if needs[0]:
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)

@@ -17,12 +17,12 @@ class _Layer:
     """The experts and the rows' order; makes the tile map of every block size once."""
 
     def __init__(self, experts: Experts, offsets, row_slot, slots: int):
-        self.experts, self.offsets, self.row_slot, self.slots = experts, offsets, row_slot, slots
+        self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
         self.R, self.first, self.maps = row_slot.numel(), int(experts.shared == "dense"), {}
         self.T = self.R // max(slots, 1)
-        apart = experts.up_trained is not None
-        self.up_trained = grouped_gemm.Trained(experts.trainable, experts.up_trained) if apart else None
-        self.down_trained = grouped_gemm.Trained(experts.trainable, experts.down_trained) if apart else None
+        place, up, down = self.experts[-3:]
+        self.up_trained = None if up is None else grouped_gemm.Trained(place, up)
+        self.down_trained = None if down is None else grouped_gemm.Trained(place, down)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
         return tiles.choose(kernel, x, N, K, self.R, self.experts.up.shape[0], kernel == "up" and self.experts.gated)
@@ -92,6 +92,26 @@ class _Layer:
         return dw
 
 
+def _in_order(experts: Experts) -> Experts:
+    """Give the kernels what they read without strides of its own: biases, the map, weights apart in the stacks' layout."""
+    up, up_trained = _one_layout(experts.up, experts.up_trained)
+    down, down_trained = _one_layout(experts.down, experts.down_trained)
+    flat = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "trainable")}
+    flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in flat.items()}
+    return experts._replace(up=up, down=down, up_trained=up_trained, down_trained=down_trained, **flat)
+
+
+def _one_layout(stack, apart):
+    """Return both with equal inner strides; the stack, which is large, is copied only if it is neither way contiguous."""
+    if apart is None or apart.stride()[1:] == stack.stride()[1:]:
+        return stack, apart
+    if stack[0].is_contiguous():
+        return stack, apart.contiguous()
+    if stack[0].t().is_contiguous():
+        return stack, apart.transpose(1, 2).contiguous().transpose(1, 2)
+    return stack.contiguous(), apart.contiguous()
+
+
 def _product(x, weight, bias, out) -> None:
     torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias[0], x, weight, out=out)
 
@@ -132,7 +152,7 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
     rows = layer.dx(dz) if needs[0] else None
     dx, dweight = _sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
     del rows, partial
-    trained = experts.trainable
+    trained = layer.experts.trainable
     if trained is not None and trained.dtype == torch.bool:
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)

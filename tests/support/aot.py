@@ -112,7 +112,7 @@ def record(step: Callable[[], object]) -> list[Case]:
     """Run `step`, which calls launchers on tensors of the meta device, and return a case for each launch in its place."""
     found = []
 
-    def run(kernel: str, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
+    def run(kernel: str, *args, grid, warmup, num_warps=4, num_stages=3, enable_fp_fusion=True, **kwargs):
         parameters, plain = _parameters(kernel)
         given = dict(zip(parameters, args)) | kwargs
         assert given.keys() == parameters.keys(), given.keys() ^ parameters.keys()

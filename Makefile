@@ -9,14 +9,15 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 # each test worker holds torch and transformers, about 1 GB, so more than 8 pay on few machines
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
+TRITONS ?= 3.6.0 3.9.0
 # torch alone and first: what follows then takes the build that is there, CPU or CUDA, as it is
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench wheel clean
+.PHONY: help demo test test-triton lint bench wheel clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 13
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
@@ -34,6 +35,15 @@ demo: $(INSTALLED)  ## the whole way on a small model, with pictures under runs/
 
 test: $(INSTALLED)  ## the test suite, one worker per core
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+
+# each wheel lies beside the .venv; whoever is first on the path wins
+.triton/%: | $(INSTALLED)
+	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new triton==$* && mv $@.new $@
+
+test-triton: $(TRITONS:%=.triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
+	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=.triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
+		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py \
+		tests/ops/test_grouped_gemm_memory.py $(ARGS) || exit 1; done
 
 lint: $(INSTALLED)  ## ruff check and ruff format --check
 	$(VENV)/bin/ruff check .

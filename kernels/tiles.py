@@ -74,6 +74,8 @@ _SMALL = {  # 99 KiB of shared memory
     "dw": ((0, Tile(128, 128, 64, 8, 5)),),
 }
 _FLOAT32 = {kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS}
+# where 16 does not divide a size, loads are element by element, and the pointers of a large tile spill
+UNALIGNED = {kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS}
 _INTERPRETER = {kernel: ((0, Tile(16, 32, 32, 4, 1)),) for kernel in KERNELS}
 TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
 
@@ -121,6 +123,8 @@ def heuristic(problem: Problem) -> Tile:
         table = _INTERPRETER
     elif problem.dtype == "float32":
         table = _FLOAT32
+    elif problem.N % 16 or problem.K % 16:
+        table = UNALIGNED
     else:
         table = TABLE[nearest(problem.arch)]
     return clip(next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows), problem)

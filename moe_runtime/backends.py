@@ -63,6 +63,8 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
             )
     if device.type != "cuda":
         return f"the tensor is on {device.type}; want cuda"
+    if torch.version.hip:
+        return "the GPU is AMD's; want NVIDIA's, for which the launch configs are"
     capability = _capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU is sm_{capability[0]}{capability[1]}; want sm_{MIN_CAPABILITY[0]}{MIN_CAPABILITY[1]} or newer"

@@ -7,6 +7,7 @@ GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm",
 SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
 ROUTERS = ("linear", "mlp")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+SHARED_MODES = ("group", "dense")
 BALANCE_LOSSES = ("none", "cv2", "switch")
 
 
@@ -78,7 +79,7 @@ class MoEConfig(_Serializable):
     balance_loss_coef: float = 0.0
     load_quirk: bool = False  # the official cv2 load compares the noise, not the noisy logit, with the threshold
     initializer_range: float = 0.02
-    shared: str = "group"  # or "dense": on a GPU, the shared expert's matmuls by torch instead of in the experts' kernels
+    shared: str = "group"  # "dense": on a GPU, torch multiplies for the shared expert, not the experts' kernels
     recompute: bool = False  # keep x only for the backward pass and compute the pre-activation again
 
     def __post_init__(self):
@@ -88,6 +89,9 @@ class MoEConfig(_Serializable):
         check_choice("router", self.router, ROUTERS)
         check_choice("hidden_act", self.hidden_act, ACTIVATIONS)
         check_choice("balance_loss", self.balance_loss, BALANCE_LOSSES)
+        check_choice("shared", self.shared, SHARED_MODES)
+        if self.shared == "dense" and self.gate not in SHARED_GATES:
+            raise ValueError(f"shared is 'dense', gate is {self.gate!r}; want one of {', '.join(SHARED_GATES)}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
         if self.gate in SHARED_GATES and self.num_experts > 1 and self.top_k < 2:

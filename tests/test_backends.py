@@ -151,6 +151,13 @@ def test_ops_with_kernels_are_ops():
     assert set(backends.TRITON_OPS) | set(backends.CUDA_OPS) <= set(CALLS)
 
 
+def test_amd_gpus_run_the_torch_backend(monkeypatch, gpu):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert backends.pick("moe_mlp", gpu((9, 4))) == "torch"
+    with pytest.raises(ValueError, match="the GPU is AMD's"):
+        backends.pick("moe_mlp", gpu((9, 4)), "triton")
+
+
 def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     torch._dynamo.reset()

@@ -107,6 +107,8 @@ BAD = [
     ({"balance_loss": None}, "balance_loss is None"),
     ({"num_experts": 4, "top_k": 5}, "top_k is 5, num_experts is 4"),
     ({"gate": "xft", "top_k": 1}, "top_k is 1"),
+    ({"shared": "both"}, "shared is 'both'"),
+    ({"shared": "dense", "gate": "topk_softmax"}, "shared is 'dense', gate is 'topk_softmax'"),
     ({"gate": "nonorm", "top_k": 1}, "top_k is 1"),
     ({"balance_loss_coef": -0.01}, "balance_loss_coef is -0.01"),
     ({"balance_loss_coef": math.nan}, "balance_loss_coef is nan"),

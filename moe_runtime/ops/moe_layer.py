@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime import backends
-from moe_runtime.config import GATES, SHARED_GATES, check_choice
+from moe_runtime.config import GATES, SHARED_GATES, SHARED_MODES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.library import LIB, register
 from moe_runtime.ops.moe_mlp import check_weights, kernels_of
@@ -50,7 +50,7 @@ def moe_layer(
     dtypes or devices that do not fit.
     """
     check_choice("gate", gate, GATES)
-    check_choice("shared", shared, ("group", "dense"))
+    check_choice("shared", shared, SHARED_MODES)
     check_weights(x, gate_up_proj, down_proj, act, gated, gate_up_bias, down_bias)
     wanted = (gate_up_proj.shape[0] - (gate in SHARED_GATES), x.shape[1])
     if router_weight.shape != wanted or router_weight.dtype != x.dtype or router_weight.device != x.device:
@@ -71,7 +71,8 @@ def moe_layer(
 
 LIB.define(
     "moe_layer(Tensor x, Tensor router_weight, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, int top_k, "
-    "str gate, str act, bool gated, str shared, bool save, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "str gate, str act, bool gated, str shared, bool save, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
     "moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor router_weight, Tensor up, Tensor down, "

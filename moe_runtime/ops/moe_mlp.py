@@ -11,7 +11,7 @@ outside 0..E-1 contributes nothing. For the backward pass only x, the pre-activa
 import torch
 
 from moe_runtime import backends
-from moe_runtime.config import ACTIVATIONS, check_choice
+from moe_runtime.config import ACTIVATIONS, SHARED_MODES, check_choice
 from moe_runtime.ops import moe_mlp_torch
 from moe_runtime.ops.activation import activate
 from moe_runtime.ops.dispatch import INTEGERS
@@ -130,7 +130,7 @@ def _check_trained(up, down, trainable, trained) -> None:
 
 
 def _check_shared(shared, trainable, topk_idx) -> None:
-    check_choice("shared", shared, ("group", "dense"))
+    check_choice("shared", shared, SHARED_MODES)
     if shared == "group":
         return
     if trainable is not None:

@@ -235,7 +235,9 @@ def test_is_in_no_copy_pickle_or_state_dict():
         assert torch.equal(other(x), out) and other._mixture.weights is not layer._mixture.weights
 
 
-@pytest.mark.parametrize("free", [lambda m: m.release(), lambda m: m.to("meta"), lambda m: m.bfloat16()], ids=str)
+@pytest.mark.parametrize(
+    "free", [lambda m: m.release(), lambda m: m.to("meta"), lambda m: m.bfloat16()], ids=["release", "meta", "cast"]
+)
 def test_memory_is_freed(free):
     layer = make()
     layer(torch.randn(5, 33))

@@ -84,10 +84,12 @@ def test_opcheck(sizes, options, backend):
     x, up, down, weight, up_bias, down_bias = plain
     apart = [None if t is None else t.detach() for t in apart]
     _, z, offsets, row_slot = torch.ops.moe_runtime.moe_mlp(
-        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, *apart, case.act, case.gated, "group", save, backend
-    )
+        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, *apart, case.act, case.gated, "group",
+        save, backend,
+    )  # fmt: skip
     for needs in ([t is not None for t in plain], [True, False, False, True, False, False], [False] * 6):
-        args = (case.dout, *plain, trainable, *apart, z, offsets, row_slot, needs, case.act, case.gated, "group", backend)
+        options = (case.act, case.gated, "group", backend)
+        args = (case.dout, *plain, trainable, *apart, z, offsets, row_slot, needs, *options)
         torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
 
 

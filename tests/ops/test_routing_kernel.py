@@ -248,7 +248,9 @@ def test_second_gradient(gate, device):
 
 def test_float64_is_never_computed_in_float32(monkeypatch, device):
     logits = torch.randn(5, 7, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="backend is 'triton' for route, but the tensor is torch.float64; want 'torch'"):
+    with pytest.raises(
+        ValueError, match="backend is 'triton' for route, but the tensor is torch.float64; want 'torch'"
+    ):
         triton(logits, 3, "xft")
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
     got, want = route(logits, 3, "xft"), route_reference(logits, 3, "xft")

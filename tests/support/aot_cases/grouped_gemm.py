@@ -12,13 +12,6 @@ T, H, I, E, K = 4096, 2048, 1408, 8, 6
 # what spills: (architecture, note) -> Triton -> bytes. Without 16 bytes of alignment every element has an address of its
 # own; 8 bytes are one register that ptxas keeps elsewhere for the sake of one more block per processor
 SPILLS = {
-    (80, "up odd sizes"): {"3.6": 208, "3.7": 216, "3.9": 216},
-    (80, "dz odd sizes"): {"3.6": 2024, "3.7": 2112, "3.9": 1272},
-    (90, "up odd sizes"): {"3.6": 792, "3.7": 808, "3.9": 976},
-    (90, "down odd sizes"): {"3.6": 624, "3.7": 624, "3.9": 760},
-    (90, "dz odd sizes"): {"3.6": 2072, "3.7": 1928, "3.9": 1216},
-    (90, "dx odd sizes"): {"3.6": 464, "3.7": 464, "3.9": 0},
-    (90, "dw odd sizes"): {"3.6": 256, "3.7": 32, "3.9": 160},
     (80, "up float32 from 0 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
     (80, "up float32 from 48 rows an expert"): {"3.6": 0, "3.7": 0, "3.9": 16},
     (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
@@ -143,7 +136,11 @@ def rare(arch: int) -> list[Case]:
     biased, odd, apart = Layer(bias=True), Layer(odd=True), Layer(apart=True)
     found = [case(arch, kernel, largest[kernel], act, act=act) for act in ACTS[1:] for kernel in ("up", "dz")]
     found += [case(arch, kernel, largest[kernel], "bias", layer=biased) for kernel in ("up", "down", "dz")]
-    found += [case(arch, kernel, tile, "odd sizes", layer=odd) for kernel, tile in largest.items()]
+    found += [
+        case(arch, kernel, tile, f"odd sizes from {least} rows an expert", layer=odd)
+        for kernel, rows in tiles.UNALIGNED.items()
+        for least, tile in rows
+    ]
     found += [case(arch, kernel, tile, "apart", layer=apart) for kernel, tile in largest.items() if kernel != "dw"]
     found.append(case(arch, "dw", largest["dw"], "frozen experts", trained=apart.place))
     return [*found, case(arch, "dw", largest["dw"], "apart", trained=apart.place, num_trained=2)]

@@ -70,10 +70,14 @@ def pytest_runtest_setup(item):
 
 
 def _commit() -> str:
-    run = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return run.stdout.strip() or "unknown"
+    return _said("git", "rev-parse", "--short", "HEAD") or "unknown"
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:  # not installed
+        return ""
 
 
 def _processor() -> str:
@@ -96,8 +100,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if CUDA else "none"
+    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

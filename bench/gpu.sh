@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show: the kernels' tests natively, the launch configs, the benchmarks.
-# Usage: bash bench/gpu.sh [all|tests|tune|bench|goals|sanitize] [output folder]
+# Usage: bash bench/gpu.sh [all|tests|ops|tune|bench|goals|sanitize] [output folder]
 # Needs torch with CUDA, triton, transformers, pytest, pytest-benchmark; pytest-xdist and pytest-timeout if they are there.
 #
 # Each part ends within LIMIT seconds (540) and writes as it goes; called again it does what is left. What it wrote earlier
 # is taken from the output folder ($OUT, else bench/results) or, if that is empty, from bench/results:
-#   gpu-tests.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   DATE-COMMIT-gpu.json and .md   gpu.log
+#   gpu-{clock,tests,ops}.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   DATE-COMMIT-gpu.json and .md   gpu.log
 # SHAPES (all) and TOKENS (16384,4096,65536) of tune, WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=all
-case ${1:-} in all | tests | tune | bench | goals | sanitize) part=$1; shift ;; esac
+case ${1:-} in all | tests | ops | tune | bench | goals | sanitize) part=$1; shift ;; esac
 out=${1:-${OUT:-bench/results}}
 limit=${LIMIT:-540}
 python=${PYTHON:-python3}
@@ -37,13 +37,24 @@ died() { case $1 in 3 | 99 | 132 | 134 | 135 | 136 | 139) return 0 ;; *) return 
 # run SECONDS COMMAND...: ended by Ctrl-C's signal, so that it can write what it has
 run() { timeout -s INT -k 30 "$@" 2>&1 | tee -a "$log"; return "${PIPESTATUS[0]}"; }
 
-tests() {
-    local options=()
-    "$python" -c 'import xdist' 2>/dev/null && options+=(-n "${WORKERS:-8}")
+# pytest_on NAME SECONDS WORKERS PATHS...: the result goes to gpu-NAME.xml
+pytest_on() {
+    local name=$1 seconds=$2 workers=$3 options=()
+    shift 3
+    [ "$workers" -gt 1 ] && "$python" -c 'import xdist' 2>/dev/null && options+=(-n "$workers")
     "$python" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout 240)
-    run "$limit" "$python" -m pytest -q -p no:cacheprovider --tb=short -rf "${options[@]}" \
-        --junitxml "$out/gpu-tests.xml" tests/gpu tests/ops tests/modules
+    run "$seconds" "$python" -m pytest -q -p no:cacheprovider --tb=short -rf "${options[@]}" --junitxml "$out/gpu-$name.xml" "$@"
 }
+
+tests() {
+    local status=0 end=$((SECONDS + limit))
+    # what times the GPU wants it for itself
+    pytest_on clock 90 1 tests/gpu/test_tuning.py || status=$?
+    pytest_on tests $((end - SECONDS)) "${WORKERS:-8}" tests/gpu --ignore tests/gpu/test_tuning.py || status=$?
+    return $status
+}
+
+ops() { pytest_on ops "$limit" "${WORKERS:-8}" tests/ops tests/modules; }
 
 tune() {
     local end=$((SECONDS + limit)) left status=0 try
@@ -97,7 +108,7 @@ sanitize() {
 
 worst=0
 case $part in
-all) for each in tests tune bench; do $each || worst=$?; done; goals ;;
+all) for each in tests ops tune bench; do $each || worst=$?; done; goals ;;
 bench) bench || worst=$?; goals ;;
 *) $part || worst=$? ;;
 esac

@@ -14,7 +14,7 @@ from moe_runtime.kernels.grouped_gemm_backward import store_dz
 BLOCK_T = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _shared_activation_fwd_kernel(
     z_ptr,  # [T, 2I or I]
     h_ptr,  # [T, I]
@@ -32,7 +32,7 @@ def _shared_activation_fwd_kernel(
     tl.store(h_ptr + (t[:, None] * I + i[None, :]), h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _shared_dz_kernel(
     dh_ptr,  # [T, I]
     weight_ptr,  # [T, SLOTS] float32, the shared expert's last

@@ -200,6 +200,10 @@ def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
         pass
     finally:
         KernelInterface.__getitem__ = launch
+        with contextlib.suppress(ImportError, AttributeError):  # Triton 3.6 leaves it set if its exit raises
+            from triton.runtime._async_compile import active_mode
+
+            active_mode.set(None)
 
 
 def _check_context(tile: Tile, note: str) -> None:

@@ -125,7 +125,7 @@ def _merge(weight, alpha, backend):
 
         return merge_experts_forward(weight, alpha)
     # expert by expert in float32: no float32 copy of the stack, each expert read once
-    out = weight[0].to(alpha.dtype, copy=True).mul_(alpha[0])
+    out = weight[0].to(alpha.dtype, copy=True, memory_format=torch.contiguous_format).mul_(alpha[0])
     for e in range(1, weight.shape[0]):
         out.add_(weight[e].to(alpha.dtype).mul(alpha[e]))
     return out.to(weight.dtype)
@@ -163,7 +163,11 @@ def _fake_alpha(dout, weight, backend):
     return weight.new_empty(weight.shape[0], dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 
-register("merge_experts", _merge, lambda weight, alpha, backend: torch.empty_like(weight[0]), _autograd, _setup_context)
+def _merge_fake(weight, alpha, backend):
+    return weight.new_empty(weight.shape[1:])  # contiguous, however the stack lies
+
+
+register("merge_experts", _merge, _merge_fake, _autograd, _setup_context)
 register("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
 
 

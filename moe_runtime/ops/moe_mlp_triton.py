@@ -28,6 +28,7 @@ class _Layer:
         return tiles.choose(kernel, x, N, K, self.R, self.experts.up.shape[0], kernel == "up" and self.experts.gated)
 
     def map(self, tile: tiles.Tile):
+        # in the backward pass this launch comes first and gives autograd's thread its CUDA context: tensor descriptors need one
         if tile.BLOCK_M not in self.maps:
             self.maps[tile.BLOCK_M] = dispatch.tile_map(self.offsets, self.R, tile.BLOCK_M, self.first)
         return self.maps[tile.BLOCK_M]

@@ -22,8 +22,8 @@ def _cases(BLOCK_I: int, note: str, dtype=torch.bfloat16, gated=True, act="silu"
         shared_expert.shared_activation_forward(z, h, act, gated)
         shared_expert.shared_dz_backward(h, weight, z, z, h if need_wh else None, partial, act, gated, BLOCK_I)
 
-    expect, spills = ((), {"3.6": 8, "3.7": 0, "3.9": 0}) if odd else (("wide",), {})
-    return [case._replace(expect=expect, max_registers=144, note=note, stack=spills) for case in record(step)]
+    expect = () if odd else ("wide",)
+    return [case._replace(expect=expect, max_registers=144, note=note) for case in record(step)]
 
 
 CASES = [
@@ -33,5 +33,5 @@ CASES = [
     *_cases(128, "no wh, gelu_tanh", need_wh=False, act="gelu_tanh"),
     *_cases(128, "fp16", torch.float16),
     *_cases(64, "fp32", torch.float32),
-    *_cases(128, "odd sizes", odd=1),
+    *_cases(64, "odd sizes", odd=1),
 ]

@@ -36,12 +36,12 @@ demo: $(INSTALLED)  ## the whole way on a small model, with pictures under runs/
 test: $(INSTALLED)  ## the test suite, one worker per core
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
-# each wheel lies beside the .venv; whoever is first on the path wins
-.triton/%: | $(INSTALLED)
+# each wheel lies in the .venv, beside its own Triton; whoever is first on the path wins
+$(VENV)/triton/%: | $(INSTALLED)
 	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new triton==$* && mv $@.new $@
 
-test-triton: $(TRITONS:%=.triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
-	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=.triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
+test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
+	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
 		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py \
 		tests/ops/test_grouped_gemm_memory.py $(ARGS) || exit 1; done
 

@@ -1,14 +1,21 @@
 """Mistakes planted in the source of the kernels: one line is changed, and the modules that build on it are loaded anew."""
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+from triton.runtime.errors import InterpreterError
+
 import moe_runtime.kernels
 import moe_runtime.ops
+from moe_runtime import backends
 from moe_runtime.kernels import tiles
 from moe_runtime.ops import moe_mlp_triton  # noqa: F401  it imports the others, too
+from tests.support.interp_san import KernelMemoryError
 
 ROOT = Path(__file__).resolve().parents[2]
 # each may import those in front of it
@@ -50,3 +57,29 @@ def plant(
         for user in users:
             if hasattr(user, module):
                 monkeypatch.setattr(user, module, loaded)
+
+
+def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
+    """`module`, one of kernels/, with `old` replaced by `new`, from a file of its own: a jit function reads its source."""
+    if not backends.interpreted():
+        pytest.skip("some mutants write out of bounds")
+    file = Path(module.__file__)
+    source = file.read_text()
+    assert old in source, f"kernels/{file.name} has no {old!r} any more; plant this mutant elsewhere"
+    path = folder / "mutant.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant
+
+
+@contextlib.contextmanager
+def noting(found: list[str], *names: str) -> Iterator[None]:
+    """Add to `found` what the sanitizer raises, bare or wrapped by the interpreter, or an error of one of these names."""
+    try:
+        yield
+    except (KernelMemoryError, InterpreterError) as error:
+        if not any(name in repr(error) for name in ("KernelMemoryError", *names)):
+            raise
+        found.append(repr(error))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_runtime import MoEConfig
+from moe_runtime.backends import interpreted
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
@@ -13,16 +14,17 @@ from tests.support.oracle import assert_parity, moe_oracle, route_oracle, saved_
 T, H, I, E, K = 19, 33, 17, 4, 3
 GATES = ["xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk"]
 BACKENDS = ["torch", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
 
 
-def leaves(gate="xft", dtype=torch.float32, tokens=T, gated=True, bias=False, e=E):
+def leaves(gate="xft", dtype=torch.float32, tokens=T, gated=True, bias=False, e=E, device=DEVICE):
     torch.manual_seed(0)
     router = e - (gate in ("xft", "nonorm"))
     sizes = {"x": (tokens, H), "router": (router, H), "up": (e, I * (1 + gated), H), "down": (e, H, I)}
     if bias:
         sizes |= {"up_bias": (e, I * (1 + gated)), "down_bias": (e, H)}
     scale = {"x": 1, "router": 0.3, "up": H**-0.5, "down": 2 * I**-0.5, "up_bias": 1, "down_bias": 1}
-    return {name: (torch.randn(size) * scale[name]).to(dtype).requires_grad_() for name, size in sizes.items()}
+    return {name: (torch.randn(size) * scale[name]).to(device, dtype).requires_grad_() for name, size in sizes.items()}
 
 
 def whole(v, gate, backend, **options):
@@ -41,7 +43,7 @@ def halves(v, gate, backend, **options):
 def results(v, output) -> dict:
     """Output and gradients of a loss that uses the output, the logits and the weights."""
     out, logits, weight = (part.double() for part in output[:3])
-    pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape)
+    pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
     loss = (out * pattern).sum() + logits.square().sum() / 7 + (weight.square().sum() * 3)
     grads = torch.autograd.grad(loss, list(v.values()))
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(v, grads, strict=True)}}
@@ -88,7 +90,7 @@ def test_each_gradient_alone(backend):
     for name in v:
         alone = {other: leaf.detach().requires_grad_(other == name) for other, leaf in v.items()}
         out, logits, weight = (part.double() for part in whole(alone, "xft", backend)[:3])
-        pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape)
+        pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
         loss = (out * pattern).sum() + logits.square().sum() / 7 + (weight.square().sum() * 3)
         assert torch.equal(torch.autograd.grad(loss, alone[name])[0], want[f"d{name}"]), name
 
@@ -185,7 +187,7 @@ def test_dense_shared_expert_is_the_group(gated, bias, backend, tolerance):
 
 
 def test_dense_shared_expert_wants_the_last_slot_of_every_token():
-    v = leaves("topk_softmax")
+    v = leaves("topk_softmax", device="cpu")  # where the ids can be looked at
     with pytest.raises(ValueError, match="shared is 'dense', gate is 'topk_softmax'"):
         whole(v, "topk_softmax", "torch", shared="dense")
     idx = torch.tensor([[1, 0], [0, 2]])
@@ -209,7 +211,7 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
 )
 def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
-        whole(leaves() | change, "xft", None)
+        whole(leaves(device="cpu") | change, "xft", None)
     assert words in str(error.value)
     with pytest.raises(ValueError, match="top_k is 9"):
         moe_layer(*leaves().values(), 9)

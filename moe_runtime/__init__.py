@@ -17,8 +17,11 @@ _PUBLIC = {
     "merge_experts": "moe_runtime.ops.merging:merge_experts",
     "mixing": "moe_runtime.ops.merging:mixing",
     "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp",
+    "patch": "moe_runtime.hf.experts:patch",
+    "register": "moe_runtime.hf.experts:register",
     "register_auto_classes": "moe_runtime.hf.modeling:register_auto_classes",
     "route": "moe_runtime.ops.routing:route",
+    "unpatch": "moe_runtime.hf.experts:unpatch",
     "xft": "moe_runtime.methods.xft:",
 }
 

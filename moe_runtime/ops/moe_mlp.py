@@ -48,6 +48,18 @@ def moe_mlp(
     `shared="dense"` (Triton) runs expert 0 through torch's matmul. It must own the last slot of every token and no other.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
+    out, _ = moe_mlp_with_offsets(
+        x, gate_up_proj, down_proj, topk_weight, topk_idx, act=act, gated=gated, gate_up_bias=gate_up_bias,
+        down_bias=down_bias, trainable=trainable, trained=trained, shared=shared, recompute=recompute, backend=backend,
+    )  # fmt: skip
+    return out
+
+
+def moe_mlp_with_offsets(
+    x, gate_up_proj, down_proj, topk_weight, topk_idx, *, act="silu", gated=True, gate_up_bias=None, down_bias=None,
+    trainable=None, trained=None, shared="group", recompute=False, backend=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`moe_mlp`, and what its dispatch has counted: out [T, H], expert_offsets [E + 1] int32."""
     check_weights(x, gate_up_proj, down_proj, act, gated, gate_up_bias, down_bias)
     _check_slots(x, topk_weight, topk_idx)
     _check_trained(gate_up_proj, down_proj, trainable, trained)
@@ -57,11 +69,11 @@ def moe_mlp(
     inputs = (x, gate_up_proj, down_proj, topk_weight, gate_up_bias, down_bias, up_trained, down_trained)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     backend = backends.pick("moe_mlp", x, backend)
-    out, *_ = torch.ops.moe_runtime.moe_mlp(
+    out, _, expert_offsets, _ = torch.ops.moe_runtime.moe_mlp(
         x, gate_up_proj, down_proj, topk_weight, topk_idx, gate_up_bias, down_bias, trainable, up_trained, down_trained,
         act, gated, shared, needs_grad and not recompute, backend,
     )  # fmt: skip
-    return out
+    return out, expert_offsets
 
 
 def check_weights(x, up, down, act, gated, up_bias, down_bias) -> None:

@@ -103,9 +103,9 @@ def test_merges_once_per_step_of_four_micro_batches(name, merges, backend):
     assert torch.equal(layer(xs[0, 0]), fresh(layer, xs[0, 0]))
 
 
-def test_the_kernel_leaves_the_kept_weights_alone_until_alpha_changes(monkeypatch):
+def test_the_kernel_leaves_the_kept_weights_alone_until_alpha_changes(monkeypatch, device):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    layer, x = make(), torch.randn(3, 33)
+    layer, x = make().to(device), torch.randn(3, 33, device=device)
     layer(x)
     kept = layer._mixture.weights
     for weight in kept.values():

@@ -2,10 +2,10 @@
 
     out[t] = sum_k top_k_weights[t, k] norm(down_e(gate_e(up_e x[t]))),   e = top_k_index[t, k]
 
-`norm` is the identity but for models with a norm behind each expert. The router stays the model's own. What a class does between
-its two products is found out numerically, once: where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with
-an activation that our kernels know, `moe_mlp` runs all of it; anything else goes through the class's own `_apply_gate` between
-two grouped products. Parameters keep their names, shapes and layout.
+`norm` is the identity but for models with a norm behind each expert. The router stays the model's own. What a class does
+between its two products is found out numerically, once: where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) +
+up_offset) with an activation that our kernels know, `moe_mlp` runs all of it; anything else goes through the class's own
+`_apply_gate` between two grouped products. Parameters keep their names, shapes and layout.
 """
 
 import functools
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.activation import ACT, activate
@@ -53,8 +54,9 @@ def register() -> None:
 def patch(model: nn.Module) -> int:
     """Run the experts of `model` through moe_runtime from now on and return how many layers that are; `unpatch` undoes it.
 
-    Our own MoE layers count: they run nothing else. Unlike `set_experts_implementation` it works on wrapped models (PEFT, DDP) too and never leaves a model as it was in silence:
-    raises ValueError where no module goes through transformers' experts interface, or where the experts are quantized.
+    Our own MoE layers count: they run nothing else. Unlike `set_experts_implementation` it works on wrapped models (PEFT, DDP)
+    too and never leaves a model as it was in silence: raises ValueError where no module goes through transformers' experts
+    interface, or where the experts are quantized.
     """
     from transformers import PreTrainedModel
 
@@ -136,7 +138,7 @@ def experts_forward(
     dtype = compute_dtype(self, hidden_states)
     stacks = stacks_of(self, dtype)
     x = hidden_states.to(dtype)
-    gate = None if getattr(self, "has_post_expert_norm", False) else _gate_of(self, *_gate_keys(self))
+    gate = gate_of(self)
     run = _composed if gate is None else functools.partial(_fused, gate=gate)
     out, expert_offsets = run(self, x, top_k_index, top_k_weights, stacks)
     counts = self.__dict__.get("moe_runtime_counts")
@@ -163,16 +165,16 @@ def _check_dtype(module: nn.Module, name: str) -> None:
 
 
 def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, gate: Gate):
-    options = {name: value for name, value in gate._asdict().items() if value}
     return moe_mlp_with_offsets(
         x,
         stacks.up,
         stacks.down,
         topk_weight,
         topk_idx,
+        act=gate.act,
+        gated=gate.gated,
         gate_up_bias=stacks.up_bias,
         down_bias=stacks.down_bias,
-        **{"gated": False, **options},
     )
 
 
@@ -190,19 +192,24 @@ def _composed(module, x, topk_idx, topk_weight, stacks: Stacks):
     return combine(y, topk_weight.masked_fill(~live, 0), slot_row), expert_offsets
 
 
-def _gate_keys(module: nn.Module) -> tuple:
-    return getattr(module, "act_fn", None), *(getattr(module, name, None) for name in _SCALARS)
+def gate_of(module: nn.Module) -> Gate | None:
+    """Return what the module does between its products, None if `moe_mlp` does not have it."""
+    gate, scalars = _gate_of(module)
+    # torch.compile guards what it sees compared, and nothing that _gate_of reads
+    for name, known in zip(_SCALARS, scalars):
+        if known is not None and getattr(module, name, None) != known:
+            raise RuntimeError(f"{name} of {type(module).__name__} changed while it was read")
+    return gate
 
 
-def _gate_of(module: nn.Module, act_fn, *scalars) -> Gate | None:
-    """Return what the module does between its products, None if `moe_mlp` does not have it.
-
-    Takes the module's attributes too: what is read of them inside is not guarded in a compiled graph.
-    """
-    act = _act_of(act_fn)
+def _gate_of(module: nn.Module) -> tuple[Gate | None, tuple]:
+    scalars = tuple(getattr(module, name, None) for name in _SCALARS)
+    if getattr(module, "has_post_expert_norm", False):
+        return None, scalars
+    act = _act_of(getattr(module, "act_fn", None))
     if not module.has_gate:
-        return None if act is None else Gate(act, gated=False)
-    return _find_gate(type(module), act, scalars)
+        return (None if act is None else Gate(act, gated=False)), scalars
+    return _find_gate(type(module), act, scalars), scalars
 
 
 # what torch.compiler.assume_constant_result sets: tracing runs it for real
@@ -215,8 +222,7 @@ def _act_of(act_fn) -> str | None:
     if act_fn is None:
         return None
     if act_fn not in _acts:
-        probe = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
-        _acts[act_fn] = _first_equal(lambda: act_fn(probe), {name: lambda f=f: f(probe) for name, f in ACT.items()})
+        _acts[act_fn] = _first_equal(act_fn, ACT)
     return _acts[act_fn]
 
 
@@ -225,10 +231,6 @@ def _find_gate(kind: type, act: str | None, scalars: tuple) -> Gate | None:
     """Run `kind`'s gate on numbers and find out which of ours it is."""
     attributes = {name: value for name, value in zip(_SCALARS, scalars) if value is not None}
     stand_in = types.SimpleNamespace(act_fn=ACT.get(act), **attributes)
-    # both parts far beyond the usual limits, in both signs, and in no order
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    z = 12 * torch.randn(64, 16, dtype=torch.float64, device="cpu", generator=generator)
-    limits = {None, *(float(v) for name, v in attributes.items() if name.endswith("limit"))}
     gates = [
         Gate(name, True, interleaved, limit, up_offset)
         for name in ACT
@@ -236,7 +238,9 @@ def _find_gate(kind: type, act: str | None, scalars: tuple) -> Gate | None:
         for limit in (None,)
         for up_offset in (0.0,)
     ]
-    return _first_equal(lambda: kind._apply_gate(stand_in, z), {gate: lambda g=gate: _apply(g, z) for gate in gates})
+    return _first_equal(
+        lambda z: kind._apply_gate(stand_in, z), {gate: functools.partial(_apply, gate) for gate in gates}
+    )
 
 
 def _apply(gate: Gate, z: torch.Tensor) -> torch.Tensor:
@@ -246,15 +250,16 @@ def _apply(gate: Gate, z: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _first_equal(wanted, candidates: dict):
     """Return the key of the first candidate that computes what `wanted` does; None without one, or if `wanted` cannot run."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes():  # inside somebody's fake or meta mode there would be no numbers
+        # both parts of a gate far beyond the usual limits, in both signs and in no order
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        z = 12 * torch.randn(64, 16, dtype=torch.float64, device="cpu", generator=generator)
         try:
-            values = wanted()
+            values = wanted(z)
         except Exception:  # a class that needs more than numbers; it runs through its own code
             return None
         for key, candidate in candidates.items():
-            got = candidate()
+            got = candidate(z)
             if got.shape == values.shape and torch.allclose(got, values.to(got.dtype), rtol=1e-6, atol=1e-9):
                 return key
     return None

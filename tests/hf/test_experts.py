@@ -81,7 +81,10 @@ LAYOUTS = [
     pytest.param({"has_bias": True, "is_transposed": True}, {}, True, id="biased-transposed"),
     pytest.param({"has_bias": True, "has_gate": False}, {"hidden_act": "gelu"}, True, id="biased-not-gated"),
     pytest.param(
-        {"apply_gate": _clamped, "has_bias": True, "is_transposed": True, "is_concatenated": False}, {}, True, id="gpt_oss"
+        {"apply_gate": _clamped, "has_bias": True, "is_transposed": True, "is_concatenated": False},
+        {},
+        True,
+        id="gpt_oss",
     ),
     pytest.param({"apply_gate": _clamped, "is_concatenated": False}, {}, True, id="interleaved"),
     pytest.param({"apply_gate": _deepseek}, {}, True, id="deepseek_v4"),
@@ -156,13 +159,15 @@ def test_a_gate_that_only_looks_like_a_known_one_runs_its_own_code():
         return self.act_fn(gate) * up * (1 + 1e-3)
 
     module, x, (idx, weight) = module_of({"apply_gate": almost}, {}), torch.randn(T, H), slots()
-    assert distance(run(module, x, idx, weight, "moe_runtime")["out"], run(module, x, idx, weight, "eager")["out"]) < 2e-6
+    assert (
+        distance(run(module, x, idx, weight, "moe_runtime")["out"], run(module, x, idx, weight, "eager")["out"]) < 2e-6
+    )
 
 
 def test_an_activation_is_known_by_what_it_computes():
     tanh, erf = module_of({}, {}), module_of({}, {})
     tanh.act_fn, erf.act_fn = nn.GELU(approximate="tanh"), nn.GELU()
-    found = [experts._gate_of(module, *experts._gate_keys(module)).act for module in (tanh, erf)]
+    found = [experts.gate_of(module).act for module in (tanh, erf)]
     assert found == ["gelu_tanh", "gelu"]
 
 
@@ -175,7 +180,7 @@ def test_first_call_in_a_mode_without_numbers(where):
         module = module_of({"apply_gate": _deepseek}, {})
         out = module(torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K))
     assert out.shape == (T, H) and out.device.type == ("cpu" if where == "fake" else "meta")
-    assert experts._gate_of(module, *experts._gate_keys(module)) == experts.Gate("silu", True, limit=1.5)
+    assert experts.gate_of(module) == experts.Gate("silu", True, limit=1.5)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -198,7 +203,9 @@ def test_weights_of_another_dtype_than_the_model(dtype):
     assert all(out.dtype == dtype for out in outs) and distance(*outs) < 1e-2
 
 
-@pytest.mark.parametrize("flags", [{}, {"apply_gate": _deepseek}, {"apply_gate": _softcapped}], ids=["plain", "clamped", "own"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"apply_gate": _deepseek}, {"apply_gate": _softcapped}], ids=["plain", "clamped", "own"]
+)
 def test_compiles_without_a_break(flags):
     torch._dynamo.reset()
     experts._find_gate.cache_clear()
@@ -265,7 +272,9 @@ def test_register_names_us_once_and_again():
     assert ExpertsInterface()["moe_runtime"] is experts.experts_forward
 
 
-@pytest.mark.parametrize(("version", "served"), [("4.57.6", False), ("5.0.0", False), ("5.16.0", True), ("5.99.0.dev0", True)])
+@pytest.mark.parametrize(
+    ("version", "served"), [("4.57.6", False), ("5.0.0", False), ("5.16.0", True), ("5.99.0.dev0", True)]
+)
 def test_an_older_transformers_is_refused(version, served, monkeypatch):
     monkeypatch.setattr("transformers.__version__", version)
     if served:

@@ -18,16 +18,16 @@ from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_runtime.modules.moe import MoE
+from moe_runtime.modules.moe import MoE, autocast_dtype
 from moe_runtime.ops.activation import ACT, activate
-from moe_runtime.ops.combine import combine
+from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 
 NAME = "moe_runtime"
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
-NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # what the classes' own gates read of their experts module
 _SCALARS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
 _replaced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: [(config, implementation before patch)]
@@ -69,7 +69,7 @@ def patch(model: nn.Module) -> int:
             "model whose modeling file uses it (docs/families.md lists them)"
         )
     for name, module in layers.items():
-        _check_dtype(module, name)
+        _check_dtype(module.down_proj.dtype, name)
     if model not in _replaced:
         _replaced[model] = [(module.config, module.config._experts_implementation) for module in layers.values()]
     for module in model.modules():
@@ -116,11 +116,14 @@ class Stacks(NamedTuple):
     down_bias: torch.Tensor | None
 
 
-def stacks_of(module: nn.Module, dtype: torch.dtype) -> Stacks:
-    """Read the weights as they are at this moment, under FSDP, PEFT or tensor parallelism too, in `dtype`."""
+def stacks_of(module: nn.Module) -> Stacks:
+    """Read the weights as they are at this moment, under FSDP, PEFT or tensor parallelism too; each once.
+
+    PEFT's adapted weights are computed anew at every look.
+    """
     up = "gate_up_proj" if module.has_gate else "up_proj"
     names = [up, "down_proj"] + ([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])
-    tensors = [getattr(module, name).to(dtype) for name in names] + [None] * (4 - len(names))
+    tensors = [getattr(module, name) for name in names] + [None] * (4 - len(names))
     if module.is_transposed:
         tensors[:2] = [weight.transpose(1, 2) for weight in tensors[:2]]
     return Stacks(*tensors)
@@ -134,30 +137,21 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
-    _check_dtype(self, type(self).__name__)
-    dtype = compute_dtype(self, hidden_states)
-    stacks = stacks_of(self, dtype)
-    x = hidden_states.to(dtype)
+    stacks = stacks_of(self)
+    _check_dtype(stacks.down.dtype, type(self).__name__)
+    dtype = autocast_dtype(hidden_states) or stacks.down.dtype
+    stacks = Stacks(*(None if tensor is None else tensor.to(dtype) for tensor in stacks))
     gate = gate_of(self)
     run = _composed if gate is None else functools.partial(_fused, gate=gate)
-    out, expert_offsets = run(self, x, top_k_index, top_k_weights, stacks)
+    out, expert_offsets = run(self, hidden_states.to(dtype), top_k_index, top_k_weights, stacks)
     counts = self.__dict__.get("moe_runtime_counts")
     if counts is not None:  # a RouterCounter is open
         counts += expert_offsets.diff()
     return out.to(hidden_states.dtype)
 
 
-def compute_dtype(module: nn.Module, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which an experts module computes on `x`: autocast's, else its weights'."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return module.down_proj.dtype
-
-
-def _check_dtype(module: nn.Module, name: str) -> None:
-    dtype = module.down_proj.dtype
-    if dtype not in NARROW:
+def _check_dtype(dtype: torch.dtype, name: str) -> None:
+    if dtype not in FLOATS:
         raise ValueError(
             f"the experts of {name} are {dtype}; want float16, bfloat16, float32 or float64: quantized experts have "
             "implementations of their own in transformers"
@@ -182,7 +176,8 @@ def _composed(module, x, topk_idx, topk_weight, stacks: Stacks):
     """Two grouped products with the class's own code between them."""
     E = stacks.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
-    z = grouped_gemm(x[row_token], stacks.up, expert_offsets, stacks.up_bias)
+    rows = gather_rows(x, row_token, slot_row)
+    z = grouped_gemm(rows, stacks.up, expert_offsets, stacks.up_bias)
     h = module._apply_gate(z) if module.has_gate else module.act_fn(z)
     y = grouped_gemm(h.to(x.dtype), stacks.down, expert_offsets, stacks.down_bias)
     if getattr(module, "has_post_expert_norm", False):

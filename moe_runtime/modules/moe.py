@@ -102,7 +102,7 @@ class Experts(nn.Module):
 
         Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
         """
-        dtype = _autocast_dtype(x) or self.down_proj.dtype
+        dtype = autocast_dtype(x) or self.down_proj.dtype
         weights = {name: weight.to(dtype) for name, weight in self.named_parameters()}
         return moe_mlp(
             x.to(dtype),
@@ -126,7 +126,8 @@ class Experts(nn.Module):
         }
 
 
-def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast wants `x` computed; None where it is off."""
     device = x.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
@@ -174,10 +175,10 @@ class MoE(nn.Module):
         if not (_is_plain(self.gate, Router) and _is_plain(self.experts, Experts)):
             return False
         dtypes = {x.dtype, self.gate.weight.dtype, self.experts.down_proj.dtype}
-        return len(dtypes) == 1 or _autocast_dtype(x) is not None
+        return len(dtypes) == 1 or autocast_dtype(x) is not None
 
     def _forward_whole(self, x: torch.Tensor) -> torch.Tensor:
-        config, dtype = self.config, _autocast_dtype(x) or x.dtype
+        config, dtype = self.config, autocast_dtype(x) or x.dtype
         weights = {name: weight.to(dtype) for name, weight in self.experts.named_parameters()}
         output = moe_layer(
             x.to(dtype),

@@ -29,6 +29,25 @@ def combine(
     return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
 
 
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, row_token, slot_row):
+        ctx.save_for_backward(slot_row)
+        ctx.tokens = x.shape[0]
+        return x.index_select(0, row_token)
+
+    @staticmethod
+    def backward(ctx, drows):
+        (slot_row,) = ctx.saved_tensors
+        ones = torch.ones(ctx.tokens, slot_row.numel() // max(ctx.tokens, 1), device=drows.device)
+        return combine(drows, ones, slot_row), None, None
+
+
+def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor) -> torch.Tensor:
+    """Rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient is a sum over each token's rows `slot_row` [R], no scatter."""
+    return _GatherRows.apply(x, row_token, slot_row)
+
+
 LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
 LIB.define(
     "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> (Tensor, Tensor)"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.ops.combine import combine
+from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from tests.support.oracle import assert_parity, bounds, choose_experts, make_case, moe_oracle, relative_error
@@ -243,3 +243,17 @@ def test_float64_is_never_summed_in_float32(monkeypatch):
     torch.testing.assert_close(combine(y, weight, slot_row), by_slots(y, weight, slot_row), rtol=1e-14, atol=1e-14)
     with pytest.raises(ValueError, match="want 'torch' for float64"):
         combine(y, weight, slot_row, "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("tokens", "slots"), [(7, 3), (1, 1), (0, 2)])
+def test_gather_rows_and_its_gradient(tokens, slots, backend, device, monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+    x = torch.randn(tokens, 5, device=device, requires_grad=True)
+    slot_row = torch.randperm(tokens * slots, device=device).int()
+    row_token = (torch.argsort(slot_row) // slots).int()
+    rows = gather_rows(x, row_token, slot_row)
+    assert torch.equal(rows, x[row_token.long()])
+    weight = torch.randn_like(rows)
+    got, want = (torch.autograd.grad((r * weight).sum(), x)[0] for r in (rows, x[row_token.long()]))
+    torch.testing.assert_close(got, want)

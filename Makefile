@@ -10,6 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 # each test worker holds torch and transformers, about 1 GB, so more than 8 pay on few machines
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
 TRITONS ?= 3.6.0 3.9.0
+DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==1.13.2 py-cpuinfo==9.0.0
 # torch alone and first: what follows then takes the build that is there, CPU or CUDA, as it is
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
@@ -33,7 +34,11 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 demo: $(INSTALLED)  ## the whole way on a small model, with pictures under runs/
 	$(VENV)/bin/moe-runtime demo $(ARGS)
 
-test: $(INSTALLED)  ## the test suite, one worker per core
+# beside the .venv's own packages: accelerate and transformers load it wherever they find it
+$(VENV)/deepspeed: | $(INSTALLED)
+	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new $(DEEPSPEED) && mv $@.new $@
+
+test: $(INSTALLED) $(VENV)/deepspeed  ## the test suite, one worker per core
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 # each wheel lies in the .venv, beside its own Triton; whoever is first on the path wins

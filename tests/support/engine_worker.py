@@ -1,0 +1,154 @@
+"""One of the processes of tests/hf/test_engines.py: `python -m torch.distributed.run ... engine_worker.py ENGINE OUT`.
+
+Two steps of SGD on a tiny stock model, the batches of the two ranks so unlike that one leaves experts without a token.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+RANKS, STEPS, LR = 2, 2, 0.5
+FIELDS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def make():
+    """The model; equal in every process."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import moe_runtime
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**FIELDS))
+    moe_runtime.patch(model)
+    return model
+
+
+def batch(rank: int) -> torch.Tensor:
+    """Many tokens for rank 0, two for the others: 2 tokens of 2 slots leave at least half of 8 experts idle."""
+    size = (2, 40) if rank == 0 else (1, 2)
+    return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(rank))
+
+
+def counted(model) -> dict[str, torch.Tensor]:
+    """Count the tokens of each expert from here on."""
+    from moe_runtime.hf.experts import is_experts
+
+    counts = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            counts[name] = module.moe_runtime_counts = torch.zeros(module.num_experts, dtype=torch.int64)
+    return counts
+
+
+def steps_alone() -> dict:
+    """What the engines must come to: the mean of the ranks' losses in one process."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        parts = [model(batch(rank), labels=batch(rank)).loss for rank in range(RANKS)]
+        (sum(parts) / RANKS).backward()
+        losses.append([part.item() for part in parts])
+        optimizer.step()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "weights": model.state_dict()}
+
+
+def accelerator_of(engine: str):
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True)
+    if engine == "fsdp2":
+        # accelerate turns FSDP off on the CPU; its own code runs there all the same
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    return accelerator
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def steps_with_accelerate(engine: str) -> dict:
+    accelerator, model = accelerator_of(engine), make()
+    counts = counted(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+    ids, losses = batch(accelerator.process_index), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        missing = [name for name, p in model.named_parameters() if p.grad is None]
+        gradients = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+    weights = {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
+    kinds = {type(p).__name__ for p in model.parameters()}
+    return {
+        "losses": losses, "gradients": gradients, "weights": weights, "counts": counts, "missing": missing,
+        "model": type(model).__name__, "parameters": kinds,
+    }  # fmt: skip
+
+
+def steps_with_deepspeed() -> dict:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    rank, model = int(os.environ["RANK"]), make()
+    counts = counted(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1000,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ids, losses, missing = batch(rank), [], []
+    for _ in range(STEPS):
+        loss = engine(ids, labels=ids).loss
+        engine.backward(loss)
+        losses.append(loss.item())
+        gradients = {n: deepspeed.utils.safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+        missing = [name for name, gradient in gradients.items() if gradient is None]
+        engine.step()
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            weights[name] = whole(parameter.data)
+    return {
+        "losses": losses, "gradients": gradients, "weights": weights, "counts": counts, "missing": missing,
+        "model": type(engine).__name__, "parameters": {str(p.ds_status) for p in engine.module.parameters()},
+    }  # fmt: skip
+
+
+def main(engine: str, out: str) -> None:
+    result = steps_with_deepspeed() if engine == "deepspeed" else steps_with_accelerate(engine)
+    path = Path(out) / f"rank{os.environ['RANK']}.pt"
+    torch.save(result, path)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -117,10 +117,7 @@ class Stacks(NamedTuple):
 
 
 def stacks_of(module: nn.Module) -> Stacks:
-    """Read the weights as they are at this moment, under FSDP, PEFT or tensor parallelism too; each once.
-
-    PEFT's adapted weights are computed anew at every look.
-    """
+    """Read the weights as they are now, under FSDP, PEFT or tensor parallelism too; each once, since a look may compute."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     names = [up, "down_proj"] + ([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])
     tensors = [getattr(module, name) for name in names] + [None] * (4 - len(names))
@@ -204,7 +201,7 @@ def _gate_of(module: nn.Module) -> tuple[Gate | None, tuple]:
     act = _act_of(getattr(module, "act_fn", None))
     if not module.has_gate:
         return (None if act is None else Gate(act, gated=False)), scalars
-    return _find_gate(type(module), act, scalars), scalars
+    return _find_gate(type(module)._apply_gate, act, scalars), scalars
 
 
 # what torch.compiler.assume_constant_result sets: tracing runs it for real
@@ -222,8 +219,11 @@ def _act_of(act_fn) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _find_gate(kind: type, act: str | None, scalars: tuple) -> Gate | None:
-    """Run `kind`'s gate on numbers and find out which of ours it is."""
+def _find_gate(apply_gate, act: str | None, scalars: tuple) -> Gate | None:
+    """Run a class's `_apply_gate` on numbers and find out which of ours it is.
+
+    The class itself would be no key: PEFT makes a new one at every call.
+    """
     attributes = {name: value for name, value in zip(_SCALARS, scalars) if value is not None}
     stand_in = types.SimpleNamespace(act_fn=ACT.get(act), **attributes)
     gates = [
@@ -233,9 +233,7 @@ def _find_gate(kind: type, act: str | None, scalars: tuple) -> Gate | None:
         for limit in (None,)
         for up_offset in (0.0,)
     ]
-    return _first_equal(
-        lambda z: kind._apply_gate(stand_in, z), {gate: functools.partial(_apply, gate) for gate in gates}
-    )
+    return _first_equal(lambda z: apply_gate(stand_in, z), {gate: functools.partial(_apply, gate) for gate in gates})
 
 
 def _apply(gate: Gate, z: torch.Tensor) -> torch.Tensor:

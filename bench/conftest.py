@@ -50,8 +50,8 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "shape" in metafunc.fixturenames:
         tiny = metafunc.config.getoption("--tiny")
-        sweep = getattr(metafunc.module, "GPU_SHAPES", shapes.GPU)
-        table = shapes.TINY if tiny else sweep if CUDA else shapes.CPU
+        name, default = ("GPU_SHAPES", shapes.GPU) if CUDA else ("CPU_SHAPES", shapes.CPU)
+        table = shapes.TINY if tiny else getattr(metafunc.module, name, default)
         metafunc.parametrize("shape", [pytest.param(shape, id=name) for name, shape in table.items()])
 
 

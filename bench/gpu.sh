@@ -54,7 +54,7 @@ tests() {
     return $status
 }
 
-ops() { pytest_on ops "$limit" "${WORKERS:-8}" tests/ops tests/modules; }
+ops() { pytest_on ops "$limit" "${WORKERS:-8}" tests/ops tests/modules tests/hf/test_experts.py; }
 
 tune() {
     local end=$((SECONDS + limit)) left status=0 try
@@ -75,9 +75,9 @@ bench() {
         mkdir -p "$XDG_CACHE_HOME/moe_runtime"
         cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
     fi
-    for file in layer routing merging trainable kernels; do
+    for file in layer step routing merging trainable kernels; do
         seconds=1
-        [ $file = layer ] && seconds=3
+        case $file in layer | step) seconds=3 ;; esac
         for try in 1 2 3 4; do
             left=$((end - SECONDS))
             [ "$left" -gt 30 ] || break

@@ -30,6 +30,11 @@ GPU = {  # as in moe_runtime/tuning.py; TinyLlama's expert counts are guesses, t
 }
 FINE = ("DeepSeek-V2-Lite", "OLMoE", "Qwen3-30B-A3B")  # many small experts: few rows each
 TOKENS = (16384, 4096, 65536)  # the most telling first, for runs that are cut short
+STEPS_CPU = {"tiny-Qwen3-MoE": Shape(1024, 256, 96, 64, 8)}  # Qwen3-30B-A3B by 8, half of its experts
+STEPS = {  # what a training step is measured at; its optimizer's state wants memory too
+    "Qwen3-30B-A3B": GPU["Qwen3-30B-A3B"],
+    "XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"],
+}
 TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests
 
 

@@ -1,0 +1,95 @@
+"""Stock models of transformers: a decoder layer and a whole training step, on our experts and on transformers' own.
+
+The same weights under every `experts_implementation`. Attention, norms and the loss are transformers' and the same for all,
+so the ratios are what a user of the drop-in sees, not what the kernels do.
+"""
+
+import pytest
+import torch
+
+from bench import shapes
+from bench.conftest import CUDA, DEVICE, fits
+
+DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
+IMPLEMENTATIONS = {"moe_runtime": "moe_runtime", "transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
+CPU_SHAPES = shapes.STEPS_CPU
+GPU_SHAPES = shapes.STEPS
+LAYERS = 4
+SEQUENCE = 4096  # tokens of a sequence, at most
+VOCAB = 32000 if CUDA else 2048  # or the embeddings would be most of a tiny model
+
+
+def stock(shape, dtype, layers: int):
+    """A Qwen3-MoE of this shape, or a Mixtral where a shared expert shows that the shape is XFT's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import moe_runtime
+
+    moe_runtime.register()
+    _, H, I, E, K, shared = shape
+    common = {
+        "hidden_size": H, "num_hidden_layers": layers, "num_attention_heads": max(H // 128, 1), "vocab_size": VOCAB,
+        "num_key_value_heads": max(H // 512, 1), "head_dim": min(H, 128), "num_experts_per_tok": K, "use_cache": False,
+    }  # fmt: skip
+    if shared:
+        config = AutoConfig.for_model("mixtral", intermediate_size=I, num_local_experts=E, **common)
+    else:
+        config = AutoConfig.for_model(
+            "qwen3_moe", moe_intermediate_size=I, num_experts=E, intermediate_size=I, norm_topk_prob=True, **common
+        )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="moe_runtime")
+
+
+def with_each(model, run) -> dict:
+    """Return name -> `run` with the model on that implementation."""
+
+    def variant(implementation):
+        def call():
+            # what set_experts_implementation sets; that one walks through all modules, on the clock
+            model.config._experts_implementation_internal = implementation
+            return run()
+
+        return call
+
+    return {name: variant(implementation) for name, implementation in IMPLEMENTATIONS.items()}
+
+
+def token_ids(shape) -> torch.Tensor:
+    length = min(shape.T, SEQUENCE)
+    return torch.randint(0, VOCAB, (shape.T // length, length), device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_decoder_layer(interleaved, shape, dtype):
+    """Forward and backward of one layer, gradients of x and of every weight."""
+    with fits():
+        model = stock(shape, dtype, 1).model
+        ids = token_ids(shape)
+        x = torch.randn(*ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True)
+        dout = torch.randn_like(x)
+    leaves = [x, *model.layers.parameters()]
+
+    def run():
+        return torch.autograd.grad(model(inputs_embeds=x).last_hidden_state, leaves, dout)
+
+    interleaved(with_each(model, run))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_training_step(interleaved, shape, dtype):
+    """Loss, backward and AdamW of a model of four layers."""
+    with fits():
+        model = stock(shape, dtype, LAYERS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=CUDA)
+        ids = token_ids(shape)
+
+    def run():
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    interleaved(with_each(model, run))

@@ -146,6 +146,35 @@ def train(context: typer.Context):
     train_command(context.args)
 
 
+@app.command(epilog="Example: moe-runtime stats olmoe --data pairs.jsonl --out runs/stats")
+def stats(
+    source: Source,
+    data: Annotated[
+        str, typer.Option(help="jsonl, parquet or a dataset's id: messages, prompt and completion, or text.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the CSV file and the heat map.")] = Path("runs/stats"),
+    tokens: Annotated[int, typer.Option(help="Tokens to route, at most.")] = 131072,
+    max_length: Annotated[int, typer.Option(help="Tokens of a row, at most.")] = 1024,
+    batch_size: Annotated[int, typer.Option(help="Rows of a forward pass.")] = 4,
+):
+    """Show how a model's routers spread the tokens of a data set over the experts; any MoE model, stock or ours."""
+    from moe_runtime.data import require
+
+    require("datasets")
+    require("matplotlib", "plot")
+    from moe_runtime.hf.router_report import FILES, router_report
+
+    found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size)
+    typer.echo(f"{int(found.counts.sum()):,} slots; violation and entropy are 1 when balanced")
+    typer.echo(f"{'layer':>8s}{'experts':>9s}{'dead':>6s}{'max violation':>15s}{'entropy':>9s}")
+    rows = zip(found.layers, found.routed, found.dead, found.max_violation.tolist(), found.entropy.tolist())
+    for layer, counts, dead, violation, entropy in rows:
+        typer.echo(f"{layer:>8s}{len(counts):9d}{int(dead.sum()):6d}{violation:15.2f}{entropy:9.2f}")
+    if warning := found.warning():
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo("wrote " + ", ".join(str(out / name) for name in FILES))
+
+
 @app.command(epilog="Example: moe-runtime doctor")
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False):
     """Print versions, devices, and for each op the backend that would run it here and why."""

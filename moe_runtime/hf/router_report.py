@@ -1,0 +1,74 @@
+"""What the routers of a model folder do on a file of text: numbers per layer, a CSV file, a heat map."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_runtime.data import read_rows
+from moe_runtime.hf.experts import patch
+from moe_runtime.hf.folders import read_config
+from moe_runtime.stats import RouterStats, collect_router_stats
+
+FILES = ("router_load.csv", "router_load.png")
+
+
+def router_report(
+    source: str | Path,
+    data: str | Path,
+    out: str | Path,
+    *,
+    tokens: int = 131072,
+    max_length: int = 1024,
+    batch_size: int = 4,
+) -> RouterStats:
+    """Run at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
+
+    `data` is what `read_rows` takes; a row gives at most max_length tokens. Runs on the GPU if there is one. Raises ValueError
+    for a folder or data that cannot be read, and for a model without routers.
+    """
+    for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; want at least 1")
+    read_config(source)  # says what is wrong with the folder
+    rows = read_rows(data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
+    patch(model)
+    stats = collect_router_stats(model, _batches(rows, tokenizer, tokens, max_length, batch_size, device))
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
+        beside = out / f".{name}.tmp{Path(name).suffix}"
+        write(beside)
+        os.replace(beside, out / name)
+    return stats
+
+
+def _text(row: dict, tokenizer) -> str:
+    if "messages" in row:
+        return tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    return row["text"] if "text" in row else row["prompt"] + row["completion"]
+
+
+def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
+    """Yield padded batches until the tokens are used up; the last row is cut to what is left."""
+    for first in range(0, len(rows), batch_size):
+        ids = []
+        for i in range(first, min(first + batch_size, len(rows))):
+            found = tokenizer(_text(rows[i], tokenizer), truncation=True, max_length=min(max_length, max(tokens, 1)))
+            if tokens > 0 and found["input_ids"]:
+                ids.append(found["input_ids"])
+                tokens -= len(ids[-1])
+        if not ids:
+            continue
+        length = max(map(len, ids))
+        # any id will do: the mask keeps padding out of attention and of the counts
+        padded = torch.tensor([row + row[-1:] * (length - len(row)) for row in ids], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids], device=device)
+        yield {"input_ids": padded, "attention_mask": mask, "use_cache": False}
+        if tokens <= 0:
+            return

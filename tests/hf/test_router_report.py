@@ -1,0 +1,77 @@
+"""hf/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from moe_runtime import cli
+from moe_runtime.hf.router_report import FILES, router_report
+from tests.hf import tiny
+from tests.hf.test_stack import TEXTS, TOKENIZER, stock
+
+
+LINES = [", ".join(TEXTS[i : i + 1 + i % 4]) for i in range(len(TEXTS))]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stock("mixtral").save_pretrained("stock")
+    tiny.upcycled(changes={"vocab_size": len(TOKENIZER)}).save_pretrained("ours")
+    for name in ("stock", "ours"):
+        TOKENIZER.save_pretrained(name)
+    lines = [json.dumps({"text": text}) for text in LINES]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def lengths() -> list[int]:
+    return [len(TOKENIZER(text)["input_ids"]) for text in LINES]
+
+
+@pytest.mark.parametrize(("model", "slots"), [("stock", 2), ("ours", 3)])
+def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
+    stats = router_report(model, "data.jsonl", "out", batch_size=5)
+    assert len(set(lengths())) > 1  # so some rows are padded
+    assert stats.counts.sum(1).tolist() == [sum(lengths()) * slots] * 2
+    with open("out/router_load.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(int(row["slots"]) for row in rows) == stats.counts.sum() and len(rows) == 8
+    assert (folder / "out" / "router_load.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(FILES)
+
+
+def test_it_does_not_depend_on_the_batches(folder):
+    one, four = (router_report("stock", "data.jsonl", "out", batch_size=n).counts for n in (1, 7))
+    assert torch.equal(one, four)
+
+
+def test_stops_at_the_number_of_tokens(folder):
+    assert router_report("stock", "data.jsonl", "out", tokens=17).counts.sum() == 17 * 2 * 2
+    cut = sum(min(n, 4) for n in lengths())
+    assert router_report("stock", "data.jsonl", "out", max_length=4).counts.sum() == cut * 2 * 2
+
+
+def test_bad_input_is_named(folder):
+    with pytest.raises(ValueError, match="tokens is 0; want at least 1"):
+        router_report("stock", "data.jsonl", "out", tokens=0)
+    with pytest.raises(ValueError, match="has no config.json"):
+        router_report("nowhere", "data.jsonl", "out")
+    tiny.dense("llama").save_pretrained("dense")
+    TOKENIZER.save_pretrained("dense")
+    with pytest.raises(ValueError, match="model is LlamaForCausalLM, without"):
+        router_report("dense", "data.jsonl", "out")
+    assert not (folder / "out").exists()
+
+
+def test_command(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["moe-runtime", "stats", "stock", "--data", "data.jsonl", "--out", "there"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "wrote there/router_load.csv, there/router_load.png" in out
+    lines = out.splitlines()
+    assert lines[1].split() == ["layer", "experts", "dead", "max", "violation", "entropy"]
+    assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]

@@ -14,6 +14,8 @@ def activate(x, ACT: tl.constexpr):
     """act(x) on a float32 tile."""
     if ACT == "silu":
         return x * tl.sigmoid(x)
+    elif ACT == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
     elif ACT == "gelu":
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
@@ -33,6 +35,10 @@ def activate_grad(x, ACT: tl.constexpr):
         s = tl.sigmoid(x)
         value = x * s
         return value, s + value * (1 - s)
+    elif ACT == "quick_gelu":
+        s = tl.sigmoid(1.702 * x)
+        value = x * s
+        return value, s + 1.702 * value * (1 - s)
     elif ACT == "gelu":
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -46,3 +52,21 @@ def activate_grad(x, ACT: tl.constexpr):
         tl.static_assert(ACT == "relu2")
         positive = tl.where(x <= 0, 0.0, x)
         return positive * positive, 2 * positive
+
+
+@triton.jit
+def below(x, LIMIT: tl.constexpr):
+    """min(x, LIMIT); a NaN stays one. LIMIT 0 is none."""
+    if LIMIT > 0:
+        x = tl.where(x > LIMIT, LIMIT, x)
+    return x
+
+
+@triton.jit
+def shifted(up, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """clamp(up, -LIMIT, LIMIT) + UP_OFFSET: the factor that stands beside the activation."""
+    if LIMIT > 0:
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if UP_OFFSET != 0:
+        up = up + UP_OFFSET
+    return up

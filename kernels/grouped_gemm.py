@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_runtime.kernels.activation import activate
+from moe_runtime.kernels.activation import activate, below, shifted
 from moe_runtime.kernels.tiles import Tile, precision, processors, tile_of
 
 
@@ -53,31 +53,71 @@ def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The even and the odd columns of a tile [BLOCK_M, 2 BLOCK_N]: gate and up where they take turns."""
+    return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N, 2)))
+
+
+@triton.jit
 def _store_activation(gate, up, row, col0, I, rows_left, z_ptr, h_ptr, GATED: tl.constexpr, SAVE: tl.constexpr,
-                      ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Write z = [gate, up] and h = act(gate) * up of BLOCK_M rows from `row` on, BLOCK_N columns from `col0` on."""
+                      ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Write z = [gate, up] and h = act(gate) * up of BLOCK_M rows from `row` on, BLOCK_N columns from `col0` on.
+
+    INTERLEAVED: `gate` [BLOCK_M, 2 BLOCK_N] holds both.
+    """
     m = tl.arange(0, BLOCK_M)
     n = col0 + tl.arange(0, BLOCK_N)
     mask = (m < rows_left)[:, None] & (n < I)[None, :]
     if SAVE:
         width = I * 2 if GATED else I
-        z = z_ptr + row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + n[None, :])
-        tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=mask)
-        if GATED:
-            tl.store(z + I, up.to(z_ptr.dtype.element_ty), mask=mask)
-    h = activate(gate, ACT)
+        z = z_ptr + row.to(tl.int64) * width
+        if INTERLEAVED:
+            c = col0 * 2 + tl.arange(0, BLOCK_N * 2)
+            z += m[:, None].to(tl.int64) * width + c[None, :]
+            tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=(m < rows_left)[:, None] & (c < width)[None, :])
+        else:
+            z += m[:, None].to(tl.int64) * width + n[None, :]
+            tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=mask)
+            if GATED:
+                tl.store(z + I, up.to(z_ptr.dtype.element_ty), mask=mask)
+    if INTERLEAVED:
+        gate, up = pairs(gate, BLOCK_M, BLOCK_N)
+    h = activate(below(gate, LIMIT), ACT)
     if GATED:
-        h = h * up
+        h = h * shifted(up, LIMIT, UP_OFFSET)
     h_ptr += row.to(tl.int64) * I
     tl.store(h_ptr + (m[:, None].to(tl.int64) * I + n[None, :]), h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _store_half(gate, up, bias, row, col0, I, rows_left, z_ptr, h_ptr, GATED: tl.constexpr, BIAS: tl.constexpr,
+                SAVE: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+                INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """`_store_activation`; where z comes twice as wide in two pieces, each of which adds its bias: all at once would spill."""
+    if INTERLEAVED:
+        left, right = halves(gate, BLOCK_M, BLOCK_N * 2)
+        if BIAS:
+            c = col0 * 2 + tl.arange(0, BLOCK_N)
+            left += tl.load(bias + c, mask=c < I * 2, other=0.0).to(tl.float32)[None, :]
+            right += tl.load(bias + c + BLOCK_N, mask=c + BLOCK_N < I * 2, other=0.0).to(tl.float32)[None, :]
+        HALF: tl.constexpr = BLOCK_N // 2
+        _store_activation(left, left, row, col0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT, UP_OFFSET,
+                          INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+        _store_activation(right, right, row, col0 + HALF, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT,
+                          UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+    else:
+        _store_activation(gate, up, row, col0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT, UP_OFFSET,
+                          INTERLEAVED, BLOCK_M, BLOCK_N)  # fmt: skip
+
+
+@triton.jit
 def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr, num_m, I, H,
              stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS: tl.constexpr, ACT: tl.constexpr,
-             GATED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr,
-             EVEN_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+             GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+             BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+             K_LAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
     pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
@@ -90,31 +130,39 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_
         token = tl.load(row_slot_ptr + row + m, mask=live, other=0) // SLOTS
         x = x_ptr + (token.to(tl.int64)[:, None] * stride_x + k[None, :])
         N = I * 2 if GATED else I
+        # two accumulators, or one of gate and up in turns: a single product over a single block of the weight
+        TWO: tl.constexpr = GATED and not INTERLEAVED
+        WIDTH: tl.constexpr = BLOCK_N * 2 if INTERLEAVED else BLOCK_N
+        c0 = pid_n * WIDTH
         base = weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA, TRAINED)
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gate = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         up = gate
         for k0 in range(0, H, BLOCK_K):
             mask = live[:, None]
             if not EVEN_K:
                 mask = mask & (k0 + k < H)[None, :]
             a = tl.load(x, mask=mask, other=0.0)
-            b = weight_block(base, e, n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, True, BLOCK_N, BLOCK_K)
+            b = weight_block(base, e, c0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, WIDTH, BLOCK_K)
             gate = tl.dot(a, b, gate, input_precision=PRECISION)
-            if GATED:
-                b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, True, BLOCK_N, BLOCK_K)
+            if TWO:
+                b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
                 up = tl.dot(a, b, up, input_precision=PRECISION)
             x += BLOCK_K
+        bias = bias_ptr
         if BIAS:
-            n = n0 + tl.arange(0, BLOCK_N)
-            bias = bias_ptr + e.to(tl.int64) * N + n
-            gate += tl.load(bias, mask=n < I, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
-        gate0, gate1 = halves(gate, BLOCK_M, BLOCK_N)
-        up0, up1 = halves(up, BLOCK_M, BLOCK_N)
+            bias += e.to(tl.int64) * N
+            if not INTERLEAVED:
+                n = n0 + tl.arange(0, BLOCK_N)
+                gate += tl.load(bias + n, mask=n < I, other=0.0).to(tl.float32)[None, :]
+                if GATED:
+                    up += tl.load(bias + n + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        gate0, gate1 = halves(gate, BLOCK_M, WIDTH)
+        up0, up1 = halves(up, BLOCK_M, WIDTH)
         HALF: tl.constexpr = BLOCK_N // 2
-        _store_activation(gate0, up0, row, n0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, BLOCK_M, HALF)
-        _store_activation(gate1, up1, row, n0 + HALF, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, BLOCK_M, HALF)
+        _store_half(gate0, up0, bias, row, n0, I, rows_left, z_ptr, h_ptr, GATED, BIAS, SAVE, ACT, LIMIT, UP_OFFSET,
+                    INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+        _store_half(gate1, up1, bias, row, n0 + HALF, I, rows_left, z_ptr, h_ptr, GATED, BIAS, SAVE, ACT, LIMIT,
+                    UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_m"])  # it follows T
@@ -129,19 +177,22 @@ def _up_fwd_kernel(
     z_ptr,  # [R, 2I or I]
     h_ptr,  # [R, I]
     num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k,
-    SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr,
-    TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr,
+    TMA: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(I, BLOCK_N), tl.num_programs(0)):
             _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr, num_m, I,
-                     H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, BIAS, SAVE, TRAINED,
-                     EVEN_K, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+                     H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, LIMIT, UP_OFFSET,
+                     INTERLEAVED, BIAS, SAVE, TRAINED, EVEN_K, TMA, K_LAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                     GROUP_M)  # fmt: skip
     else:
         _up_tile(tl.program_id(0), x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr,
-                 num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, BIAS, SAVE,
-                 TRAINED, EVEN_K, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+                 num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, LIMIT, UP_OFFSET,
+                 INTERLEAVED, BIAS, SAVE, TRAINED, EVEN_K, TMA, K_LAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                 GROUP_M)  # fmt: skip
 
 
 @triton.jit
@@ -222,6 +273,13 @@ def describable(*tensors: torch.Tensor) -> bool:
     )
 
 
+def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, bool]:
+    """The same product with the stack's last dimension contiguous if its other one is: what descriptors ask for."""
+    if weight.stride(1) == 1 and weight.stride(2) != 1:
+        return weight.transpose(1, 2), not k_last
+    return weight, k_last
+
+
 def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, tile: Tile) -> tuple[tuple, tuple]:
     """`weight` [E, ., .] as a kernel takes it: (w, w_trained, place), and the strides (e, te, n, k).
 
@@ -244,9 +302,13 @@ def grid(tile: Tile, num_m: int, N: int, device: torch.device) -> tuple[int]:
 
 
 def up_forward(
-    x, up, bias, row_slot, tile_map, slots: int, act: str, gated: bool, save: bool, tile: Tile, trained=None
-):
-    """`x` [T, H], `up` [E, 2I or I, H], `row_slot` [R] -> z [R, 2I or I] (empty unless `save`), h [R, I]."""
+    x, up, bias, row_slot, tile_map, slots: int, act: str, gated: bool, save: bool, tile: Tile, trained=None,
+    *, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
+):  # fmt: skip
+    """`x` [T, H], `up` [E, 2I or I, H], `row_slot` [R] -> z [R, 2I or I] (empty unless `save`), h [R, I].
+
+    The columns of z are in the order of up's rows; what `limit` and the others are, `moe_runtime.ops.activation` says.
+    """
     R, H, Z = row_slot.numel(), x.shape[1], up.shape[1]
     I = Z // 2 if gated else Z
     z = x.new_empty(R if save else 0, Z)
@@ -254,14 +316,17 @@ def up_forward(
     num_m = tile_map.shape[1]
     if num_m == 0:
         return z, h
-    tma = tile.TMA and trained is None and describable(up)
-    weights, strides = weight_operand(up, trained, True, tma, tile)
+    up, k_last = last_contiguous(up, True)
+    width = tile.BLOCK_N * (1 + interleaved)
+    tma = tile.TMA and trained is None and describable(up) and width <= 256  # of a descriptor's block
+    weights, strides = weight_operand(up, trained, k_last, tma, tile._replace(BLOCK_N=width))
     with torch.cuda.device_of(x):
         _up_fwd_kernel[grid(tile, num_m, I, x.device)](
             x, *weights, bias, row_slot, tile_map, z if save else None, h, num_m, I, H, x.stride(0), *strides,
-            SLOTS=slots, ACT=act, GATED=gated, BIAS=bias is not None, SAVE=save, TRAINED=trained is not None,
-            EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, PRECISION=precision(x), BLOCK_M=tile.BLOCK_M,
-            BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
+            SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset, INTERLEAVED=interleaved,
+            BIAS=bias is not None, SAVE=save, TRAINED=trained is not None,
+            EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last, PERSISTENT=tile.PERSISTENT, PRECISION=precision(x),
+            BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return z, h
@@ -278,6 +343,7 @@ def grouped_gemm_forward(a, weight, bias, tile_map, k_last: bool, tile: Tile, tr
     num_m = tile_map.shape[1]
     if num_m == 0 or N == 0:
         return y
+    weight, k_last = last_contiguous(weight, k_last)
     tma = tile.TMA and trained is None and describable(a, weight)
     weights, strides = weight_operand(weight, trained, k_last, tma, tile)
     rows = TensorDescriptor(a, list(a.shape), list(a.stride()), [tile.BLOCK_M, tile.BLOCK_K]) if tma else a

@@ -8,29 +8,61 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.activation import activate_grad
-from moe_runtime.kernels.grouped_gemm import describable, grid, halves, weight_base, weight_block, weight_operand
+from moe_runtime.kernels.activation import activate_grad, below, shifted
+from moe_runtime.kernels.grouped_gemm import (
+    describable,
+    grid,
+    halves,
+    last_contiguous,
+    pairs,
+    weight_base,
+    weight_block,
+    weight_operand,
+)
 from moe_runtime.kernels.tiles import Tile, precision, tile_of
 
 
 @triton.jit
 def store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: tl.constexpr, WH: tl.constexpr,
-             ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+             ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """From dh = (dout W_down) of BLOCK_M rows by BLOCK_N columns write dz and weight * h; return the rows' <dh, h>."""
     m = tl.arange(0, BLOCK_M)
     n = col0 + tl.arange(0, BLOCK_N)
     mask = (m < rows_left)[:, None] & (n < I)[None, :]
     width = I * 2 if GATED else I
-    offset = row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + n[None, :])
-    gate = tl.load(z_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    value, slope = activate_grad(gate, ACT)
+    if INTERLEAVED:
+        c = col0 * 2 + tl.arange(0, BLOCK_N * 2)
+        offset = row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + c[None, :])
+        both = (m < rows_left)[:, None] & (c < width)[None, :]
+        gate, up = pairs(tl.load(z_ptr + offset, mask=both, other=0.0).to(tl.float32), BLOCK_M, BLOCK_N)
+    else:
+        offset = row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + n[None, :])
+        gate = tl.load(z_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    value, slope = activate_grad(below(gate, LIMIT), ACT)
     weighted = dh * weight[:, None]
-    if GATED:
+    if GATED and not INTERLEAVED:
         up = tl.load(z_ptr + offset + I, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dz_ptr + offset + I, (weighted * value).to(dz_ptr.dtype.element_ty), mask=mask)
+    dz = dz_ptr + offset
+    if GATED:
+        dup_ptr = dz + I
+        dup = weighted * value
+        if LIMIT > 0:
+            dup = tl.where((up >= -LIMIT) & (up <= LIMIT), dup, 0.0)
+        dup = dup.to(dz_ptr.dtype.element_ty)
+        if not INTERLEAVED:
+            tl.store(dup_ptr, dup, mask=mask)
+        up = shifted(up, LIMIT, UP_OFFSET)
         slope = slope * up
         value = value * up
-    tl.store(dz_ptr + offset, (weighted * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+    dgate = weighted * slope
+    if LIMIT > 0:
+        dgate = tl.where(gate <= LIMIT, dgate, 0.0)
+    dgate = dgate.to(dz_ptr.dtype.element_ty)
+    if INTERLEAVED:
+        tl.store(dz, tl.reshape(tl.join(dgate, dup), (BLOCK_M, BLOCK_N * 2)), mask=both)
+    else:
+        tl.store(dz, dgate, mask=mask)
     if WH:
         wh = wh_ptr + row.to(tl.int64) * I + (m[:, None].to(tl.int64) * I + n[None, :])
         tl.store(wh, (value * weight[:, None]).to(wh_ptr.dtype.element_ty), mask=mask)
@@ -38,10 +70,29 @@ def store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: 
 
 
 @triton.jit
+def _store_dz_half(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: tl.constexpr, WH: tl.constexpr,
+                   ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """`store_dz`, in two pieces where z comes twice as wide or is held for a clamp's gradient: one would spill."""
+    if INTERLEAVED or LIMIT > 0:
+        left, right = halves(dh, BLOCK_M, BLOCK_N)
+        HALF: tl.constexpr = BLOCK_N // 2
+        dot = store_dz(left, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
+                       INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+        dot += store_dz(right, weight, row, col0 + HALF, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
+                        UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+    else:
+        dot = store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
+                       INTERLEAVED, BLOCK_M, BLOCK_N)  # fmt: skip
+    return dot
+
+
+@triton.jit
 def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr, z_ptr, dz_ptr,
              wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
-             SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WH: tl.constexpr,
-             TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+             SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+             INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, WH: tl.constexpr, TRAINED: tl.constexpr,
+             EVEN_K: tl.constexpr, TMA: tl.constexpr, K_LAST: tl.constexpr, PRECISION: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
     num_n = tl.cdiv(I, BLOCK_N)
     pid_m, pid_n = tile_of(pid, num_m, num_n, GROUP_M)
@@ -63,15 +114,17 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row
             if not EVEN_K:
                 mask = mask & (k0 + k < H)[None, :]
             a = tl.load(dout, mask=mask, other=0.0)
-            b = weight_block(base, e, n0, k0, I, H, stride_n, stride_k, EVEN_K, TMA, False, BLOCK_N, BLOCK_K)
+            b = weight_block(base, e, n0, k0, I, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         HALF: tl.constexpr = BLOCK_N // 2
-        dot = store_dz(left, weight, row, n0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, BLOCK_M, HALF)
+        dot = _store_dz_half(left, weight, row, n0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
+                             UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
         n1 = n0 + HALF
-        dot += store_dz(right, weight, row, n1, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, BLOCK_M, HALF)
+        dot += _store_dz_half(right, weight, row, n1, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
+                              UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
         if BIAS:  # y = W_down h + b: the weight's gradient has <dout, b> too, in the first column
             for k0 in range(0, tl.where(pid_n == 0, H, 0), BLOCK_K):
                 in_row = k0 + k < H
@@ -97,21 +150,22 @@ def _dz_kernel(
     wh_ptr,  # [R, I]: weight * h
     partial_ptr,  # [R, cdiv(I, BLOCK_N)] float32: <dout W_down, h> of these columns
     num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
-    SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WH: tl.constexpr,
-    TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, WH: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr,
+    TMA: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(I, BLOCK_N), tl.num_programs(0)):
             _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr, z_ptr,
                      dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
-                     SLOTS, ACT, GATED, BIAS, WH, TRAINED, EVEN_K, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                     GROUP_M)  # fmt: skip
+                     SLOTS, ACT, GATED, LIMIT, UP_OFFSET, INTERLEAVED, BIAS, WH, TRAINED, EVEN_K, TMA, K_LAST,
+                     PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
     else:
         _dz_tile(tl.program_id(0), dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr,
                  z_ptr, dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n,
-                 stride_k, SLOTS, ACT, GATED, BIAS, WH, TRAINED, EVEN_K, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                 GROUP_M)  # fmt: skip
+                 stride_k, SLOTS, ACT, GATED, LIMIT, UP_OFFSET, INTERLEAVED, BIAS, WH, TRAINED, EVEN_K, TMA, K_LAST,
+                 PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
 
 
 @triton.jit
@@ -205,8 +259,9 @@ def _bias_bwd_kernel(
 
 
 def dz_backward(
-    dout, down, bias, topk_weight, row_slot, tile_map, z, act: str, gated: bool, need_wh: bool, tile: Tile, trained=None
-):
+    dout, down, bias, topk_weight, row_slot, tile_map, z, act: str, gated: bool, need_wh: bool, tile: Tile, trained=None,
+    *, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
+):  # fmt: skip
     """From `dout` [T, H] and z [R, 2I or I] -> dz like z, weight * h [R, I] (empty unless need_wh), partial [R, n] float32.
 
     The sum of `partial` over its columns is the gradient of the row's weight. Rows outside of the tile map stay unwritten.
@@ -219,13 +274,15 @@ def dz_backward(
     num_m = tile_map.shape[1]
     if num_m == 0:
         return dz, wh, partial
+    down, k_last = last_contiguous(down, False)
     tma = tile.TMA and trained is None and describable(down)
-    weights, strides = weight_operand(down, trained, False, tma, tile)
+    weights, strides = weight_operand(down, trained, k_last, tma, tile)
     with torch.cuda.device_of(dout):
         _dz_kernel[grid(tile, num_m, I, dout.device)](
             dout, *weights, bias, topk_weight, row_slot, tile_map, z, dz, wh if need_wh else None, partial, num_m, I, H,
-            dout.stride(0), *strides, SLOTS=slots, ACT=act, GATED=gated, BIAS=bias is not None, WH=need_wh,
-            TRAINED=trained is not None, EVEN_K=H % tile.BLOCK_K == 0, TMA=tma,
+            dout.stride(0), *strides, SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset,
+            INTERLEAVED=interleaved, BIAS=bias is not None, WH=need_wh,
+            TRAINED=trained is not None, EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
             PERSISTENT=tile.PERSISTENT, PRECISION=precision(dout), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
             BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,

@@ -27,7 +27,7 @@ def _route_fwd_kernel(
     logits_ptr,  # [T, E], any float
     bias_ptr,  # [E] float32 or None
     weight_ptr,  # [T, K + SHARED] float32
-    idx_ptr,  # [T, K + SHARED] int32
+    idx_ptr,  # [T, K + SHARED] int32, written; read instead if FORCED
     T,
     STRIDE_T: tl.constexpr,  # of logits
     E: tl.constexpr,
@@ -36,6 +36,7 @@ def _route_fwd_kernel(
     GATE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     E_PAD: tl.constexpr,
+    FORCED: tl.constexpr,  # the experts are the caller's choice
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)[None, :]
@@ -48,8 +49,11 @@ def _route_fwd_kernel(
         choice = tl.sigmoid(x) + tl.load(bias_ptr + e, mask=e < E, other=0.0)
     key = tl.where(e < E, _key(choice), DEAD + E_PAD)
     for slot in range(K):
-        best = tl.max(key, 1)
-        first = tl.min(tl.where(key == best[:, None], e, E_PAD), 1)
+        if FORCED:
+            first = tl.load(idx_ptr + t * (K + SHARED) + slot, mask=t < T, other=-1) - SHARED
+        else:
+            best = tl.max(key, 1)
+            first = tl.min(tl.where(key == best[:, None], e, E_PAD), 1)
         key = tl.where(e == first[:, None], DEAD + slot, key)
     chosen = key < DEAD + K
     if GATE == "sigmoid_topk":
@@ -61,6 +65,8 @@ def _route_fwd_kernel(
         else:
             largest = 1 / tl.sum(exp, 1)  # probability
             weight = exp * largest[:, None]
+            if FORCED:
+                largest = tl.sum(tl.where(key == DEAD, weight, 0.0), 1)
             if GATE == "xft":
                 exp = tl.exp(weight)
                 weight = exp * (largest / tl.sum(tl.where(chosen, exp, 0.0), 1))[:, None]
@@ -70,10 +76,12 @@ def _route_fwd_kernel(
     slots = tl.arange(0, BLOCK_T) * (K + SHARED)
     out = tl.where(mask & chosen, slots[:, None] + (key & 0x7FFFFFFF), -1)
     tl.store(weight_ptr + out, weight, mask=out >= 0)
-    tl.store(idx_ptr + out, e + SHARED + tl.zeros([BLOCK_T, 1], tl.int32), mask=out >= 0)
+    if not FORCED:
+        tl.store(idx_ptr + out, e + SHARED + tl.zeros([BLOCK_T, 1], tl.int32), mask=out >= 0)
     if SHARED:
         tl.store(weight_ptr + slots + K, 1 - largest, mask=t < T)
-        tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
+        if not FORCED:
+            tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -90,6 +98,7 @@ def _route_bwd_kernel(
     GATE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     E_PAD: tl.constexpr,
+    FORCED: tl.constexpr,  # the experts were the caller's choice
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = t < T
@@ -117,6 +126,8 @@ def _route_bwd_kernel(
         else:
             largest = 1 / tl.sum(y, 1)
             y = y * largest[:, None]
+            if FORCED:
+                largest = tl.sum(tl.where(slot_of == 0, y, 0.0), 1)
             if GATE == "xft":
                 q = tl.where(chosen, tl.exp(y), 0.0)
                 q = q / tl.sum(q, 1)[:, None]
@@ -133,31 +144,47 @@ def _route_bwd_kernel(
 
 
 def route_forward(
-    router_logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, gate: str, shared: int
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    gate: str,
+    shared: int,
+    topk_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1."""
+    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
+
+    `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them.
+    """
     T = router_logits.shape[0]
     router_logits = _rows(router_logits)
     weight = torch.empty(T, top_k, dtype=torch.float32, device=router_logits.device)
-    idx = torch.empty(T, top_k, dtype=torch.int32, device=router_logits.device)
+    if topk_idx is None:
+        idx = torch.empty(T, top_k, dtype=torch.int32, device=router_logits.device)
+    else:
+        idx = topk_idx.contiguous()
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
     if T:
-        grid, sizes = _launch(router_logits, top_k, gate, shared)
+        grid, sizes = _launch(router_logits, top_k, gate, shared, topk_idx is not None)
         with torch.cuda.device_of(router_logits):
             _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes, enable_fp_fusion=True)
     return weight, idx
 
 
 def route_backward(
-    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int
+    dweight: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    gate: str,
+    shared: int,
+    is_forced: bool = False,
 ) -> torch.Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
     T, E = router_logits.shape
     router_logits = _rows(router_logits)
     dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
     if T:
-        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared)
+        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, is_forced)
         with torch.cuda.device_of(router_logits):
             _route_bwd_kernel[grid](
                 dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes, enable_fp_fusion=True
@@ -170,12 +197,13 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int) -> tuple[tuple[int], dict]:
+def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool) -> tuple[tuple[int], dict]:
     T, E = logits.shape
     E_PAD = triton.next_power_of_2(E)
     # with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
     sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
+    sizes["FORCED"] = forced
     # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
     return (triton.cdiv(T, BLOCK_T),), sizes | {
         "STRIDE_T": logits.stride(0),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
 ROUTERS = ("linear", "mlp")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 SHARED_MODES = ("group", "dense")
 BALANCE_LOSSES = ("none", "cv2", "switch")
 

@@ -5,7 +5,9 @@
     entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
 
 The last two are over the routed experts: a shared one (gates xft, nonorm) sees every token and would only dilute them.
-Counting costs one small integer scatter per layer on the device; nothing is read back before somebody asks.
+Our own layers count, and the stock ones of transformers whose experts go through its experts interface, whoever computes
+them. Where experts_implementation is "moe_runtime" and the call has no attention mask, the counts are those the dispatch
+makes anyway; else counting costs one small integer scatter per layer on the device. Nothing is read back before somebody asks.
 """
 
 import csv
@@ -18,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_runtime.modules.moe import Router, RouterOutput
+from moe_runtime.hf.experts import NAME
+from moe_runtime.hf.layers import OpenCall, RoutedLayer, forget_compiled, plain_name, routed_layers, token_mask
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
@@ -51,16 +54,24 @@ def load_entropy(counts: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RouterStats:
-    """Slots per layer and expert, and what follows from them."""
+    """Slots per layer and expert, and what follows from them; layers may have different numbers of experts."""
 
-    counts: torch.Tensor  # [L, E] int64, on the CPU
+    counts: torch.Tensor  # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
     layers: tuple[str, ...]  # a layer's number, or its path where that is not unique
-    num_shared: int = 0  # leading experts that see every token
+    num_shared: int | tuple[int, ...] = 0  # leading experts that see every token; a tuple where layers differ
+    num_experts: tuple[int, ...] | None = None  # per layer; None where all have E
+
+    def _experts(self, layer: int, routed: bool = True) -> range:
+        """Ids of the experts that a layer has, the shared ones among them unless `routed`."""
+        shared = self.num_shared if isinstance(self.num_shared, int) else self.num_shared[layer]
+        stop = self.counts.shape[1] if self.num_experts is None else self.num_experts[layer]
+        return range(shared if routed else 0, stop)
 
     @property
-    def routed(self) -> torch.Tensor:
-        """Slots of the experts that the router chooses among, [L, E - num_shared]."""
-        return self.counts[:, self.num_shared :]
+    def routed(self) -> tuple[torch.Tensor, ...]:
+        """Slots of the experts that the routers choose among, one [R] per layer."""
+        ids = [self._experts(i) for i in range(len(self.layers))]
+        return tuple(row[r.start : r.stop] for row, r in zip(self.counts, ids, strict=True))
 
     @property
     def load(self) -> torch.Tensor:
@@ -69,18 +80,19 @@ class RouterStats:
 
     @property
     def dead(self) -> torch.Tensor:
-        """Which experts got no slot, [L, E] bool."""
-        return dead_experts(self.counts)
+        """Which experts got no slot, [L, E] bool; False for those that a layer does not have."""
+        stops = torch.tensor([self._experts(i).stop for i in range(len(self.layers))])
+        return dead_experts(self.counts) & (torch.arange(self.counts.shape[1]) < stops[:, None])
 
     @property
     def max_violation(self) -> torch.Tensor:
         """Largest over mean load of the routed experts, [L] float64."""
-        return max_violation(self.routed)
+        return torch.stack([max_violation(row) for row in self.routed])
 
     @property
     def entropy(self) -> torch.Tensor:
         """Normalised entropy of the routed experts' load, [L] float64."""
-        return load_entropy(self.routed)
+        return torch.stack([load_entropy(row) for row in self.routed])
 
     def summary(self) -> dict[str, float]:
         """The worst layer in three numbers, however many layers there are."""
@@ -92,12 +104,13 @@ class RouterStats:
 
     def per_layer(self) -> dict[str, float]:
         """The three numbers and each expert's load, for every layer."""
-        values = {}
-        for i, layer in enumerate(self.layers):
-            values[f"router/{layer}/max_violation"] = self.max_violation[i].item()
-            values[f"router/{layer}/entropy"] = self.entropy[i].item()
-            values[f"router/{layer}/dead_experts"] = float(self.dead[i].sum().item())
-            values |= {f"router/{layer}/load/{e}": share for e, share in enumerate(self.load[i].tolist())}
+        values, load = {}, self.load.tolist()
+        measures = zip(self.max_violation.tolist(), self.entropy.tolist(), self.dead.sum(1).tolist(), strict=True)
+        for i, (layer, (violation, entropy, dead)) in enumerate(zip(self.layers, measures, strict=True)):
+            values[f"router/{layer}/max_violation"] = violation
+            values[f"router/{layer}/entropy"] = entropy
+            values[f"router/{layer}/dead_experts"] = float(dead)
+            values |= {f"router/{layer}/load/{e}": load[i][e] for e in self._experts(i, routed=False)}
         return values
 
     def warning(self, min_entropy: float = LOW_ENTROPY) -> str | None:
@@ -105,14 +118,13 @@ class RouterStats:
 
         A layer with fewer than ENOUGH slots per routed expert is not judged.
         """
-        found = []
-        for i, layer in enumerate(self.layers):
-            dead = self.dead[i].nonzero().flatten().tolist()
-            if self.routed[i].sum() < ENOUGH * self.routed.shape[1] or not (dead or self.entropy[i] < min_entropy):
+        found, measures = [], zip(self.entropy.tolist(), self.max_violation.tolist(), strict=True)
+        for layer, row, dead, (entropy, violation) in zip(self.layers, self.routed, self.dead, measures, strict=True):
+            if row.sum() < ENOUGH * len(row) or not (dead.any() or entropy < min_entropy):
                 continue
-            unused = f"experts {', '.join(map(str, dead))} got no token, " if dead else ""
-            numbers = f"entropy {self.entropy[i]:.2f}, max violation {self.max_violation[i]:.2f}"
-            found.append(f"layer {layer}: {unused}{numbers}")
+            ids = ", ".join(map(str, dead.nonzero().flatten().tolist()))
+            unused = f"experts {ids} got no token, " if ids else ""
+            found.append(f"layer {layer}: {unused}entropy {entropy:.2f}, max violation {violation:.2f}")
         cure = "; a balance loss (balance_loss, balance_loss_coef) spreads the load"
         return "routers collapse: " + "; ".join(found) + cure if found else None
 
@@ -120,9 +132,9 @@ class RouterStats:
         """One row of FIELDS per layer and expert."""
         load, counts = self.load.tolist(), self.counts.tolist()
         return [
-            (layer, e, int(e < self.num_shared), counts[i][e], load[i][e])
+            (layer, e, int(e < self._experts(i).start), counts[i][e], load[i][e])
             for i, layer in enumerate(self.layers)
-            for e in range(self.counts.shape[1])
+            for e in self._experts(i, routed=False)
         ]
 
     def to_csv(self, path: str | Path) -> None:
@@ -138,17 +150,21 @@ class RouterStats:
         Returns the Axes. Raises ImportError without matplotlib.
         """
         figure_class = _matplotlib_figure()
-        L, R = self.routed.shape
+        ids = [self._experts(i) for i in range(len(self.layers))]
+        first, stop, L = min(r.start for r in ids), self.counts.shape[1], len(ids)
         is_path = isinstance(ax_or_path, (str, Path))
         if is_path or ax_or_path is None:
             # a Figure of its own, not pyplot's: no display and no global state
-            ax = figure_class(figsize=(1.8 + 0.45 * R, 1.2 + 0.3 * L), layout="constrained").add_subplot()
+            size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
+            ax = figure_class(figsize=size, layout="constrained").add_subplot()
         else:
             ax = ax_or_path
-        relative = expert_load(self.routed) * R
-        image = ax.imshow(relative.numpy(), aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
+        relative = torch.full((L, stop), math.nan, dtype=torch.float64)
+        for i, row in enumerate(self.routed):
+            relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
+        image = ax.imshow(relative[:, first:].numpy(), aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
-        ax.set_xticks(range(R), range(self.num_shared, self.num_shared + R))
+        ax.set_xticks(range(stop - first), range(first, stop))
         ax.set_yticks(range(L), self.layers)
         ax.set(xlabel="expert", ylabel="layer", title="router load")
         if is_path:
@@ -168,74 +184,95 @@ class RouterCounter:
     """Counts slots per expert while the model runs, on its device, without a sync; `read` gives the RouterStats.
 
     Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens in backward, does
-    not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out. `close` removes
-    the hooks. Raises ValueError for a model without routers, or with routers of different sizes.
+    not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out, and so are ids
+    outside 0..E-1, the sentinels of expert parallelism. `close` removes the hooks. Code that torch.compile has made is made
+    anew, with the counting in it. Raises ValueError for a model without routers.
     """
 
     def __init__(self, model: nn.Module, only_training: bool = False):
-        self.routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
-        if not self.routers:
-            raise ValueError(f"model is {type(model).__name__}, without a router; want MoE layers; upcycle it first")
-        shapes = {(r.config.num_experts, r.config.has_shared_expert) for r in self.routers.values()}
-        if len(shapes) > 1:
-            raise ValueError(f"the layers' (num_experts, shared) are {sorted(shapes)}; want the same in each")
-        self.only_training = only_training
-        self._open, self._mask = False, None
-        self._counts = {name: self._zeros(router) for name, router in self.routers.items()}
-        self._handles = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            model.register_forward_hook(self._leave, always_call=True),
-            *(r.register_forward_hook(self._hook(name)) for name, r in self.routers.items()),
-        ]
+        self.layers, self.only_training = routed_layers(model), only_training
+        forget_compiled()
+        self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
+        self._direct: dict[str, nn.Module] = {}  # whose dispatch counts in this call
+        self._call = OpenCall(model, self._enter, self._leave)
+        self._handles = [layer.watch(self._see(name)) for name, layer in self.layers.items()]
 
-    @staticmethod
-    def _zeros(router: Router) -> torch.Tensor:
-        return torch.zeros(router.config.num_experts, dtype=torch.int64, device=router.weight.device)
+    def _enter(self, module: nn.Module) -> bool:
+        is_open = module.training or not self.only_training
+        if is_open and self._call.mask is None:
+            for name, layer in self.layers.items():
+                if _counts_itself(layer):
+                    layer.module.moe_runtime_counts = self._counts[name]
+                    self._direct[name] = layer.module
+        return is_open
 
-    def _enter(self, module: nn.Module, args, kwargs) -> None:
-        self._open = module.training or not self.only_training
-        mask = kwargs.get("attention_mask")
-        self._mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    def _leave(self) -> None:
+        for module in self._direct.values():
+            del module.moe_runtime_counts
+        self._direct.clear()
 
-    def _leave(self, *_) -> None:
-        self._open, self._mask = False, None
+    def _see(self, name: str):
+        def see(topk_idx: torch.Tensor) -> None:
+            if self._call.is_open and name not in self._direct:
+                self._add(name, topk_idx)
 
-    def _hook(self, name: str):
-        def count(module: nn.Module, args, out: RouterOutput) -> None:
-            if self._open:
-                self._add(name, out.topk_idx)
-
-        return count
+        return see
 
     @torch.no_grad()
     def _add(self, name: str, topk_idx: torch.Tensor) -> None:
-        T, K = topk_idx.shape
-        weight = torch.ones(T, K, dtype=torch.int64, device=topk_idx.device)
-        if self._mask is not None and T and T % self._mask.shape[0] == 0 and self._mask.numel() >= T:
-            # with a cache the mask covers past tokens too, and the new ones come last
-            new = self._mask[:, -(T // self._mask.shape[0]) :].reshape(T, 1)
-            weight = weight * (new != 0).to(weight.device)
-        self._counts[name] = self._counts[name].to(topk_idx.device)
-        self._counts[name].scatter_add_(0, topk_idx.flatten().long(), weight.flatten())
+        E = self.layers[name].num_experts
+        live = (topk_idx >= 0) & (topk_idx < E)
+        mask = token_mask(self._call.mask, topk_idx.shape[0])
+        if mask is not None:
+            live = live & mask.to(live.device)[:, None]
+        if self._counts[name].device != live.device:
+            self._counts[name] = self._counts[name].to(live.device)
+        self._counts[name].scatter_add_(0, topk_idx.clamp(0, E - 1).long().flatten(), live.long().flatten())
 
     def read(self, reset: bool = False, reduce: bool = False) -> RouterStats:
         """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes, `reset` starts anew."""
         device = next(iter(self._counts.values())).device
-        counts = torch.stack([count.to(device) for count in self._counts.values()])
-        if reset:
-            self._counts = {name: self._zeros(router) for name, router in self.routers.items()}
+        sizes = [layer.num_experts for layer in self.layers.values()]
+        counts = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+        for row, count in zip(counts, self._counts.values(), strict=True):
+            row[: len(count)] = count
+            if reset:
+                count.zero_()
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
-        counts, names = counts.cpu(), list(self.routers)
+        counts, layers = counts.cpu(), list(self.layers.values())
         # an adapter keeps the original of a module that it trains a copy of, and never calls it
-        called = [i for i in range(len(names)) if counts[i].any()] or list(range(len(names)))
-        config = next(iter(self.routers.values())).config
-        return RouterStats(counts[called], _layer_names([names[i] for i in called]), int(config.has_shared_expert))
+        called = [i for i in range(len(layers)) if counts[i].any()] or list(range(len(layers)))
+        layers = [layers[i] for i in called]
+        shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
+        return RouterStats(
+            counts[called, : max(sizes)],
+            _layer_names([plain_name(layer.name) for layer in layers]),
+            shared if len(set(shared)) > 1 else shared[0],
+            sizes if len(set(sizes)) > 1 else None,
+        )
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._call.close()
         for handle in self._handles:
             handle.remove()
+
+
+def _zeros(layer: RoutedLayer) -> torch.Tensor:
+    device = next(layer.module.parameters()).device
+    device = torch.device("cpu") if device.type == "meta" else device
+    return torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
+
+
+def _counts_itself(layer: RoutedLayer) -> bool:
+    """Whether the layer's own dispatch can add to our counts, which must lie where it computes."""
+    if not layer.is_stock or getattr(layer.module.config, "_experts_implementation", None) != NAME:
+        return False
+    device = next(layer.module.parameters()).device.type
+    # weights on the CPU beside a GPU may be offloaded; and there is one place only for a counter
+    is_home = device != "meta" and (device != "cpu" or not torch.cuda.is_available())
+    return is_home and not hasattr(layer.module, "moe_runtime_counts")
 
 
 def _layer_names(names: list[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ OPS = sorted((ROOT / "moe_runtime" / "ops").glob("*.py"))
 MAY_SYNC = {
     "moe_mlp_torch.py": "the torch backend: it loops over experts on the host",
     "workspace.py": "the torch backend's memory",
+    "all_to_all.py:_split_sizes": "torch.distributed takes split sizes from the host",
     "grouped_gemm.py:_segments": "the torch backend's offsets",
     "merging.py:soup_logits": "numbers for an initialization",
 }

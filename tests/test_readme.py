@@ -10,6 +10,7 @@ import torch
 
 from moe_runtime import cli
 from moe_runtime.hf.families import FAMILIES
+from tests.hf.test_stack import stock
 from tests.hf.tiny import dense
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,22 +51,25 @@ def test_commands_are_those_of_the_code():
     }
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", range(3))
 def test_python_blocks_run(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dense("llama").save_pretrained("base")
+    stock().save_pretrained("moe-model")
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[block]
     names: dict = {}
     exec(compile(code, f"README.md, Python block {block}", "exec"), names)
     if block == 0:
         assert (tmp_path / "dense" / "config.json").exists()
+    elif block == 2:
+        assert names["model"].config._experts_implementation == "moe_runtime"
     else:
         assert names["out"].shape == (20, 64) and torch.allclose(names["weight"].sum(1), torch.ones(20))
         torch.testing.assert_close(names["out"].view_as(names["y"]), names["y"])
 
 
 def test_all_python_blocks_are_run():
-    assert README.count("```python") == 2
+    assert README.count("```python") == 3
 
 
 def test_cpu_figures_are_those_of_the_newest_file():

@@ -9,10 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import moe_runtime
 from moe_runtime import stats
 from moe_runtime.config import MoEConfig
+from moe_runtime.hf.replay import record_routing
 from moe_runtime.modules.moe import MoE
 from moe_runtime.stats import RouterCounter, RouterStats, collect_router_stats
+from tests.support import count_worker
+from tests.support.stock_moe import FAMILIES, batch, stock
 
 H = 16
 
@@ -120,6 +124,10 @@ def test_padding_is_left_out():
     got = collect_router_stats(model, [{"x": x, "attention_mask": mask}])
     ids = [i.view(2, 6, -1)[mask.bool()] for i in ids_of(model, x)]
     assert torch.equal(got.counts, bincount(ids)) and got.counts[0].sum() == 9 * 3
+    counter = RouterCounter(model)
+    model(x, mask)
+    assert torch.equal(counter.read().counts, got.counts)
+    counter.close()
     # with a cache, one new token per row and a mask over all
     new = x[:, -1:]
     got = collect_router_stats(model, [{"x": new, "attention_mask": mask}])
@@ -198,13 +206,32 @@ def test_a_copy_that_is_never_called_has_no_row():
     assert seen.counts.shape == (2, 5) and seen.layers == ("0", "1")
 
 
+def test_layers_of_different_sizes_are_counted_and_judged_each_by_its_own(tmp_path):
+    model, x = Toy(), torch.randn(40, H)
+    small = MoEConfig(hidden_size=H, intermediate_size=8, num_experts=3, top_k=2, gate="softmax_topk")
+    model.layers[1]["mlp"] = MoE(small)
+    with torch.no_grad():
+        model.layers[1]["mlp"].gate.weight.zero_()  # ties go to experts 0 and 1
+    seen = collect_router_stats(model, [x])
+    first, second = (torch.bincount(ids.flatten().long(), minlength=5) for ids in ids_of(model, x))
+    assert seen.counts.tolist() == [first.tolist(), second.tolist()] and second.tolist() == [40, 40, 0, 0, 0]
+    assert seen.num_experts == (5, 3) and seen.num_shared == (1, 0)
+    assert seen.dead.tolist() == [(first == 0).tolist(), [False, False, True, False, False]]
+    assert seen.max_violation[1] == 1.5 and seen.entropy[1] == pytest.approx(math.log(2) / math.log(3))
+    assert [row[:3] for row in seen.rows()[5:]] == [("1", 0, 0), ("1", 1, 0), ("1", 2, 0)] and len(seen.rows()) == 8
+    assert "layer 1: experts 2 got no token" in seen.warning() and "router/1/load/2" in seen.per_layer()
+    assert "router/1/load/3" not in seen.per_layer()
+    drawn = seen.heatmap(tmp_path / "load.png").images[0].get_array()
+    assert drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2] and drawn[1, 0] == 1.5
+
+
 def test_models_that_cannot_be_counted_are_refused():
     with pytest.raises(ValueError, match="model is Linear, without a router"):
         RouterCounter(nn.Linear(2, 2))
-    model = Toy()
-    model.layers[1]["mlp"] = MoE(MoEConfig(hidden_size=H, intermediate_size=8, num_experts=3, top_k=2))
-    with pytest.raises(ValueError, match="want the same in each"):
-        RouterCounter(model)
+
+
+def test_processes_add_their_counts(tmp_path):
+    torch.multiprocessing.spawn(count_worker.count, (tmp_path / "store",), nprocs=2)
 
 
 def test_paths_name_layers_that_numbers_do_not_tell_apart():
@@ -258,3 +285,123 @@ def test_heatmap_without_matplotlib_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[plot\]'"):
         RouterStats(torch.ones(1, 2), ("0",)).heatmap()
+
+
+# stock models of transformers
+
+
+def stock_counts(model, batches):
+    """Slots by the ids that the stock experts of `model` get, padding left out."""
+    with record_routing(model) as record, torch.no_grad():
+        for inputs in batches:
+            model(**inputs)
+    masks = [inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool() for inputs in batches]
+    kept = [torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]) for ids in record.ids.values()]
+    return bincount(kept, 8)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "moe_runtime"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stock_counts_are_the_bincount_of_the_ids(name, implementation):
+    moe_runtime.register()
+    model = stock(name).eval()
+    model.set_experts_implementation(implementation)
+    batches = [batch(), batch(padding=3), batch(1, 5)]
+    want = stock_counts(model, batches)
+    got = collect_router_stats(model, batches)
+    dense = model.config.num_hidden_layers - 2  # leading layers without experts
+    assert torch.equal(got.counts, want) and got.layers == (str(dense), str(dense + 1))
+    assert got.counts.sum(1).tolist() == [2 * (18 + 15 + 5)] * 2
+
+
+def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
+    model = stock("qwen3_moe")
+    moe_runtime.patch(model)
+    added = []
+    monkeypatch.setattr(RouterCounter, "_add", lambda self, name, ids: added.append(name))
+    want = stock_counts(model, [batch()])
+    assert torch.equal(collect_router_stats(model, [batch()]).counts, want) and not added
+    collect_router_stats(model, [batch(padding=3)])
+    assert added == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]  # padding is masked by a hook
+    assert not any(hasattr(module, "moe_runtime_counts") for module in model.modules())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "moe_runtime"])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_stock_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(reentrant, implementation):
+    moe_runtime.register()
+    results = []
+    for count in (False, True):
+        model, inputs = stock("mixtral"), batch()
+        model.set_experts_implementation(implementation)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        keys = list(model.state_dict())
+        counter = RouterCounter(model) if count else None
+        out = model(**inputs)
+        out.loss.backward()
+        results.append([out.logits, out.loss, *(p.grad for p in model.parameters())])
+        assert counter is None or counter.read().counts.sum(1).tolist() == [36, 36]
+        assert list(model.state_dict()) == keys
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("sentinel", [-1, 5, 100])
+def test_ids_of_no_expert_do_not_count(sentinel):
+    # what expert parallelism gives for a slot of another rank
+    experts = stock("qwen3_moe", num_experts=5).model.layers[0].mlp.experts
+    model = nn.Sequential(experts)
+    model.forward = lambda x, ids: experts(x, ids, torch.ones(ids.shape))
+    experts.forward = lambda x, ids, weights: x
+    ids = torch.tensor([[0, sentinel], [4, 4], [sentinel, sentinel], [1, 0]])
+    counter = RouterCounter(model)
+    model(torch.randn(4, 32), ids)
+    assert counter.read().counts.tolist() == [[2, 1, 0, 0, 2]]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "moe_runtime"])
+def test_two_counters_do_not_know_of_each_other(implementation):
+    moe_runtime.register()
+    model = stock("qwen3_moe").eval()
+    model.set_experts_implementation(implementation)
+    outer = RouterCounter(model)
+    inner = collect_router_stats(model, [batch()])
+    outer.close()
+    assert torch.equal(outer.read().counts, inner.counts) and inner.counts.sum() == 72
+
+
+def test_stock_layers_next_to_our_own():
+    model = nn.ModuleDict({"ours": Toy(), "stock": stock("qwen3_moe").eval()})
+    model.forward = lambda x, ids: (model["ours"](x), model["stock"](ids))
+    seen = collect_router_stats(model, [{"x": torch.randn(8, H), "ids": batch()["input_ids"]}])
+    assert seen.num_experts == (5, 5, 8, 8) and seen.num_shared == (1, 1, 0, 0)
+    assert seen.counts.sum(1).tolist() == [24, 24, 36, 36] and seen.layers[2] == "stock.model.layers.0.mlp"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"])
+@pytest.mark.parametrize(
+    "implementation, padding",
+    [
+        pytest.param("moe_runtime", 0, id="dispatch"),
+        pytest.param("moe_runtime", 3, id="padded"),
+        pytest.param("grouped_mm", 0, id="grouped_mm"),
+    ],
+)
+def test_compiled_models_count_too(implementation, padding, late):
+    moe_runtime.register()
+    torch.compiler.reset()
+    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch(padding=padding)
+    model.set_experts_implementation(implementation)
+    want = stock_counts(model, [inputs])
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if late:
+            compiled(**inputs)
+        counter = RouterCounter(model)
+        for _ in range(2):
+            compiled(**inputs)
+        assert torch.equal(counter.read().counts, 2 * want)
+        counter.close()
+        compiled(**inputs)
+    assert torch.equal(counter.read().counts, 2 * want)
+    torch.compiler.reset()

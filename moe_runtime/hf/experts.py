@@ -9,6 +9,7 @@ up_offset) with an activation that our kernels know, `moe_mlp` runs all of it; a
 """
 
 import functools
+import itertools
 import types
 import weakref
 from typing import NamedTuple
@@ -19,7 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_runtime.modules.moe import MoE, autocast_dtype
-from moe_runtime.ops.activation import ACT, activate
+from moe_runtime.ops import all_to_all
+from moe_runtime.ops.activation import ACT, Activation, activate
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
@@ -97,16 +99,6 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-class Gate(NamedTuple):
-    """What happens between the two products, in the terms of `moe_mlp`."""
-
-    act: str
-    gated: bool
-    interleaved: bool = False
-    limit: float | None = None
-    up_offset: float = 0.0
-
-
 class Stacks(NamedTuple):
     """An experts module's weights as [E, out, in], strides as they come, and its biases."""
 
@@ -134,14 +126,17 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
-    stacks = stacks_of(self)
+    stacks, owners = all_to_all.local_parts(stacks_of(self), self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
+    stacks = Stacks(*stacks)
     _check_dtype(stacks.down.dtype, type(self).__name__)
     dtype = autocast_dtype(hidden_states) or stacks.down.dtype
     stacks = Stacks(*(None if tensor is None else tensor.to(dtype) for tensor in stacks))
     gate = gate_of(self)
-    run = _composed if gate is None else functools.partial(_fused, gate=gate)
-    out, expert_offsets = run(self, hidden_states.to(dtype), top_k_index, top_k_weights, stacks)
-    counts = self.__dict__.get("moe_runtime_counts")
+    run = functools.partial(_composed if gate is None else functools.partial(_fused, gate=gate), self, stacks=stacks)
+    if owners is not None:  # expert parallelism
+        run = functools.partial(all_to_all.run_at_owners, owners=owners, run=run)
+    out, expert_offsets = run(hidden_states.to(dtype), top_k_index, top_k_weights)
+    counts = getattr(self, "moe_runtime_counts", None)
     if counts is not None:  # a RouterCounter is open
         counts += expert_offsets.diff()
     return out.to(hidden_states.dtype)
@@ -155,7 +150,7 @@ def _check_dtype(dtype: torch.dtype, name: str) -> None:
         )
 
 
-def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, gate: Gate):
+def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, gate: Activation):
     return moe_mlp_with_offsets(
         x,
         stacks.up,
@@ -164,6 +159,9 @@ def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, gate: Gate):
         topk_idx,
         act=gate.act,
         gated=gate.gated,
+        limit=gate.limit,
+        up_offset=gate.up_offset,
+        interleaved=gate.interleaved,
         gate_up_bias=stacks.up_bias,
         down_bias=stacks.down_bias,
     )
@@ -184,7 +182,7 @@ def _composed(module, x, topk_idx, topk_weight, stacks: Stacks):
     return combine(y, topk_weight.masked_fill(~live, 0), slot_row), expert_offsets
 
 
-def gate_of(module: nn.Module) -> Gate | None:
+def gate_of(module: nn.Module) -> Activation | None:
     """Return what the module does between its products, None if `moe_mlp` does not have it."""
     gate, scalars = _gate_of(module)
     # torch.compile guards what it sees compared, and nothing that _gate_of reads
@@ -194,13 +192,13 @@ def gate_of(module: nn.Module) -> Gate | None:
     return gate
 
 
-def _gate_of(module: nn.Module) -> tuple[Gate | None, tuple]:
+def _gate_of(module: nn.Module) -> tuple[Activation | None, tuple]:
     scalars = tuple(getattr(module, name, None) for name in _SCALARS)
     if getattr(module, "has_post_expert_norm", False):
         return None, scalars
     act = _act_of(getattr(module, "act_fn", None))
     if not module.has_gate:
-        return (None if act is None else Gate(act, gated=False)), scalars
+        return (None if act is None else Activation(act, gated=False)), scalars
     return _find_gate(type(module)._apply_gate, act, scalars), scalars
 
 
@@ -219,25 +217,17 @@ def _act_of(act_fn) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _find_gate(apply_gate, act: str | None, scalars: tuple) -> Gate | None:
+def _find_gate(apply_gate, act: str | None, scalars: tuple) -> Activation | None:
     """Run a class's `_apply_gate` on numbers and find out which of ours it is.
 
     The class itself would be no key: PEFT makes a new one at every call.
     """
     attributes = {name: value for name, value in zip(_SCALARS, scalars) if value is not None}
     stand_in = types.SimpleNamespace(act_fn=ACT.get(act), **attributes)
-    gates = [
-        Gate(name, True, interleaved, limit, up_offset)
-        for name in ACT
-        for interleaved in (False,)
-        for limit in (None,)
-        for up_offset in (0.0,)
-    ]
-    return _first_equal(lambda z: apply_gate(stand_in, z), {gate: functools.partial(_apply, gate) for gate in gates})
-
-
-def _apply(gate: Gate, z: torch.Tensor) -> torch.Tensor:
-    return activate(z, gate.act, gate.gated)
+    limits = [None, *{float(value) for name, value in attributes.items() if name.endswith("limit")}]
+    gates = itertools.product(ACT, [True], limits, (0.0, 1.0), (False, True))
+    known = {gate: functools.partial(activate, **gate._asdict()) for gate in itertools.starmap(Activation, gates)}
+    return _first_equal(functools.partial(apply_gate, stand_in), known)
 
 
 @torch.no_grad()

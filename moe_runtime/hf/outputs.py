@@ -30,8 +30,13 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
 
 def refuse_lost_gradients(blocks: list[MoE], records: list[RouterOutput]) -> None:
     """Raise ValueError if checkpointing with use_reentrant=True cut the routers' outputs off the graph."""
-    trains = torch.is_grad_enabled() and any(p.requires_grad for block in blocks for p in block.gate.parameters())
-    if trains and records and not any(record.router_logits.requires_grad for record in records):
+    check_gradients([p for block in blocks for p in block.gate.parameters()], [r.router_logits for r in records])
+
+
+def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]) -> None:
+    """Raise ValueError if routers with these `parameters` train but their logits are off the graph."""
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
             "use_reentrant is True for gradient checkpointing; want False with a balance loss or router_aux_loss_coef, "
             "whose gradient would be lost; pass gradient_checkpointing_kwargs={'use_reentrant': False}"

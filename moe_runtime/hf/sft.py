@@ -9,6 +9,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.data import read_rows, require
 from moe_runtime.hf import outputs
+from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.modeling import register_auto_classes
 from moe_runtime.hf.training import ROW_ID, _MoETrainer
 from moe_runtime.modules.moe import Router
@@ -27,7 +28,7 @@ class _MoESFTTrainer(_MoETrainer):
         super().__init__(*args, **kwargs)
         self._caught: list[torch.Tensor] | None = None
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        if self.aux_loss_enabled and not any(isinstance(module, Router) for module in model.modules()):
+        if self.aux_loss_enabled and not any(isinstance(m, Router) or is_experts(m) for m in model.modules()):
             raise ValueError(f"router_aux_loss_coef is {self.router_aux_loss_coef}; want 0 for a model without routers")
         model.base_model.register_forward_hook(self._catch)
 

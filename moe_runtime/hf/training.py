@@ -2,6 +2,7 @@
 
     loss = lm_loss + balance_loss
     balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
+                   or, with a trainer's option balance_loss, coef * the loss of moe_runtime.hf.routers for a stock model
 
 A layer's loss has its coefficient in it. Over the micro-batches of a step it is a mean weighted by label tokens
 (outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the optimizer, checkpoints and
@@ -18,6 +19,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from moe_runtime.hf import outputs
+from moe_runtime.hf.experts import is_experts
+from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
 from moe_runtime.modules.moe import Router
 from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
 
@@ -85,16 +88,32 @@ class _MoETrainer:
     """What both trainers add; before transformers' class in the bases.
 
     `router_stats` puts a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN
-    or infinite, before the optimizer sees its gradient.
+    or infinite, before the optimizer sees its gradient. For a stock MoE model, `balance_loss` ("per_layer" or "pooled") and
+    `balance_loss_coef` are those of routers.use_balance_loss, which stays in use when the training has ended.
     """
 
-    def __init__(self, *args, stop_on_nan: bool = True, router_stats: bool = True, **kwargs):
+    def __init__(
+        self,
+        *args,
+        stop_on_nan: bool = True,
+        router_stats: bool = True,
+        balance_loss: str | None = None,
+        balance_loss_coef: float | None = None,
+        **kwargs,
+    ):
+        self.balance_loss: BalanceLoss | None = None
+        if balance_loss is not None:
+            model = args[0] if args else kwargs.get("model")
+            if not isinstance(model, torch.nn.Module):
+                raise ValueError(f"model is {model!r}, balance_loss is {balance_loss!r}; want a loaded model")
+            # before transformers' class, since TRL reads the config when it is made
+            self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         super().__init__(*args, **kwargs)
         self.stop_on_nan = stop_on_nan
         self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._row_ids: torch.Tensor | None = None
-        routers = [module for module in self.model.modules() if isinstance(module, Router)]
-        self._check(routers)
+        routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
+        self._check([module for module in routers if isinstance(module, Router)])
         callbacks = self.callback_handler.callbacks
         mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback)]
         if router_stats and routers and not mine:
@@ -108,6 +127,7 @@ class _MoETrainer:
                 "or set CUDA_VISIBLE_DEVICES"
             )
         balanced = any(r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers)
+        balanced = balanced or self.balance_loss is not None
         if balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
             raise ValueError(
                 f"label_smoothing_factor is {self.args.label_smoothing_factor}, compute_loss_func is "
@@ -206,7 +226,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class MoETrainer(_MoETrainer, Trainer):
-    """transformers' Trainer for upcycled and mergeable models: logs `lm_loss` and `balance_loss` apart."""
+    """transformers' Trainer for upcycled, mergeable and stock MoE models: logs `lm_loss` and `balance_loss` apart."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the model's own loss, which has the balance losses in it."""
@@ -214,7 +234,8 @@ class MoETrainer(_MoETrainer, Trainer):
         lm_loss, ranks = getattr(out, "lm_loss", None), self._ranks(num_items_in_batch)
         if lm_loss is not None:
             share = outputs.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, loss.device)
-            self._note(ranks * lm_loss, ranks * share * out.aux_loss, inputs, num_items_in_batch)
+            coef = 1.0 if self.balance_loss is None else self.balance_loss.coef
+            self._note(ranks * lm_loss, ranks * share * coef * out.aux_loss, inputs, num_items_in_batch)
         return (loss, out) if return_outputs else loss
 
 

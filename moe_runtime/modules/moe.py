@@ -4,6 +4,7 @@ The names are transformers': `gate.weight`, `experts.gate_up_proj` [E, 2I, H] (g
 With the gates xft and nonorm, expert 0 is the shared one and the router has E - 1 rows.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_runtime.config import MoEConfig
+from moe_runtime.ops import all_to_all
 from moe_runtime.ops.balance import balance_loss
 from moe_runtime.ops.moe_layer import moe_layer
-from moe_runtime.ops.moe_mlp import moe_mlp
+from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 from moe_runtime.ops.routing import route
 
 
@@ -51,8 +53,13 @@ class Router(nn.Module):
         for weight in self.parameters():
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
-    def forward(self, x: torch.Tensor, eps: torch.Tensor | None = None) -> RouterOutput:
-        """Route `x` [T, H]. `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None."""
+    def forward(
+        self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+    ) -> RouterOutput:
+        """Route `x` [T, H]; `topk_idx` [T, K] takes the place of the router's choice, its weights stay the router's.
+
+        `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
+        """
         config = self.config
         logits = F.linear(x, self.weight)
         if config.router == "mlp":
@@ -68,7 +75,7 @@ class Router(nn.Module):
             scale = F.softplus(F.linear(x, self.noise_weight).to(wide)) + config.noise_epsilon
             eps = torch.randn_like(scale) if eps is None else eps
             noise = eps * scale
-        weight, idx = route(logits, config.top_k, config.gate, noise=noise)
+        weight, idx = route(logits, config.top_k, config.gate, noise=noise, topk_idx=topk_idx)
         return RouterOutput(logits, weight, idx, balance_loss(config, logits, idx, noise, scale))
 
 
@@ -103,16 +110,24 @@ class Experts(nn.Module):
         Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
         """
         dtype = autocast_dtype(x) or self.down_proj.dtype
-        weights = {name: weight.to(dtype) for name, weight in self.named_parameters()}
-        return moe_mlp(
-            x.to(dtype),
+        names, weights = zip(*self.named_parameters())
+        weights, owners = all_to_all.local_parts(list(weights), self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
+        weights = {name: weight.to(dtype) for name, weight in zip(names, weights)}
+        if owners is None:
+            return self._run(x.to(dtype), topk_idx, topk_weight, weights)[0]
+        run = functools.partial(self._run, weights=weights, shared="group")
+        return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run)[0]
+
+    def _run(self, x, topk_idx, topk_weight, weights, **options):
+        return moe_mlp_with_offsets(
+            x,
             weights[self.up_name],
             weights["down_proj"],
             topk_weight,
             topk_idx,
             gate_up_bias=weights.get(f"{self.up_name}_bias"),
             down_bias=weights.get("down_proj_bias"),
-            **self.options(),
+            **self.options() | options,
         )
 
     def options(self) -> dict:
@@ -173,6 +188,8 @@ class MoE(nn.Module):
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
         if not (_is_plain(self.gate, Router) and _is_plain(self.experts, Experts)):
+            return False
+        if all_to_all.is_distributed(self.experts.down_proj):
             return False
         dtypes = {x.dtype, self.gate.weight.dtype, self.experts.down_proj.dtype}
         return len(dtypes) == 1 or autocast_dtype(x) is not None

@@ -2,6 +2,7 @@
 
     cv2      cv2(importance) + cv2(load),  cv2(v) = var(v) / (mean(v)^2 + 1e-10)       Shazeer et al. 2017; XFT, code
     switch   R sum_r f_r P_r,  f_r = share of slots sent to r, P_r = mean_t softmax(router_logits)[t, r]     Switch; UpIT
+    top_k    E sum_e F_e P_e,  F_e = mean_t [e is among the top_k of token t] = top_k f_e    stock models of transformers
 
 importance_r = sum of the softmax probabilities of the tokens that selected r. load_r is the number of those tokens or,
 with noise, the sum over all tokens of the probability that a new draw of the noise selects r:
@@ -9,8 +10,14 @@ with noise, the sum over all tokens of the probability that a new draw of the no
     P = Phi((clean - (k+1)-th noisy logit) / scale)  if r is among the selected,  else Phi((clean - k-th) / scale)
 
 The official code decides "is among the selected" by comparing the noise (not the noisy logit) with the (k+1)-th noisy logit:
-`load_quirk=True`. Losses do not mask padding, as in the official code.
+`load_quirk=True`. cv2 and switch do not mask padding, as in the official code.
+
+top_k is top_k when balanced. transformers takes the means over the tokens of all layers together (pooled), and imbalances of
+different layers cancel: four layers, each collapsed on another pair of 8 experts, give 2, as balanced ones do. The mean of
+the layers' own losses (per_layer) gives 8.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -69,3 +76,40 @@ def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=N
     else:
         loss = cv2_loss(config, router_logits, topk_idx, noise, scale)
     return config.balance_loss_coef * loss
+
+
+def top_k_loss(router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """E sum_e F_e P_e of `router_logits` [T, E], [] float32; tokens with `token_mask` [T] 0 count in neither mean.
+
+    Differentiable through P; 0 without a token.
+    """
+    return _top_k_loss(*_top_k_sums(router_logits, top_k, token_mask))
+
+
+def pooled_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """top_k_loss over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> [] float32."""
+    sums = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
+    return _top_k_loss(*(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True)))
+
+
+def per_layer_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean of the layers' top_k_loss, `router_logits` L of [T, E], `token_mask` [T] -> [] float32."""
+    losses = [top_k_loss(logits, top_k, token_mask) for logits in router_logits]
+    return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over the tokens: the choices [E], the probabilities [E], and the tokens themselves []."""
+    probability = router_logits.float().softmax(-1)
+    chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
+    weight = probability.new_ones(len(probability)) if token_mask is None else token_mask.to(probability)
+    return weight @ chosen, weight @ probability, weight.sum()
+
+
+def _top_k_loss(choices, probability, tokens) -> torch.Tensor:
+    tokens = tokens.clamp(min=1)
+    return len(choices) * ((choices / tokens) * (probability / tokens)).sum()

@@ -14,6 +14,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, SHARED_MODES, check_choice
 from moe_runtime.ops import routing
+from moe_runtime.ops.activation import SCHEMA, Activation
 from moe_runtime.ops.library import LIB, register
 from moe_runtime.ops.moe_mlp import check_weights, kernels_of
 from moe_runtime.ops.moe_mlp_torch import Experts
@@ -38,6 +39,9 @@ def moe_layer(
     *,
     act: str = "silu",
     gated: bool = True,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     shared: str = "group",
@@ -51,7 +55,8 @@ def moe_layer(
     """
     check_choice("gate", gate, GATES)
     check_choice("shared", shared, SHARED_MODES)
-    check_weights(x, gate_up_proj, down_proj, act, gated, gate_up_bias, down_bias)
+    activation = Activation(act, gated, limit, up_offset, interleaved)
+    check_weights(x, gate_up_proj, down_proj, activation, gate_up_bias, down_bias)
     wanted = (gate_up_proj.shape[0] - (gate in SHARED_GATES), x.shape[1])
     if router_weight.shape != wanted or router_weight.dtype != x.dtype or router_weight.device != x.device:
         got = f"{tuple(router_weight.shape)} {router_weight.dtype} on {router_weight.device}"
@@ -64,26 +69,30 @@ def moe_layer(
     inputs = (x, router_weight, gate_up_proj, down_proj, gate_up_bias, down_bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     outputs = torch.ops.moe_runtime.moe_layer(
-        *inputs, top_k, gate, act, gated, shared, needs_grad and not recompute, backends.pick("moe_mlp", x, backend)
+        *inputs, top_k, gate, *activation, shared, needs_grad and not recompute, backends.pick("moe_mlp", x, backend)
     )
     return MoEOutput(*outputs[:4])
 
 
 LIB.define(
     "moe_layer(Tensor x, Tensor router_weight, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, int top_k, "
-    "str gate, str act, bool gated, str shared, bool save, str backend) "
+    f"str gate, {SCHEMA}, str shared, bool save, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
     "moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor router_weight, Tensor up, Tensor down, "
     "Tensor? up_bias, Tensor? down_bias, Tensor router_logits, Tensor topk_weight, Tensor topk_idx, Tensor z, "
-    "Tensor expert_offsets, Tensor row_slot, bool[6] needs, str gate, str act, bool gated, str shared, str backend) "
+    f"Tensor expert_offsets, Tensor row_slot, bool[6] needs, str gate, {SCHEMA}, str shared, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _forward(x, router_weight, up, down, up_bias, down_bias, top_k, gate, act, gated, shared, save, backend):
-    experts = Experts(up, down, up_bias, down_bias, act, gated, shared)
+def _forward(
+    x, router_weight, up, down, up_bias, down_bias, top_k, gate,
+    act, gated, limit, up_offset, interleaved, shared, save, backend,
+):  # fmt: skip
+    activation = Activation(act, gated, limit, up_offset, interleaved)
+    experts = Experts(up, down, up_bias, down_bias, activation, shared)
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
     weight, idx = routing.route_kernel(logits, None, top_k, gate, backend)
@@ -91,7 +100,10 @@ def _forward(x, router_weight, up, down, up_bias, down_bias, top_k, gate, act, g
     return out, logits, weight, idx, z, offsets, row_slot
 
 
-def _forward_fake(x, router_weight, up, down, up_bias, down_bias, top_k, gate, act, gated, shared, save, backend):
+def _forward_fake(
+    x, router_weight, up, down, up_bias, down_bias, top_k, gate,
+    act, gated, limit, up_offset, interleaved, shared, save, backend,
+):  # fmt: skip
     T, R = x.shape[0], x.shape[0] * top_k
     indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (up.shape[0] + 1,), (R,))]
     return (
@@ -106,9 +118,10 @@ def _forward_fake(x, router_weight, up, down, up_bias, down_bias, top_k, gate, a
 
 def _backward(
     dout, dlogits, dweight, x, router_weight, up, down, up_bias, down_bias, router_logits, topk_weight, topk_idx,
-    z, expert_offsets, row_slot, needs, gate, act, gated, shared, backend,
+    z, expert_offsets, row_slot, needs, gate, act, gated, limit, up_offset, interleaved, shared, backend,
 ):  # fmt: skip
-    experts = Experts(up, down, up_bias, down_bias, act, gated, shared)
+    activation = Activation(act, gated, limit, up_offset, interleaved)
+    experts = Experts(up, down, up_bias, down_bias, activation, shared)
     x, total = x.contiguous(), None
 
     def router(drow_weight):
@@ -134,7 +147,7 @@ def _backward_fake(dout, dlogits, dweight, x, router_weight, up, down, up_bias, 
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, _, ctx.gate, ctx.act, ctx.gated, ctx.shared, _, ctx.backend = inputs
+    tensors, (ctx.gate, *ctx.activation, ctx.shared, _, ctx.backend) = inputs[:6], inputs[7:]
     out, logits, weight, idx, z, offsets, row_slot = output
     ctx.mark_non_differentiable(idx, z, offsets, row_slot)
     ctx.set_materialize_grads(False)
@@ -148,8 +161,8 @@ def _autograd(ctx, dout, dlogits, dweight, *_):
         dout = saved[0].new_zeros(ctx.shape)
     needs = list(ctx.needs_input_grad[:6])
     op = torch.ops.moe_runtime.moe_layer_backward
-    grads = op(dout, dlogits, dweight, *saved, needs, ctx.gate, ctx.act, ctx.gated, ctx.shared, ctx.backend)
-    return *(grad if need else None for grad, need in zip(grads, needs)), *[None] * 7
+    grads = op(dout, dlogits, dweight, *saved, needs, ctx.gate, *ctx.activation, ctx.shared, ctx.backend)
+    return *(grad if need else None for grad, need in zip(grads, needs)), *[None] * 10
 
 
 register("moe_layer", _forward, _forward_fake, _autograd, _setup_context)

@@ -3,6 +3,7 @@
     out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t])
     FFN_e(x) = W_down_e h + b_down_e,  h = act(gate) * up,  [gate; up] = W_gate_up_e x + b_gate_up_e     (gated)
                                        h = act(W_up_e x + b_up_e)                                        (otherwise)
+    gate-up forms of later models:     h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
 
 XFT, Eq. (2), UpIT, ESFT: the sum over the selected experts; the weights multiply the experts' outputs. A slot whose id is
 outside 0..E-1 contributes nothing. For the backward pass only x, the pre-activation, weights and indices are kept.
@@ -11,9 +12,9 @@ outside 0..E-1 contributes nothing. For the backward pass only x, the pre-activa
 import torch
 
 from moe_runtime import backends
-from moe_runtime.config import ACTIVATIONS, SHARED_MODES, check_choice
+from moe_runtime.config import SHARED_MODES, check_choice
 from moe_runtime.ops import moe_mlp_torch
-from moe_runtime.ops.activation import activate
+from moe_runtime.ops.activation import SCHEMA, Activation, activate
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register
 
@@ -27,6 +28,9 @@ def moe_mlp(
     *,
     act: str = "silu",
     gated: bool = True,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     trainable: torch.Tensor | None = None,
@@ -41,6 +45,10 @@ def moe_mlp(
     `topk_weight` [T, K] (used in float32), `topk_idx` [T, K] integers. Differentiable in all but topk_idx. `recompute` keeps
     x only and computes the pre-activation again in the backward pass.
 
+    `limit` clamps gate and up, `up_offset` is added to up, `interleaved` says that gate_up_proj's rows (and gate_up_bias) are
+    gate_0, up_0, gate_1, up_1, ...: GPT-OSS is act="quick_gelu", limit=7.0, up_offset=1.0, interleaved=True and its stacks
+    transposed, which need not be contiguous. The three are for gated experts.
+
     Frozen experts (ESFT): those whose `trainable` [E] bool is False get a zero weight gradient at no cost. With `trained`, the
     weights (gate_up [n, 2I, H], down [n, H, I]) of the experts that train lie apart and get compact gradients: `trainable` is
     then [E] int32, an expert's row in them, each row one expert's, or -1 for an expert of the two frozen stacks.
@@ -49,18 +57,21 @@ def moe_mlp(
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     out, _ = moe_mlp_with_offsets(
-        x, gate_up_proj, down_proj, topk_weight, topk_idx, act=act, gated=gated, gate_up_bias=gate_up_bias,
-        down_bias=down_bias, trainable=trainable, trained=trained, shared=shared, recompute=recompute, backend=backend,
+        x, gate_up_proj, down_proj, topk_weight, topk_idx, act=act, gated=gated, limit=limit, up_offset=up_offset,
+        interleaved=interleaved, gate_up_bias=gate_up_bias, down_bias=down_bias, trainable=trainable, trained=trained,
+        shared=shared, recompute=recompute, backend=backend,
     )  # fmt: skip
     return out
 
 
 def moe_mlp_with_offsets(
-    x, gate_up_proj, down_proj, topk_weight, topk_idx, *, act="silu", gated=True, gate_up_bias=None, down_bias=None,
-    trainable=None, trained=None, shared="group", recompute=False, backend=None,
+    x, gate_up_proj, down_proj, topk_weight, topk_idx, *, act="silu", gated=True, limit=None, up_offset=0.0,
+    interleaved=False, gate_up_bias=None, down_bias=None, trainable=None, trained=None, shared="group", recompute=False,
+    backend=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`moe_mlp`, and what its dispatch has counted: out [T, H], expert_offsets [E + 1] int32."""
-    check_weights(x, gate_up_proj, down_proj, act, gated, gate_up_bias, down_bias)
+    activation = Activation(act, gated, limit, up_offset, interleaved)
+    check_weights(x, gate_up_proj, down_proj, activation, gate_up_bias, down_bias)
     _check_slots(x, topk_weight, topk_idx)
     _check_trained(gate_up_proj, down_proj, trainable, trained)
     _check_shared(shared, trainable, topk_idx)
@@ -71,14 +82,14 @@ def moe_mlp_with_offsets(
     backend = backends.pick("moe_mlp", x, backend)
     out, _, expert_offsets, _ = torch.ops.moe_runtime.moe_mlp(
         x, gate_up_proj, down_proj, topk_weight, topk_idx, gate_up_bias, down_bias, trainable, up_trained, down_trained,
-        act, gated, shared, needs_grad and not recompute, backend,
+        *activation, shared, needs_grad and not recompute, backend,
     )  # fmt: skip
     return out, expert_offsets
 
 
-def check_weights(x, up, down, act, gated, up_bias, down_bias) -> None:
+def check_weights(x, up, down, activation: Activation, up_bias, down_bias) -> None:
     """Raise ValueError unless x [T, H] and the experts' weights and biases fit each other."""
-    check_choice("act", act, ACTIVATIONS)
+    activation.check()
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; want [T, H] of a floating dtype")
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] == 0:
@@ -86,6 +97,7 @@ def check_weights(x, up, down, act, gated, up_bias, down_bias) -> None:
             f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}; want [E, 2I, H] and [E, H, I], E >= 1"
         )
     E, H, I = up.shape[0], x.shape[1], down.shape[2]
+    gated = activation.gated
     rows = I * (1 + gated)
     if up.shape != (E, rows, H) or down.shape != (E, H, I):
         raise ValueError(
@@ -161,14 +173,15 @@ def _check_shared(shared, trainable, topk_idx) -> None:
 
 
 def moe_mlp_reference(
-    x, gate_up_proj, down_proj, topk_weight, topk_idx, *, act="silu", gated=True, gate_up_bias=None, down_bias=None
-):
+    x, gate_up_proj, down_proj, topk_weight, topk_idx, *, act="silu", gated=True, limit=None, up_offset=0.0,
+    interleaved=False, gate_up_bias=None, down_bias=None,
+):  # fmt: skip
     """The equation above as a sum over experts, in the inputs' dtype, through autograd."""
     out = torch.zeros_like(x)
     for e in range(gate_up_proj.shape[0]):
         z = x @ gate_up_proj[e].t()
         z = z if gate_up_bias is None else z + gate_up_bias[e]
-        y = activate(z, act, gated) @ down_proj[e].t()
+        y = activate(z, act, gated, limit, up_offset, interleaved) @ down_proj[e].t()
         y = y if down_bias is None else y + down_bias[e]
         # where, not a product with zero: a weight that is not used may be anything
         out = out + torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True).to(x.dtype) * y
@@ -177,12 +190,12 @@ def moe_mlp_reference(
 
 _WEIGHTS = "Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained"
 LIB.define(
-    f"moe_mlp(Tensor x, Tensor up, Tensor down, Tensor topk_weight, Tensor topk_idx, {_WEIGHTS}, str act, bool gated, "
+    f"moe_mlp(Tensor x, Tensor up, Tensor down, Tensor topk_weight, Tensor topk_idx, {_WEIGHTS}, {SCHEMA}, "
     "str shared, bool save, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
     f"moe_mlp_backward(Tensor dout, Tensor x, Tensor up, Tensor down, Tensor topk_weight, {_WEIGHTS}, Tensor z, "
-    "Tensor expert_offsets, Tensor row_slot, bool[6] needs, str act, bool gated, str shared, str backend) "
+    f"Tensor expert_offsets, Tensor row_slot, bool[6] needs, {SCHEMA}, str shared, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -198,17 +211,18 @@ def kernels_of(backend: str):
 
 def _forward(
     x, up, down, topk_weight, topk_idx, up_bias, down_bias, trainable, up_trained, down_trained,
-    act, gated, shared, save, backend,
+    act, gated, limit, up_offset, interleaved, shared, save, backend,
 ):  # fmt: skip
+    activation = Activation(act, gated, limit, up_offset, interleaved)
     experts = moe_mlp_torch.Experts(
-        up, down, up_bias, down_bias, act, gated, shared, trainable, up_trained, down_trained
+        up, down, up_bias, down_bias, activation, shared, trainable, up_trained, down_trained
     )
     return kernels_of(backend).forward(x.contiguous(), experts, topk_weight.contiguous(), topk_idx.contiguous(), save)
 
 
 def _forward_fake(
     x, up, down, topk_weight, topk_idx, up_bias, down_bias, trainable, up_trained, down_trained,
-    act, gated, shared, save, backend,
+    act, gated, limit, up_offset, interleaved, shared, save, backend,
 ):  # fmt: skip
     R = topk_idx.shape[0] * topk_idx.shape[1]
     return (
@@ -221,10 +235,11 @@ def _forward_fake(
 
 def _backward(
     dout, x, up, down, topk_weight, up_bias, down_bias, trainable, up_trained, down_trained,
-    z, expert_offsets, row_slot, needs, act, gated, shared, backend,
+    z, expert_offsets, row_slot, needs, act, gated, limit, up_offset, interleaved, shared, backend,
 ):  # fmt: skip
+    activation = Activation(act, gated, limit, up_offset, interleaved)
     experts = moe_mlp_torch.Experts(
-        up, down, up_bias, down_bias, act, gated, shared, trainable, up_trained, down_trained
+        up, down, up_bias, down_bias, activation, shared, trainable, up_trained, down_trained
     )
     grads = kernels_of(backend).backward(
         dout.contiguous(), x.contiguous(), experts, topk_weight.contiguous(), z, expert_offsets, row_slot, needs
@@ -244,7 +259,8 @@ def _backward_fake(
 
 
 def _setup_context(ctx, inputs, output):
-    x, up, down, topk_weight, _, *weights, ctx.act, ctx.gated, ctx.shared, _, ctx.backend = inputs
+    x, up, down, topk_weight, _, *rest = inputs
+    weights, ctx.activation, (ctx.shared, _, ctx.backend) = rest[:5], rest[5:10], rest[10:]
     _, z, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(z, expert_offsets, row_slot)
     ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
@@ -253,7 +269,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dout, *_):
-    grads = [None] * 15
+    grads = [None] * 18
     if dout is None:
         return tuple(grads)
     saved = ctx.saved_tensors  # read once: checkpointing unpacks anew at every look
@@ -261,7 +277,7 @@ def _autograd(ctx, dout, *_):
     places = (0, 8, 9, 3, 5, 6) if ctx.apart else (0, 1, 2, 3, 5, 6)
     needs = [ctx.needs_input_grad[i] for i in places]
     op = torch.ops.moe_runtime.moe_mlp_backward
-    for i, need, grad in zip(places, needs, op(dout, *saved, needs, ctx.act, ctx.gated, ctx.shared, ctx.backend)):
+    for i, need, grad in zip(places, needs, op(dout, *saved, needs, *ctx.activation, ctx.shared, ctx.backend)):
         grads[i] = grad if need else None
     return tuple(grads)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.ops.activation import ACT, ACT_BACKWARD
+from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
 from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, sort_slots
 from moe_runtime.ops.workspace import lease, scratch
@@ -24,8 +24,7 @@ class Experts(NamedTuple):
     down: torch.Tensor  # [E, H, I]
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    act: str
-    gated: bool
+    activation: Activation
     shared: str = "group"  # "dense": the Triton backend leaves expert 0's matmuls to torch
     trainable: torch.Tensor | None = (
         None  # [E] bool, or with the two below int32: their row that is the expert's, or -1
@@ -72,21 +71,21 @@ def _gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) ->
 
 def _activation(experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor) -> None:
     """h = act(gate) * up [* weight], rows of z [n, 2I or I]; in float32 between the passes."""
-    I = h.shape[1]
-    for a, b in _blocks(0, z.shape[0], I):
-        if z.dtype in (torch.float32, torch.float64):
-            torch.mul(ACT[experts.act](z[a:b, :I]), z[a:b, I:], out=h[a:b]) if experts.gated else h[a:b].copy_(
-                ACT[experts.act](z[a:b])
-            )
-            if weight is not None:
-                h[a:b].mul_(weight[a:b, None])
-            continue
-        value = ACT[experts.act](z[a:b, :I].float())
-        if experts.gated:
-            value.mul_(z[a:b, I:])
+    activation, wide = experts.activation, z.dtype in (torch.float32, torch.float64)
+    act = ACT[activation.act]
+    for a, b in _blocks(0, z.shape[0], h.shape[1]):
+        (gate, up), block = activation.split(z[a:b]), h[a:b]
+        if activation.interleaved:  # every other element: one copy costs less than each pass over them
+            gate, up = gate.contiguous(), up.contiguous()
+        value = act(activation.below(gate if wide else gate.float()))
+        if up is not None:
+            plain = activation.limit is None and not activation.up_offset
+            up = up if plain else activation.shifted(up.to(value.dtype))
+            value = torch.mul(value, up, out=block if wide else value)
         if weight is not None:
             value.mul_(weight[a:b, None])
-        h[a:b].copy_(value)
+        if value is not block:
+            block.copy_(value)
 
 
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
@@ -226,21 +225,28 @@ def _up(rows, experts: Experts, up, e: int):
 
 def _activation_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:
     """From z and dh = dy W_down (unweighted): dweight = <dh, h>, wh = weight * h, dz = weight * dh * h'(z); rows in blocks."""
-    I = dh.shape[1]
-    act, act_backward = ACT[experts.act], ACT_BACKWARD[experts.act]
+    activation = experts.activation
+    act, act_backward, limit = ACT[activation.act], ACT_BACKWARD[activation.act], activation.limit
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    for a, b in _blocks(0, z.shape[0], I):
-        gate, grad, w = z[a:b, :I].to(wide), dh[a:b].to(wide), weight[a:b, None]
-        h = act(gate)
-        if experts.gated:
-            up = z[a:b, I:].to(wide)
-            value = torch.mul(h, up)
+    for a, b in _blocks(0, z.shape[0], dh.shape[1]):
+        gate, up = (None if part is None else part.to(wide) for part in activation.split(z[a:b]))
+        if activation.interleaved:
+            gate, up = gate.contiguous(), up.contiguous()
+        dgate, dup = activation.split(dz[a:b])
+        grad, w = dh[a:b].to(wide), weight[a:b, None]
+        below = activation.below(gate)
+        h = act(below)
+        if up is not None:
+            factor = activation.shifted(up)
+            value = torch.mul(h, factor)
         else:
             value = h
         torch.sum(value * grad, 1, out=dweight[a:b])
         torch.mul(value, w, out=wh[a:b]) if wh.dtype == wide else wh[a:b].copy_(value * w)
         grad = grad * w
-        if experts.gated:
-            dz[a:b, I:].copy_(h.mul_(grad))
-            grad = grad.mul_(up)
-        dz[a:b, :I].copy_(act_backward(grad, gate))
+        if up is not None:
+            through = h.mul_(grad)
+            dup.copy_(through if limit is None else torch.where(up.abs() <= limit, through, 0))
+            grad = grad.mul_(factor)
+        grad = act_backward(grad, below)
+        dgate.copy_(grad if limit is None else torch.where(gate <= limit, grad, 0))

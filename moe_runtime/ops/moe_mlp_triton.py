@@ -25,7 +25,8 @@ class _Layer:
         self.down_trained = None if down is None else grouped_gemm.Trained(place, down)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
-        return tiles.choose(kernel, x, N, K, self.R, self.experts.up.shape[0], kernel == "up" and self.experts.gated)
+        gated = kernel == "up" and self.experts.activation.gated
+        return tiles.choose(kernel, x, N, K, self.R, self.experts.up.shape[0], gated)
 
     def map(self, tile: tiles.Tile):
         # in the backward pass this launch comes first and gives autograd's thread its CUDA context: tensor descriptors need one
@@ -36,14 +37,14 @@ class _Layer:
     def up(self, x, save: bool):
         """Return z (empty unless `save`) and h of all rows."""
         e, (_, H, I) = self.experts, self.experts.down.shape
-        tile = self.choose("up", x, I, H)
+        tile, (act, gated, *_), form = self.choose("up", x, I, H), e.activation, e.activation.gate_form()
         z, h = grouped_gemm.up_forward(
-            x, e.up, e.up_bias, self.row_slot, self.map(tile), self.slots, e.act, e.gated, save, tile, self.up_trained
-        )
+            x, e.up, e.up_bias, self.row_slot, self.map(tile), self.slots, act, gated, save, tile, self.up_trained, **form
+        )  # fmt: skip
         if self.first and self.T:
             dense = z[: self.T] if save else x.new_empty(self.T, e.up.shape[1])
             _product(x, e.up[0].t(), e.up_bias, dense)
-            shared_expert.shared_activation_forward(dense, h[: self.T], e.act, e.gated)
+            shared_expert.shared_activation_forward(dense, h[: self.T], act, gated, **form)
         return z, h
 
     def down(self, h):
@@ -58,15 +59,17 @@ class _Layer:
     def dz(self, dout, z, topk_weight, need_wh: bool):
         """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of all rows."""
         e, (_, H, I) = self.experts, self.experts.down.shape
-        tile = self.choose("dz", dout, I, H)
+        tile, (act, gated, *_), form = self.choose("dz", dout, I, H), e.activation, e.activation.gate_form()
         dz, wh, partial = backwards.dz_backward(
-            dout, e.down, e.down_bias, topk_weight, self.row_slot, self.map(tile), z, e.act, e.gated, need_wh, tile,
-            self.down_trained,
+            dout, e.down, e.down_bias, topk_weight, self.row_slot, self.map(tile), z, act, gated, need_wh, tile,
+            self.down_trained, **form,
         )  # fmt: skip
         if self.first and self.T:
             T, shared_wh = self.T, wh[: self.T] if need_wh else None
             dh = dout @ e.down[0]
-            shared_expert.shared_dz_backward(dh, topk_weight, z, dz, shared_wh, partial, e.act, e.gated, tile.BLOCK_N)
+            shared_expert.shared_dz_backward(
+                dh, topk_weight, z, dz, shared_wh, partial, act, gated, tile.BLOCK_N, **form
+            )
             if e.down_bias is not None:
                 partial[:T, 0] += dout.float() @ e.down_bias[0].float()
         return dz, wh, partial

@@ -12,7 +12,8 @@ With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s
 The paper's softmax of XFT runs over the selected *probabilities*, not over the logits. With xft and nonorm, expert 0 is
 shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K counts the shared expert, which comes last.
 Experts come in descending order of logit, ties to the lower id, NaN first. The math is float32 whatever the logits' dtype
-(float64 stays float64); no float32 copy of the logits is made or kept.
+(float64 stays float64); no float32 copy of the logits is made or kept. Experts that the caller has chosen, topk_idx, take the
+place of S as they are listed, and s_max is the first one's: with the ids that `route` itself returned, nothing changes.
 """
 
 from typing import NamedTuple
@@ -38,18 +39,23 @@ def route(
     noise: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     backend: str | None = None,
+    topk_idx: torch.Tensor | None = None,
 ) -> Routing:
     """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T, K], best expert first.
 
     `noise`, of the same shape, is added to the logits; `bias` [E] moves the choice of experts but not their weights
-    (sigmoid_topk only). The weights are differentiable in logits and noise. Raises ValueError for a bad shape or top_k.
+    (sigmoid_topk only). `topk_idx` [T, K] takes the place of the choice. The weights are differentiable in logits and noise.
+    Raises ValueError for a bad shape or top_k.
     """
-    _check(router_logits, top_k, gate, noise, bias)
+    _check(router_logits, top_k, gate, noise, bias, topk_idx)
     if noise is not None:
         router_logits = router_logits + noise
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
     chosen = backends.pick("route", router_logits, backend)
+    if topk_idx is not None:
+        topk_idx = topk_idx.to(router_logits.device, torch.int32)
+        return Routing(torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen), topk_idx)
     return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
 
 
@@ -63,7 +69,7 @@ def check_top_k(top_k: int, routed: int, gate: str) -> None:
         )
 
 
-def _check(router_logits, top_k, gate, noise, bias) -> None:
+def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2:
         raise ValueError(f"router_logits is {tuple(router_logits.shape)}; want [T, E], tokens by experts")
@@ -77,16 +83,26 @@ def _check(router_logits, top_k, gate, noise, bias) -> None:
         )
     if bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
         raise ValueError(f"bias is {tuple(bias.shape)}, gate is {gate!r}; want [{routed}] with gate 'sigmoid_topk'")
+    shape = (router_logits.shape[0], top_k)
+    if topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
+        raise ValueError(f"topk_idx is {tuple(topk_idx.shape)}, {topk_idx.dtype}; want {shape}, integers")
 
 
 def route_reference(
-    router_logits: torch.Tensor, top_k: int, gate: str = "xft", bias: torch.Tensor | None = None
+    router_logits: torch.Tensor,
+    top_k: int,
+    gate: str = "xft",
+    bias: torch.Tensor | None = None,
+    topk_idx: torch.Tensor | None = None,
 ) -> Routing:
     """The equations above, line by line, in the logits' dtype, through autograd."""
     k = top_k - (gate in SHARED_GATES)
-    choice = router_logits if bias is None else router_logits.sigmoid() + bias
-    # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids
-    idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    if topk_idx is None:
+        choice = router_logits if bias is None else router_logits.sigmoid() + bias
+        # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids
+        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    else:
+        idx = topk_idx[:, :k].long() - int(gate in SHARED_GATES)
     selected_logits = router_logits.gather(1, idx)
     s = router_logits.softmax(-1).gather(1, idx)
     s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
@@ -105,7 +121,10 @@ def route_reference(
 
 
 LIB.define("route(Tensor router_logits, Tensor? bias, int top_k, str gate, str backend) -> (Tensor, Tensor)")
-LIB.define("route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
+LIB.define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
+LIB.define(
+    "route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend, bool forced=False) -> Tensor"
+)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -130,11 +149,24 @@ def _route_fake(router_logits, bias, top_k, gate, backend):
     return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
-def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend):
+def route_to_kernel(router_logits, topk_idx, gate, backend):
+    if backend == "triton" and router_logits.shape[1]:
+        from moe_runtime.kernels.routing import route_forward
+
+        K = topk_idx.shape[1]
+        return route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
+    return route_reference(_wide(router_logits), topk_idx.shape[1], gate, topk_idx=topk_idx).topk_weight.contiguous()
+
+
+def _route_to_fake(router_logits, topk_idx, gate, backend):
+    return router_logits.new_empty(topk_idx.shape, dtype=_wide_dtype(router_logits))
+
+
+def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
     if backend == "triton" and router_logits.shape[1]:
         from moe_runtime.kernels.routing import route_backward
 
-        return route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES))
+        return route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced)
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
@@ -177,19 +209,31 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dweight, _):
+    return _dlogits(ctx, dweight, False), None, None, None, None
+
+
+def _dlogits(ctx, dweight, forced: bool):
     if dweight is None:
-        return None, None, None, None, None
+        return None
     router_logits, topk_idx = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True: the op has no gradient of its own
-        dlogits = _logits_gradient(dweight, router_logits, topk_idx, ctx.gate)
-    else:
-        dlogits = torch.ops.moe_runtime.route_backward(dweight, router_logits, topk_idx, ctx.gate, ctx.backend)
-    return dlogits, None, None, None, None
+        return _logits_gradient(dweight, router_logits, topk_idx, ctx.gate)
+    return torch.ops.moe_runtime.route_backward(dweight, router_logits, topk_idx, ctx.gate, ctx.backend, forced)
 
 
-def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend):
+def _setup_context_to(ctx, inputs, output):
+    router_logits, topk_idx, ctx.gate, ctx.backend = inputs
+    ctx.save_for_backward(router_logits, topk_idx)
+
+
+def _autograd_to(ctx, dweight):
+    return _dlogits(ctx, dweight, True), None, None, None
+
+
+def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend, forced=False):
     return router_logits.new_empty(router_logits.shape)
 
 
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
+register("route_to", route_to_kernel, _route_to_fake, _autograd_to, _setup_context_to)
 register("route_backward", route_backward_kernel, _route_backward_fake)

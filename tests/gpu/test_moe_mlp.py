@@ -8,7 +8,9 @@ import os
 import pytest
 import torch
 
+from moe_runtime.config import ACTIVATIONS
 from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.ops import test_moe_mlp_forms as forms
 from tests.support.layer import moe_layer
 from tests.support.oracle import Case, assert_parity, bounds, choose_experts, make_case, mismatches, moe_eager, run
 
@@ -107,9 +109,29 @@ def test_what_a_user_gets(routing, dtype, tolerance, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(act, gated, tolerance, device):
     check(make_case(*RAGGED, BF16, "random", act, gated, bias=True), tolerance[BF16], device)
+
+
+def form_case(sizes, form, dtype=BF16) -> Case:
+    """Stacks stored in x out; gate and up of few bits, so that none lies within a rounding of the limit."""
+    case = make_case(*sizes, dtype, "dropped", "quick_gelu", bias=True)
+    case.form = form
+    forms.transposed_on_a_grid(case)
+    return case
+
+
+@pytest.mark.parametrize("kernel, tile", [param for param in table() if param.values[0] != "dw"])
+def test_every_config_of_the_table_for_gate_and_up_in_turns(kernel, tile, tolerance, device):
+    with one_kernel(kernel, tile):
+        case = form_case(RAGGED, {"limit": 0.6875, "up_offset": 1.0, "interleaved": True})
+        check(case, tolerance[BF16], device)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_gate_and_up_clamped(dtype, tolerance, device):
+    check(form_case(EVEN, {"limit": 0.6875}, dtype), tolerance[dtype], device)
 
 
 @pytest.mark.parametrize("T", [1, 5, 40, 300, 5000] if NATIVE else [1, 5])

@@ -11,6 +11,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 
 import moe_runtime
 from moe_runtime.hf import experts
+from moe_runtime.ops.activation import Activation
 from tests.hf.tiny import dense, distance, upcycled
 
 E, H, I, T, K = 5, 24, 17, 13, 3
@@ -183,7 +184,7 @@ def test_first_call_in_a_mode_without_numbers(where):
         module = module_of({"apply_gate": _deepseek}, {})
         out = module(torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K))
     assert out.shape == (T, H) and out.device.type == ("cpu" if where == "fake" else "meta")
-    assert experts.gate_of(module) == experts.Gate("silu", True, limit=1.5)
+    assert experts.gate_of(module) == Activation("silu", True, limit=1.5)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

@@ -11,7 +11,6 @@ from moe_runtime.hf.router_report import FILES, router_report
 from tests.hf import tiny
 from tests.hf.test_stack import TEXTS, TOKENIZER, stock
 
-
 LINES = [", ".join(TEXTS[i : i + 1 + i % 4]) for i in range(len(TEXTS))]
 
 

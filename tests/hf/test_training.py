@@ -11,14 +11,17 @@ import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from moe_runtime.data import read_rows, tokenize_pairs
 from moe_runtime.hf import sft, swap, training
 from moe_runtime.hf.modeling import moe_layers
+from moe_runtime.hf.replay import record_routing
+from moe_runtime.hf.routers import use_balance_loss
 from moe_runtime.hf.tokenizer import pair_collator, train_tokenizer
 from moe_runtime.hf.training import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from tests.hf import tiny
+from tests.support.stock_moe import stock
 
 datasets.disable_progress_bars()
 ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i} for i in range(5) for j in range(2)]
@@ -415,6 +418,77 @@ def test_lora_keeps_the_balance_loss(tmp_path):
     assert len(routers) == 2 and all(trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in routers.values())
     with open(tmp_path / "router_stats.csv", newline="") as file:
         assert len(list(csv.reader(file))) == 1 + 3 * 2 * 4
+
+
+def stock_moe(name="qwen3_moe", **changes):
+    return stock(name, vocab_size=len(TOKENIZER), **changes)
+
+
+STOCK_LOSS = {"balance_loss": "per_layer", "balance_loss_coef": 0.1}
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_stock_model_trains_with_a_loss_per_layer(kind, name, tmp_path):
+    batch = pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows([0, 7]), 64)))
+    model = stock_moe(name)
+    use_balance_loss(model, "per_layer", 0.1)
+    with torch.no_grad():
+        want = model(**batch)
+    trainer = run(kind, stock_moe(name), tmp_path, [0, 7], max_steps=1, parts=dict(STOCK_LOSS))
+    got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
+    want = [want.loss.item(), want.lm_loss.item(), 0.1 * want.aux_loss.item()]
+    assert got == pytest.approx(want, rel=1e-5) and want[2] > 0.1
+    assert len(logged(trainer, "router/max_violation")) == 1
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_a_stock_models_loss_does_not_grow_with_accumulation(kind, tmp_path):
+    step = {"places": [4] * 4, "parts": STOCK_LOSS}
+    whole = gradients(kind, stock_moe(), tmp_path, per_device_train_batch_size=4, **step)
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    parts = gradients(kind, stock_moe(), tmp_path, **split, **step)
+    none = gradients(kind, stock_moe(), tmp_path, per_device_train_batch_size=4, places=[4] * 4)
+    for name, want in whole.items():
+        assert tiny.distance(parts[name], want) < 2e-5, name
+        assert ".gate." not in name or tiny.distance(none[name], want) > 1e-3
+
+
+def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
+    batch = pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows([0, 7]), 64)))
+    model = stock_moe()
+    use_balance_loss(model, "per_layer", 0.1)
+    with torch.no_grad():
+        want = model(**batch)
+    args = SFTConfig(
+        str(tmp_path), bf16=False, gradient_checkpointing=False, max_length=64, **COMMON | {"max_steps": 1}
+    )
+    trainer = SFTTrainer(model, args, train_dataset=rows([0, 7]), processing_class=TOKENIZER)
+    trainer.train()
+    assert logged(trainer)[0] == pytest.approx(want.loss.item(), rel=1e-5)
+    assert logged(trainer, "aux_loss")[0] == pytest.approx(want.aux_loss.item(), rel=1e-5)
+
+
+def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
+    model, masks = stock_moe(), []
+    model.register_forward_pre_hook(lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    with record_routing(model) as record:
+        run("plain", model, tmp_path, places=range(6), callbacks=[RouterStatsCallback()], max_steps=3, logging_steps=3)
+    want = torch.zeros(2, 8, dtype=torch.int64)
+    for layer, calls in enumerate(record.ids.values()):
+        for ids, mask in zip(calls, masks, strict=True):
+            want[layer] += torch.bincount(ids[mask.flatten().bool()].flatten(), minlength=8)
+    assert any((mask == 0).any() for mask in masks)
+    with open(tmp_path / "router_stats.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["slots"]) for line in lines] == want.flatten().tolist()
+
+
+def test_a_balance_loss_wants_a_loaded_model(tmp_path):
+    with pytest.raises(ValueError, match="model is 'folder', balance_loss is 'per_layer'; want a loaded model"):
+        MoETrainer("folder", balance_loss="per_layer")
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
+        trainer_of("trainer", stock_moe(), tmp_path, parts=STOCK_LOSS, label_smoothing_factor=0.1)
 
 
 CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.ops.balance import balance_loss, cv2, cv2_loss, noisy_load, selection_mask, switch_loss
+from moe_runtime.ops.balance import (
+    balance_loss,
+    cv2,
+    cv2_loss,
+    noisy_load,
+    per_layer_loss,
+    pooled_loss,
+    selection_mask,
+    switch_loss,
+    top_k_loss,
+)
 from moe_runtime.ops.routing import route
 from tests.support.oracle import GATES, SHARED, cv2_oracle, normal_cdf
 
@@ -224,3 +234,64 @@ def test_an_expert_that_nobody_selects_gives_no_nan():
         loss = balance_loss(config, logits, route(logits.detach(), 4, "xft").topk_idx)
         (grad,) = torch.autograd.grad(loss, logits)
         assert loss.isfinite() and not grad.isnan().any()
+
+
+# top_k: the auxiliary loss of transformers' stock models
+
+
+def top_k_in_python(logits: list[list[float]], k: int, mask: list[int]) -> float:
+    """E sum_e F_e P_e, F_e = mean_t [e selected by t], P_e = mean_t softmax(logits)[t, e], over the tokens with mask 1."""
+    rows = [row for row, live in zip(logits, mask, strict=True) if live]
+    E, T = len(logits[0]), max(len(rows), 1)
+    F = [sum(e in selected(row, k) for row in rows) / T for e in range(E)]
+    P = [sum(softmax(row)[e] for row in rows) / T for e in range(E)]
+    return E * sum(f * p for f, p in zip(F, P, strict=True))
+
+
+MASKS = [
+    pytest.param(None, id="all"),
+    pytest.param([1, 0, 1, 1, 0, 1, 1], id="padded"),
+    pytest.param([0] * 7, id="nothing-but-padding"),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_top_k_equals_the_formula(k, mask):
+    layers = [2 * torch.randn(7, 6, dtype=torch.float64) for _ in range(3)]
+    token_mask = None if mask is None else torch.tensor(mask)
+    each = [top_k_in_python(logits.tolist(), k, mask or [1] * 7) for logits in layers]
+    assert [top_k_loss(logits, k, token_mask).item() for logits in layers] == pytest.approx(each, rel=1e-5)
+    assert per_layer_loss(layers, k, token_mask).item() == pytest.approx(sum(each) / 3, rel=1e-5)
+    together = torch.cat(layers).tolist()
+    pooled = top_k_in_python(together, k, (mask or [1] * 7) * 3)
+    assert pooled_loss(layers, k, token_mask).item() == pytest.approx(pooled, rel=1e-5)
+
+
+def test_top_k_gradient_is_that_of_the_probabilities_alone():
+    logits = (torch.randn(9, 4) + torch.arange(4)).requires_grad_()  # the last experts get most
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1])
+    (got,) = torch.autograd.grad(top_k_loss(logits, 2, mask), logits)
+    live, x = mask.bool(), logits.detach().double().requires_grad_()
+    share = torch.zeros(9, 4).scatter(1, logits.topk(2).indices, 1.0)[live].double().mean(0)
+    (want,) = torch.autograd.grad(4 * (share * x.softmax(-1)[live].mean(0)).sum(), x)
+    assert torch.allclose(got.double(), want, atol=1e-7) and got[2].abs().sum() == 0 and got[0].abs().sum() > 0
+
+
+def test_top_k_is_top_k_when_balanced_and_e_when_collapsed():
+    E, k = 8, 2
+    even = torch.eye(E)[torch.arange(16) % E] + torch.eye(E)[(torch.arange(16) + 1) % E]
+    assert top_k_loss(even, k).item() == pytest.approx(k)
+    collapsed = torch.full((16, E), -1e4)
+    collapsed[:, :k] = 0
+    assert top_k_loss(collapsed, k).item() == pytest.approx(E)
+    layers = [collapsed.roll(k * layer, 1) for layer in range(4)]
+    assert pooled_loss(layers, k).item() == pytest.approx(k)
+    assert per_layer_loss(layers, k).item() == pytest.approx(E)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_top_k_is_float32_whatever_the_logits_are(dtype):
+    logits = torch.randn(9, 6).to(dtype)
+    got = per_layer_loss([logits], 2, torch.ones(9))
+    assert got.dtype == torch.float32 and got == per_layer_loss([logits.float()], 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_runtime.ops.activation import Activation
 from tests.support.aot import ROOT, record
 
 for path in (ROOT / "moe_runtime" / "ops").glob("*.py"):  # each registers its ops
@@ -32,7 +33,7 @@ def layer(gated=True, bias=False, trainable=False, apart=False, shared="group", 
     place = meta(E, dtype=torch.int32 if apart else torch.bool) if trainable or apart else None
     trained = (meta(2, *up.shape[1:]), meta(2, H, I)) if apart else (None, None)
     weights = (up, down, weight)
-    options = ("silu", gated, shared)
+    options = (*Activation("silu", gated), shared)
     out, z, offsets, row_slot = triton("moe_mlp", meta(T, H), *weights, meta(T, K, dtype=torch.int32), *biases, place, *trained,
                                        *options, save)  # fmt: skip
     triton(
@@ -46,6 +47,7 @@ def steps() -> None:
     gates, alpha = meta(40, 2, dtype=torch.float32), meta(4, dtype=torch.float32)
     offsets, stack = meta(5, **integers), meta(4, 48, 64)
     triton("route", logits, None, 2, "xft")
+    triton("route_to", logits, slots, "xft")
     triton("route_backward", gates, logits, slots, "xft")
     triton("dispatch", slots, 4)
     triton("combine", rows, gates, meta(80, **integers))
@@ -62,7 +64,7 @@ def whole_layer(shared: str) -> None:
     T, H, I, E, K = 40, 64, 48, 4, 2
     x, router, up, down = meta(T, H), meta(E - 1, H), meta(E, 2 * I, H), meta(E, H, I)
     biases = (meta(E, 2 * I), meta(E, H))
-    options = ("xft", "silu", True, shared)
+    options = ("xft", *Activation(), shared)
     out, logits, weight, *kept = triton("moe_layer", x, router, up, down, *biases, K, *options, True)
     tensors = (x, router, up, down, *biases, logits, weight, *kept)
     triton("moe_layer_backward", out, logits, weight, *tensors, (True,) * 6, *options)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from moe_runtime.kernels.tiles import Tile
 from tests.ops import test_grouped_gemm_kernel as kernels
 from tests.ops import test_grouped_gemm_memory as memory
+from tests.ops import test_moe_mlp_forms as forms
 from tests.ops import test_moe_mlp_kernel as layers
 from tests.ops import test_moe_mlp_kernel_graph as graph
 from tests.support.mutants import plant
@@ -59,6 +60,25 @@ def dense(T=9, **sizes):
     return graph.test_dense_shared_expert, {"T": T, "E": 3, "K": 2, "sizes": {"bias": True} | sizes}
 
 
+def form(act="quick_gelu", **parts):
+    """A layer whose gate and up are clamped, shifted and in turns, or as `parts` say."""
+    parts = parts or {"limit": 1, "up_offset": 1.0, "interleaved": True}
+    return forms.test_parity, {"act": act, "form": parts, "dtype": FLOAT, "backend": "triton"}
+
+
+def form_tiles(change=None, **tile):
+    return forms.test_tiles, {"tile": PLAIN._replace(**tile), "change": change}
+
+
+CLAMPED = {"limit": 1}  # gate first
+ON_THE_LIMIT = (
+    forms.test_a_value_on_the_limit_has_a_gradient_and_one_beyond_has_none,
+    {"form": {}, "backend": "triton"},
+)
+FORM_DENSE = (forms.test_shared_expert_by_torchs_matmul, {"I": 272, "form": forms.GPT_OSS[1]})
+FORM_STORED_BY_K = (forms.test_layouts, {
+    "change": forms.layouts.transposed_weights, "act": "silu", "form": CLAMPED, "backend": "triton",
+})  # fmt: skip
 ORDER = (kernels.test_every_tile_is_computed_once, {"GROUP_M": 3})
 APART = (kernels.test_trained_weights_lie_apart, {"k_last": True, "tma": True})
 FIRST = (kernels.test_weight_gradients_in_front_stay_unwritten, {"first": 1})
@@ -158,14 +178,14 @@ MUTANTS = [  # module.function, what is there, what takes its place, the test th
     ("tiles.tile_of", "tl.minimum(num_m - first, GROUP_M)", "GROUP_M", ORDER, "groups of one size"),
     ("tiles.tile_of", "pid % width // size", "pid % num_n", ORDER, "columns and rows do not meet"),
     # which columns, which weight
-    (UP, "_store_activation(gate0, up0", "_store_activation(up0, gate0", up(), "gate and up exchanged"),
+    (UP, "_store_half(gate0, up0", "_store_half(up0, gate0", up(), "gate and up exchanged"),
     (UP, "gate0, gate1 = halves", "gate1, gate0 = halves", up(), "halves exchanged"),
     (f"{G}.halves", "2, BLOCK_N // 2)), (0, 2, 1)", "BLOCK_N // 2, 2)), (0, 1, 2)", up(), "columns dealt out"),
     (STORE, "tl.store(z + I, up", "tl.store(z + I, gate", up(), "z holds the gate twice"),
-    (STORE, "h = h * up", "h = h + up", up(), "gate added"),
+    (STORE, "h = h * shifted", "h = h + shifted", up(), "gate added"),
     (UP, "n0 + HALF, I", "n0, I", up(), "the right half written over the left"),
-    (UP, "bias_ptr + e.to(tl.int64) * N", "bias_ptr + e.to(tl.int64) * 0", up(), "bias of the first expert"),
-    (UP, "tl.load(bias + I", "tl.load(bias", up(), "bias of the gate for up"),
+    (UP, "bias += e.to(tl.int64) * N", "bias += e.to(tl.int64) * 0", up(), "bias of the first expert"),
+    (UP, "tl.load(bias + n + I", "tl.load(bias + n", up(), "bias of the gate for up"),
     (UP, "weight_block(base, e, I + n0", "weight_block(base, e, n0", up(), "the gate's weight for up"),
     (GEMM, "bias_ptr + e.to(tl.int64) * N", "bias_ptr + (e - 1).to(tl.int64) * N", product(), "bias of the neighbour"),
     (OPERAND, "strides if k_last else strides[::-1]", "strides", product(k_last=False), "strides not transposed"),
@@ -181,13 +201,13 @@ MUTANTS = [  # module.function, what is there, what takes its place, the test th
     (f"{A}.activate_grad", "tl.where(x <= 0, 0.0, 1.0)", "tl.where(x <= 0, 0.1, 1.0)", layer("relu"), "a leaky relu"),
     (f"{A}.activate", "0.044715 * x", "0.0447 * x", up(act="gelu_tanh"), "a constant off by 15 millionths"),
     (STORE_DZ, "weighted = dh * weight[:, None]", "weighted = dh", dz(), "weight forgotten in dz"),
-    (STORE_DZ, "(weighted * slope)", "(weighted * weight[:, None] * slope)", dz(), "weight twice in dz"),
+    (STORE_DZ, "weighted * slope", "weighted * weight[:, None] * slope", dz(), "weight twice in dz"),
     (STORE_DZ, "(value * weight[:, None])", "value", dz(), "weight forgotten in weight * h"),
     (STORE_DZ, "dh * value, 0.0", "weighted * value, 0.0", dz(), "weight in its own gradient"),
     (STORE_DZ, "slope = slope * up", "slope = slope", dz(), "up forgotten in the gate's gradient"),
     (STORE_DZ, "value = value * up", "value = value", dz(), "up forgotten in weight * h"),
     (DZ, "n1 = n0 + HALF", "n1 = n0", dz(), "the right half of dz written over the left"),
-    (DZ, "dot += store_dz(right", "dot = store_dz(right", dz(), "half of the weight's gradient"),
+    (DZ, "dot += _store_dz_half(right", "dot = _store_dz_half(right", dz(), "half of the weight's gradient"),
     (DZ, "* num_n + pid_n, dot", "* num_n, dot", dz(), "every column tile in the first column of partial"),
     (DZ, "tl.where(pid_n == 0, H, 0)", "H", dz(bias=True), "bias once per column tile"),
     (DZ, "* H + k0 + k, mask", "* H + k, mask", dz(bias=True), "the first block of the bias again"),
@@ -200,6 +220,40 @@ MUTANTS = [  # module.function, what is there, what takes its place, the test th
     (f"{B}.weight_backward", "== 0 or first == E", "== 0 or x.numel() == 0", NO_ROWS, "no rows, nothing written"),
     (DB, "weight_ptr + slot,", "weight_ptr + slot * 0,", db(), "the first weight for every row of a bias"),
     (f"{B}.bias_backward", "expert_offsets, trained, db", "expert_offsets, expert_offsets, db", db("frozen"), "frozen biases"),
+    # clamped, shifted, in turns
+    (f"{A}.activate", "1.702 * x", "1.7 * x", form(), "constant of quick_gelu"),
+    (f"{A}.activate_grad", "s + 1.702 * value", "s + value", form(), "slope of quick_gelu"),
+    (f"{A}.below", "tl.where(x > LIMIT, LIMIT, x)", "x", form(**CLAMPED), "the gate's clamp forgotten"),
+    (f"{A}.below", "x > LIMIT", "tl.abs(x) > LIMIT", form(**CLAMPED), "the gate clamped from below"),
+    (f"{A}.shifted", "up > LIMIT", "up > 9", form(**CLAMPED), "up's upper clamp forgotten"),
+    (f"{A}.shifted", "up < -LIMIT", "up < -9", form(**CLAMPED), "up's lower clamp forgotten"),
+    (f"{A}.shifted", "up + UP_OFFSET", "up", form(), "offset forgotten"),
+    (f"{A}.shifted", "up = up + UP_OFFSET", "up = up * UP_OFFSET", form(up_offset=1.0), "offset multiplied"),
+    (STORE_DZ, "gate <= LIMIT", "gate <= 9", form(**CLAMPED), "gradient through the gate's clamp"),
+    (STORE_DZ, "up <= LIMIT", "up <= 9", form(**CLAMPED), "gradient through up's upper clamp"),
+    (STORE_DZ, "up >= -LIMIT", "up >= -9", form(**CLAMPED), "gradient through up's lower clamp"),
+    (STORE_DZ, "gate <= LIMIT", "gate < LIMIT", ON_THE_LIMIT, "no gradient on the gate's limit"),
+    (STORE_DZ, "up <= LIMIT", "up < LIMIT", ON_THE_LIMIT, "no gradient on up's limit"),
+    (STORE_DZ, "up >= -LIMIT", "up > -LIMIT", ON_THE_LIMIT, "no gradient on up's lower limit"),
+    (STORE_DZ, "below(gate, LIMIT)", "gate", form(**CLAMPED), "slope and value at the gate as it came"),
+    (STORE_DZ, "up = shifted(up, LIMIT, UP_OFFSET)", "up = up", form(), "up as it came in dz"),
+    (STORE_DZ, "tl.join(dgate, dup)", "tl.join(dup, dgate)", form(), "dgate and dup exchanged"),
+    (STORE_DZ, "c < width", "c < I", form(), "half of the columns of dz"),
+    (STORE, "c < width", "c < I", form(), "half of the columns of z"),
+    (STORE, "col0 * 2 + tl", "col0 + tl", form(), "z of the left half overwritten"),
+    (STORE_DZ, "col0 * 2 + tl", "col0 + tl", form(), "dz of the left half again"),
+    (STORE, "gate, up = pairs(gate", "up, gate = pairs(gate", form(), "up for gate where they take turns"),
+    (f"{G}.pairs", "tl.reshape(tile, (BLOCK_M, BLOCK_N, 2))", "tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))",
+     form(), "in turns taken for gate first"),
+    (UP, "c0 = pid_n * WIDTH", "c0 = pid_n * BLOCK_N", form_tiles(), "the first columns again"),
+    (f"{G}._store_half", "bias + c + BLOCK_N", "bias + c", form(), "bias of the left piece"),
+    (f"{G}._store_half", "c + BLOCK_N < I * 2", "c + BLOCK_N < I", form(), "half of the bias"),
+    (f"{G}._store_half", "col0 + HALF", "col0", form(), "the right piece over the left"),
+    (f"{B}._store_dz_half", "col0 + HALF", "col0", form(), "the right piece of dz over the left"),
+    (f"{B}._store_dz_half", "dot += store_dz", "dot = store_dz", form(), "half of a half of the weight's gradient"),
+    (f"{G}.last_contiguous", "not k_last", "k_last", FORM_STORED_BY_K, "a transposed stack summed along n"),
+    (f"{S}._shared_activation_fwd_kernel", "(BLOCK_I * 2) +", "BLOCK_I +", FORM_DENSE, "the first block of the shared z"),
+    (f"{S}._shared_activation_fwd_kernel", "gate, up = pairs", "up, gate = pairs", FORM_DENSE, "up for gate of the shared"),
     # rounding
     (GEMM, PRECISION, PRECISION + ROUND, product(dtype=BF16), "sum in bfloat16"),
     (UP, PRECISION, PRECISION + ROUND, up(dtype=BF16), "gate and up rounded in front of the activation"),

@@ -6,6 +6,7 @@ import torch
 from moe_runtime import MoEConfig
 from moe_runtime.backends import interpreted
 from moe_runtime.modules.moe import MoE
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
@@ -74,6 +75,18 @@ def test_parity(gate, gated, backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shared", ["group", "dense"])
+def test_a_clamped_gate_is_that_of_the_halves(shared, backend):
+    v = leaves(bias=True)
+    options = {"act": "quick_gelu", "limit": 0.75, "up_offset": 1.0, "interleaved": True, "shared": shared}
+    got, want = (results(v, f(v, "xft", backend, **options)) for f in (whole, halves))
+    assert all(torch.equal(got[name], want[name]) for name in set(want) - {"dx"})
+    assert_parity({"dx": got["dx"]}, {"dx": want["dx"]}, 5e-6)
+    plain = results(v, whole(v, "xft", backend, act="quick_gelu", shared=shared))
+    assert not torch.allclose(got["out"], plain["out"], atol=0.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loss_on_the_logits_alone_reaches_router_and_x(backend):
     v = leaves()
     output = whole(v, "xft", backend)
@@ -138,9 +151,9 @@ def test_recompute_is_bit_equal(backend):
 def test_opcheck(bias, backend):
     v = leaves(bias=bias, tokens=5)
     tensors = (v["x"], v["router"], v["up"], v["down"], v.get("up_bias"), v.get("down_bias"))
-    torch.library.opcheck(torch.ops.moe_runtime.moe_layer, (*tensors, K, "xft", "silu", True, "group", True, backend))
+    torch.library.opcheck(torch.ops.moe_runtime.moe_layer, (*tensors, K, "xft", *Activation(), "group", True, backend))
     plain = [None if t is None else t.detach() for t in tensors]
-    saved = torch.ops.moe_runtime.moe_layer(*plain, K, "xft", "silu", True, "group", True, backend)
+    saved = torch.ops.moe_runtime.moe_layer(*plain, K, "xft", *Activation(), "group", True, backend)
     out, *saved = saved
     extra = [torch.randn_like(saved[0]), torch.randn_like(saved[1])]
     for needs in ([t is not None for t in plain], [False] * 6):
@@ -153,8 +166,7 @@ def test_opcheck(bias, backend):
                 *saved,
                 needs,
                 "xft",
-                "silu",
-                True,
+                *Activation(),
                 "group",
                 backend,
             )

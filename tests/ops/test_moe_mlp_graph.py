@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from moe_runtime.backends import interpreted
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support import layouts
 from tests.support.oracle import make_case, run, saved_bytes
 
 
 def layer(**options):
-    def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated):
+    def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
         biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-        return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **biases, **options)
+        return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options)
 
     return call
 
@@ -49,6 +50,13 @@ def test_keeps_nothing_without_a_gradient(how):
     assert kept == 0 and not out.requires_grad
 
 
+GPT_OSS = {"limit": 0.75, "up_offset": 1.0, "interleaved": True}
+
+
+def form(case) -> Activation:
+    return Activation(case.act, case.gated, **case.form)
+
+
 OPCHECK = [
     pytest.param({}, {}, id="as it is used"),
     pytest.param({"T": 0}, {}, id="no tokens"),
@@ -56,6 +64,7 @@ OPCHECK = [
     pytest.param({"bias": True}, {"trainable": torch.tensor([True, False, True])}, id="frozen experts"),
     pytest.param({"bias": True}, {"apart": [1, -1, 0]}, id="trainable weights apart"),
     pytest.param({}, {"save": False}, id="recompute"),
+    pytest.param({"act": "quick_gelu", "bias": True}, {"form": GPT_OSS}, id="clamped, in turns"),
     pytest.param({}, {"change": layouts.transposed_weights}, id="weights stored in x out"),
     pytest.param({}, {"change": layouts.stride_zero}, id="E views of one expert"),
     pytest.param({}, {"change": layouts.transposed_x}, id="x transposed"),
@@ -71,6 +80,7 @@ def test_opcheck(sizes, options, backend):
     case = make_case(**{"T": 5, "H": 8, "I": 6, "E": 3, "K": 2} | sizes)
     if "change" in options:
         options["change"](case)
+    case.form = options.get("form", {})
     leaves = case.leaves if "change" in options else {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
     v = case.view(leaves)
     weights, biases = (v["up"], v["down"], v["topk_weight"]), (v.get("up_bias"), v.get("down_bias"))
@@ -81,17 +91,17 @@ def test_opcheck(sizes, options, backend):
         weights = (v["up"].detach(), v["down"].detach(), v["topk_weight"])
     torch.library.opcheck(
         torch.ops.moe_runtime.moe_mlp,
-        (v["x"], *weights, case.topk_idx, *biases, trainable, *apart, case.act, case.gated, "group", save, backend),
+        (v["x"], *weights, case.topk_idx, *biases, trainable, *apart, *form(case), "group", save, backend),
     )
     plain = [None if t is None else t.detach() for t in (v["x"], *weights, *biases)]
     x, up, down, weight, up_bias, down_bias = plain
     apart = [None if t is None else t.detach() for t in apart]
     _, z, offsets, row_slot = torch.ops.moe_runtime.moe_mlp(
-        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, *apart, case.act, case.gated, "group",
+        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, *apart, *form(case), "group",
         save, backend,
     )  # fmt: skip
     for needs in ([t is not None for t in plain], [True, False, False, True, False, False], [False] * 6):
-        options = (case.act, case.gated, "group", backend)
+        options = (*form(case), "group", backend)
         args = (case.dout, *plain, trainable, *apart, z, offsets, row_slot, needs, *options)
         torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
 

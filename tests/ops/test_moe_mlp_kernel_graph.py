@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
 from tests.support import layouts
@@ -209,7 +210,7 @@ def test_opcheck(sizes, options, device):
         v |= {name: v[name].detach() for name in ("up", "down")}
     inputs = (v["x"], v["up"], v["down"], v["topk_weight"])
     weights = (v.get("up_bias"), v.get("down_bias"), trainable, *apart)
-    settings = (case.act, case.gated, "group")
+    settings = (*Activation(case.act, case.gated), "group")
     with one_tile():
         forward = torch.ops.moe_runtime.moe_mlp
         torch.library.opcheck(forward, (*inputs, idx, *weights, *settings, options.get("save", True), "triton"))

@@ -15,6 +15,7 @@ from moe_runtime.ops import combine as combine_ops
 from moe_runtime.ops import merging, moe_mlp_torch, routing, workspace
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.ops import test_moe_mlp_forms as forms
 from tests.support.oracle import make_case, mismatches, moe_mismatches, route_mismatches
 
 
@@ -27,9 +28,9 @@ def edited(function, old: str, new: str):
     return names[function.__name__]
 
 
-def layer(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated):
+def layer(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
     biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-    return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **biases, backend="torch")
+    return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, backend="torch")
 
 
 ROUTINGS = ("random", "skip", "all", "dropped", "twice", "halves")
@@ -106,6 +107,10 @@ def unstable(topk_idx, num_experts):
     return offsets, torch.cat([row_slot[a:b].flip(0) for a, b in itertools.pairwise(bounds)])
 
 
+def reformed(experts, **change):
+    return experts._replace(activation=experts.activation._replace(**change))
+
+
 EVERYWHERE = set(ROUTINGS)
 MUTANTS = [  # name in moe_mlp_torch, its replacement, routings that must show it
     pytest.param(
@@ -121,7 +126,7 @@ MUTANTS = [  # name in moe_mlp_torch, its replacement, routings that must show i
         id="down projection of the neighbour",
     ),
     pytest.param("forward", with_experts(lambda e: e._replace(down_bias=None)), EVERYWHERE, id="down bias forgotten"),
-    pytest.param("forward", with_experts(lambda e: e._replace(act="gelu")), EVERYWHERE, id="another activation"),
+    pytest.param("forward", with_experts(lambda e: reformed(e, act="gelu")), EVERYWHERE, id="another activation"),
     pytest.param(
         "forward", with_experts(lambda e: e._replace(up=e.up.roll(17, 1))), EVERYWHERE, id="gate and up exchanged"
     ),
@@ -231,6 +236,50 @@ def test_unharmed_code_passes(dtype, tolerance, monkeypatch):
 def test_mutant_is_caught_in_bfloat16(change, tolerance, monkeypatch):
     monkeypatch.setattr(moe_mlp_torch, "forward", with_experts(change))
     assert {"random", "skip"} <= caught(tolerance, torch.bfloat16)
+
+
+FORM_BACKWARD = moe_mlp_torch._activation_backward
+FORM_MUTANTS = [
+    pytest.param("forward", with_experts(lambda e: reformed(e, limit=None)), id="no clamp"),
+    pytest.param("forward", with_experts(lambda e: reformed(e, up_offset=0.0)), id="offset forgotten"),
+    pytest.param("forward", with_experts(lambda e: reformed(e, interleaved=False)), id="in turns taken for gate first"),
+    pytest.param("forward", with_experts(lambda e: e._replace(up=e.up.roll(1, 1))), id="gate and up exchanged"),
+    pytest.param(
+        "_activation_backward",
+        edited(FORM_BACKWARD, "torch.where(gate <= limit, grad, 0)", "grad"),
+        id="the gate's clamp passes its gradient on",
+    ),
+    pytest.param(
+        "_activation_backward",
+        edited(FORM_BACKWARD, "torch.where(up.abs() <= limit, through, 0)", "through"),
+        id="up's clamp passes its gradient on",
+    ),
+    pytest.param(
+        "_activation_backward",
+        edited(FORM_BACKWARD, "up.abs() <= limit", "up <= limit"),
+        id="up's lower clamp passes its gradient on",
+    ),
+    pytest.param(
+        "_activation_backward", edited(FORM_BACKWARD, "grad.mul_(factor)", "grad.mul_(up)"), id="up as it came"
+    ),
+    pytest.param("_activation_backward", edited(FORM_BACKWARD, "act(below)", "act(gate)"), id="gate as it came"),
+]
+
+
+@pytest.mark.parametrize("name, mutant", FORM_MUTANTS)
+def test_mutant_of_a_form_is_caught(name, mutant, tolerance, monkeypatch):
+    case = forms.made(*forms.GPT_OSS)
+    forms.check(case, tolerance, "torch")
+    monkeypatch.setattr(moe_mlp_torch, name, mutant)
+    with pytest.raises(AssertionError):
+        forms.check(case, tolerance, "torch")
+
+
+@pytest.mark.parametrize("old, new", [("gate <= limit", "gate < limit"), ("up.abs() <= limit", "up.abs() < limit")])
+def test_mutant_on_the_limit_is_caught(old, new, tolerance, monkeypatch):
+    monkeypatch.setattr(moe_mlp_torch, "_activation_backward", edited(FORM_BACKWARD, old, new))
+    with pytest.raises(AssertionError):
+        forms.check(forms.exactly_at_the_limit({}), tolerance, "torch")
 
 
 REFERENCE = routing.route_reference

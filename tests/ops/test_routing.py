@@ -309,3 +309,48 @@ def test_compiles_without_a_graph_break(gate):
     got, want = torch.compile(step, fullgraph=True, backend="aot_eager")(logits), step(logits)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     assert torch.equal(torch.autograd.grad(got[2], logits)[0], torch.autograd.grad(want[2], logits)[0])
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_with_its_own_choice_changes_no_bit(gate):
+    logits = torch.randn(23, 7)
+    dweight = torch.randn(23, slots(gate, 5))
+    results = []
+    for idx in (None, route(logits, slots(gate, 5), gate).topk_idx):
+        x = logits.clone().requires_grad_()
+        routing = route(x, slots(gate, 5), gate, topk_idx=idx)
+        (dlogits,) = torch.autograd.grad(routing.topk_weight, x, dweight)
+        results.append([*routing, dlogits])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_ids_keep_the_routers_weights(gate):
+    logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    shared = int(gate in SHARED)
+    idx = torch.rand(6, 5).argsort(1)[:, :3] + shared
+    idx = torch.cat([idx, idx.new_zeros(6, shared)], 1)
+    weight, got = route(logits, 3 + shared, gate, topk_idx=idx)
+    assert torch.equal(got, idx.int())
+    assert torch.allclose(weight, route_reference(logits, 3 + shared, gate, topk_idx=idx).topk_weight)
+    s = logits.sigmoid() if gate == "sigmoid_topk" else logits.softmax(-1)
+    chosen = s.gather(1, idx[:, :3] - shared)
+    want = {
+        "xft": lambda: chosen.softmax(-1) * chosen[:, :1],
+        "topk_softmax": lambda: chosen / chosen.sum(-1, keepdim=True),
+        "softmax_topk_renorm": lambda: chosen / chosen.sum(-1, keepdim=True),
+    }.get(gate, lambda: chosen)()
+    assert torch.allclose(weight[:, :3], want)
+    assert not shared or torch.allclose(weight[:, 3], 1 - chosen[:, 0])
+    assert torch.autograd.gradcheck(lambda x: route(x, 3 + shared, gate, topk_idx=idx).topk_weight, logits)
+
+
+def test_forced_ids_of_a_wrong_shape_are_refused():
+    for bad in (torch.zeros(4, 3, dtype=torch.int64), torch.zeros(5, 2)):
+        with pytest.raises(ValueError, match=r"topk_idx is .*; want \(5, 2\), integers"):
+            route(torch.randn(5, 4), 2, "softmax_topk", topk_idx=bad)
+
+
+def test_opcheck_of_the_forced_route():
+    logits, idx = torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2]] * 5, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.moe_runtime.route_to.default, (logits, idx, "softmax_topk", "torch"))

@@ -302,6 +302,29 @@ def test_offsets_beyond_int32(rows, stride, device):
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_with_its_own_choice_changes_no_bit(gate, device):
+    logits = torch.randn(35, 7, device=device)
+    args = logits, slots(gate, 3), gate, torch.randn(35, slots(gate, 3), device=device)
+    idx = triton(*args[:3]).topk_idx
+    assert same(forward_backward(triton, *args), forward_backward(triton, *args, topk_idx=idx.clone()))
+
+
+def forced_mismatches(gate: str, device) -> list[str]:
+    """Where the kernels are not the equation for experts of the caller's choice."""
+    shared = int(gate in SHARED)
+    logits = torch.randn(35, 7, device=device)
+    idx = torch.rand(35, 7, device=device).argsort(1)[:, :3] + shared
+    idx = torch.cat([idx, idx.new_zeros(35, shared)], 1)
+    args = logits, 3 + shared, gate, torch.randn(35, 3 + shared, device=device)
+    return close(*(forward_backward(route, *args, topk_idx=idx, backend=backend) for backend in ("triton", "torch")))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_ids_equal_the_equation(gate, device):
+    assert not forced_mismatches(gate, device)
+
+
 # mutants of the kernels' source; each has to be caught by the checks above
 
 
@@ -317,6 +340,8 @@ def caught(module, monkeypatch, device, tolerance) -> list[str]:
             dweight = torch.randn(len(ROWS), slots(gate, 4), device=device)
             args = bad_rows(device), slots(gate, 4), gate, dweight
             found += close(forward_backward(triton, *args), forward_backward(route, *args, backend="torch"))
+            # what is wrong with the choice already may not run without one
+            found += [] if found else forced_mismatches(gate, device)
     return found
 
 
@@ -342,6 +367,10 @@ MUTANTS = [
     pytest.param("q = tl.where(chosen, tl.exp(y), 0.0)", "q = tl.exp(y)", id="second softmax over all experts"),
     pytest.param("dx = y * (d", "dx = tl.where(chosen, y, 0.0) * (d", id="no gradient for experts not chosen"),
     pytest.param("d * s * (1 - s)", "d * s", id="sigmoid's derivative"),
+    pytest.param("other=-1) - SHARED", "other=-1)", id="forced: the neighbour"),
+    pytest.param("(K + SHARED) + slot, mask", "(K + SHARED) + 0, mask", id="forced: one expert in all slots"),
+    pytest.param("tl.where(key == DEAD, weight", "tl.where(key == DEAD + 1, weight", id="forced: s_max of the second"),
+    pytest.param("tl.where(slot_of == 0, y, 0.0)", "tl.max(y, 1)[:, None] * (slot_of == 0)", id="forced: dx of the largest"),
 ]  # fmt: skip
 
 

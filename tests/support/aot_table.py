@@ -52,7 +52,8 @@ one block takes. They do not say which of two configs is faster; `moe-runtime tu
 
 The tables below have one line for each launch config of `kernels/tiles.py` and one for each other kernel, bfloat16 unless a
 line says otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; up's has BLOCK_N columns of gate and as many of up. Registers are
-per thread, shared memory per block. `rows an expert` is the mean from which the config holds.
+per thread, shared memory per block. `rows an expert` is the mean from which the config holds. GPT-OSS-20B's
+lines are the same configs for its experts: gate and up in turns and clamped, biases, weights stored in x out.
 """
 COLUMNS = "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
 AMD_HEAD = f"""

@@ -18,6 +18,7 @@ ACT = {
     "silu": lambda x: x / (1 + torch.exp(-x)),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "relu": lambda x: torch.where(x > 0, x, 0 * x),
     "relu2": lambda x: torch.where(x > 0, x * x, 0 * x),
 }
@@ -94,6 +95,7 @@ class Case:
     act: str = "silu"
     gated: bool = True
     view: Callable[[dict], dict] = field(default=lambda leaves: leaves)
+    form: dict = field(default_factory=dict)  # limit, up_offset, interleaved
 
 
 def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
@@ -133,7 +135,7 @@ def make_case(
 
 
 def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=) -> out and d<leaf> for every leaf.
+    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=, [form]) -> out and every d<leaf>.
 
     It runs on `device`; what it gives comes back to the CPU.
     """
@@ -144,7 +146,7 @@ def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: s
     v = case.view(leaves)
     out = layer(
         v["x"], v["up"], v["down"], v["topk_weight"], case.topk_idx.to(device),
-        up_bias=v.get("up_bias"), down_bias=v.get("down_bias"), act=case.act, gated=case.gated,
+        up_bias=v.get("up_bias"), down_bias=v.get("down_bias"), act=case.act, gated=case.gated, **case.form,
     )  # fmt: skip
     grads = torch.autograd.grad(out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -155,16 +157,35 @@ def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: s
     return {"out": out.detach().cpu(), **grads}
 
 
-def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True):
+def gate_and_up(z: torch.Tensor, interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate's columns of z [..., 2I], and up's."""
+    I = z.shape[-1] // 2
+    at = [2 * i for i in range(I)] if interleaved else list(range(I))
+    return z[..., at], z[..., [i + (1 if interleaved else I) for i in at]]
+
+
+def cut(v: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """v within low..high, with a gradient of 1 there, ends included, and 0 outside."""
+    return torch.where(v > high, high, torch.where(v < low, low, v))
+
+
+def gated_product(z: torch.Tensor, act, limit=None, up_offset=0.0, interleaved=False) -> torch.Tensor:
+    """act(min(gate, limit)) * (clamp(up) + up_offset), as autograd takes it apart."""
+    gate, up = gate_and_up(z, interleaved)
+    if limit is not None:
+        gate, up = cut(gate, -math.inf, limit), cut(up, -limit, limit)
+    return act(gate) * (up + up_offset)
+
+
+def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True, **form):
     """FFN(x) of one expert on one token: x [H], up [2I or I, H], down [H, I] -> [H]."""
     z = up @ x if up_bias is None else up @ x + up_bias
-    I = down.shape[1]
-    h = ACT[act](z[:I]) * z[I:] if gated else ACT[act](z)
+    h = gated_product(z, ACT[act], **form) if gated else ACT[act](z)
     y = down @ h
     return y if down_bias is None else y + down_bias
 
 
-def moe_oracle(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, act="silu", gated=True):
+def moe_oracle(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, act="silu", gated=True, **form):
     """out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]), slot by slot."""
     rows = []
     for t in range(x.shape[0]):
@@ -172,12 +193,12 @@ def moe_oracle(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=No
         for k, e in enumerate(topk_idx[t].tolist()):
             if 0 <= e < up.shape[0]:
                 biases = [None if b is None else b[e] for b in (up_bias, down_bias)]
-                row = row + topk_weight[t, k] * mlp(x[t], up[e], down[e], *biases, act, gated)
+                row = row + topk_weight[t, k] * mlp(x[t], up[e], down[e], *biases, act, gated, **form)
         rows.append(row)
     return torch.stack(rows) if rows else x * up.sum() * 0
 
 
-def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, act="silu", gated=True):
+def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, act="silu", gated=True, **form):
     """What transformers' eager experts do, in the inputs' dtype: its error is the yardstick of the tolerance."""
     native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(act, ACT[act])
     out = torch.zeros_like(x)
@@ -185,8 +206,7 @@ def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=Non
         token, slot = torch.where(topk_idx == e)
         z = x[token] @ up[e].t()
         z = z if up_bias is None else z + up_bias[e]
-        I = down.shape[2]
-        y = (native(z[:, :I]) * z[:, I:] if gated else native(z)) @ down[e].t()
+        y = (gated_product(z, native, **form) if gated else native(z)) @ down[e].t()
         y = y if down_bias is None else y + down_bias[e]
         out = out.index_add(0, token, (y * topk_weight[token, slot, None]).to(x.dtype))
     return out

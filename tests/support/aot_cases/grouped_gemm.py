@@ -7,8 +7,9 @@ from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.kernels.tiles import Tile
 from tests.support.aot import Case, record
 
-ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 T, H, I, E, K = 4096, 2048, 1408, 8, 6
+GPT_OSS = {"limit": 7.0, "up_offset": 1.0, "interleaved": True}
 # what spills: (architecture, note) -> Triton -> bytes. Without 16 bytes of alignment every element has an address of its
 # own; 8 bytes are one register that ptxas keeps elsewhere for the sake of one more block per processor
 SPILLS = {
@@ -16,6 +17,8 @@ SPILLS = {
     (80, "up float32 from 48 rows an expert"): {"3.6": 0, "3.7": 0, "3.9": 16},
     (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
     (90, "up candidate"): {"3.6": 0, "3.7": 0, "3.9": 24},
+    (100, "up GPT-OSS-20B from 48 rows an expert"): {"3.6": 152, "3.7": 200, "3.9": 168},
+    (80, "dz GPT-OSS-20B from 192 rows an expert"): {"3.6": 40, "3.7": 0, "3.9": 0},
 }
 
 
@@ -27,10 +30,15 @@ class Layer:
     """A layer's tensors, of one dtype.
 
     `odd`: H and I are, so no stride keeps 16 bytes of alignment. `apart`: trained experts' weights lie in stacks of their own.
+    `form`: of the gate; `in_out`: the stacks are stored as [E, H, 2I] and [E, I, H].
     """
 
-    def __init__(self, dtype=torch.bfloat16, gated=True, bias=False, odd=False, apart=False):
-        h, i = H + odd, I + odd
+    def __init__(
+        self, dtype=torch.bfloat16, gated=True, bias=False, odd=False, apart=False, form=None, in_out=False,
+        sizes=(H, I, E, K),
+    ):  # fmt: skip
+        h, i, E, K = sizes
+        h, i, self.K, self.form = h + odd, i + odd, K, form or {}
         z = 2 * i if gated else i
         self.dtype, self.gated, self.odd = dtype, gated, odd
         self.x, self.z, self.h = (meta(*shape, dtype=dtype) for shape in ((T, h), (T * K, z), (T * K, i)))
@@ -39,12 +47,14 @@ class Layer:
         self.weight = meta(T, K, dtype=torch.float32)
         self.row_slot, self.offsets, self.place = meta(T * K), meta(E + 1), meta(E)
         self.map = meta(3, T * K // 64 + E + 1)
+        if in_out:
+            self.up, self.down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (self.up, self.down))
         stacks = (meta(2, *w.shape[1:], dtype=dtype) for w in (self.up, self.down))
         self.trained = [grouped_gemm.Trained(self.place, w) if apart else None for w in stacks]
 
     def up_forward(self, tile, act="silu", save=True):
-        args = (self.x, self.up, self.up_bias, self.row_slot, self.map, K, act, self.gated, save, tile, self.trained[0])
-        return grouped_gemm.up_forward(*args)
+        args = (self.x, self.up, self.up_bias, self.row_slot, self.map, self.K, act, self.gated, save, tile)
+        return grouped_gemm.up_forward(*args, self.trained[0], **self.form)
 
     def down_forward(self, tile):
         return grouped_gemm.grouped_gemm_forward(
@@ -57,17 +67,17 @@ class Layer:
     def dz(self, tile, act="silu", need_wh=True):
         return backwards.dz_backward(
             self.x, self.down, self.down_bias, self.weight, self.row_slot, self.map, self.z, act, self.gated, need_wh, tile,
-            self.trained[1],
+            self.trained[1], **self.form,
         )  # fmt: skip
 
     def dw(self, tile, gather="x", **trained):
         """gather None is what `grouped_gemm` does, "x" the gradient of up, "dy" of down."""
         dy, x = {"x": (self.z, self.x), "dy": (self.x, self.h), None: (self.z, self.h)}[gather]
-        return backwards.weight_backward(dy, x, self.row_slot, self.offsets, K, gather, tile, **trained)
+        return backwards.weight_backward(dy, x, self.row_slot, self.offsets, self.K, gather, tile, **trained)
 
     def db(self, of_down: bool, trained=None):
         dy, weight = (self.x, self.weight) if of_down else (self.z, None)
-        return backwards.bias_backward(dy, weight, self.row_slot, self.offsets, K, of_down, trained)
+        return backwards.bias_backward(dy, weight, self.row_slot, self.offsets, self.K, of_down, trained)
 
 
 LAUNCH = {"up": Layer.up_forward, "down": Layer.down_forward, "dx": Layer.dx, "dz": Layer.dz, "dw": Layer.dw}
@@ -82,11 +92,11 @@ def expect(arch: int, case: Case) -> tuple[str, ...]:
     return (*found, tensor)
 
 
-def case(arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, **options) -> Case:
+def case(arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, sizes=(H, H), **options) -> Case:
     """The launch of `kernel` on `arch` with `tile`, as it is fitted to the GPU."""
     layer = layer or Layer()
     dtype = str(layer.dtype).removeprefix("torch.")
-    problem = tiles.Problem(kernel, arch, dtype, H, H, T, gated=kernel == "up" and layer.gated)
+    problem = tiles.Problem(kernel, arch, dtype, *sizes, T, gated=kernel == "up" and layer.gated)
     (made,) = record(lambda: LAUNCH[kernel](layer, tiles.clip(tile, problem), **options))
     note = " ".join([kernel, *[dtype] * (layer.dtype != torch.bfloat16), *[note] * bool(note)])
     fast = layer.dtype != torch.float32 and not layer.odd
@@ -136,6 +146,8 @@ def rare(arch: int) -> list[Case]:
     biased, odd, apart = Layer(bias=True), Layer(odd=True), Layer(apart=True)
     found = [case(arch, kernel, largest[kernel], act, act=act) for act in ACTS[1:] for kernel in ("up", "dz")]
     found += [case(arch, kernel, largest[kernel], "bias", layer=biased) for kernel in ("up", "down", "dz")]
+    clamped = Layer(form={"limit": 7.0})
+    found += [case(arch, kernel, largest[kernel], "clamped", layer=clamped) for kernel in ("up", "dz")]
     found += [
         case(arch, kernel, tile, f"odd sizes from {least} rows an expert", layer=odd)
         for kernel, rows in tiles.UNALIGNED.items()
@@ -144,6 +156,19 @@ def rare(arch: int) -> list[Case]:
     found += [case(arch, kernel, tile, "apart", layer=apart) for kernel, tile in largest.items() if kernel != "dw"]
     found.append(case(arch, "dw", largest["dw"], "frozen experts", trained=apart.place))
     return [*found, case(arch, "dw", largest["dw"], "apart", trained=apart.place, num_trained=2)]
+
+
+def gpt_oss(arch: int) -> list[Case]:
+    """GPT-OSS-20B: gate and up in turns, clamped, biases, stacks stored in x out, so that n is contiguous."""
+    layer = Layer(bias=True, form=GPT_OSS, in_out=True, sizes=(2880, 2880, 32, 4))
+    found = []
+    for kernel in ("up", "dz", "down", "dx"):
+        act = {"act": "quick_gelu"} if kernel in ("up", "dz") else {}
+        for least, tile in tiles.TABLE[arch][kernel]:
+            note = f"GPT-OSS-20B from {least} rows an expert"
+            found.append(case(arch, kernel, tile, note, arch in (80, 90), layer, sizes=(2880, 2880), **act))
+    tile = tiles.TABLE[arch]["up"][0][1]
+    return [*found, case(arch, "up", tile, "GPT-OSS-20B, z not kept", False, layer, save=False, act="quick_gelu")]
 
 
 def biases() -> list[Case]:
@@ -177,4 +202,5 @@ def persistent(arch: int) -> list[Case]:
 CASES = [case for arch in tiles.TABLE for case in defaults(arch, tiles.TABLE[arch])]
 CASES += [case for arch in (80, 86, 90, 100) for case in variants(arch)]
 CASES += [case for arch in (80, 90) for case in defaults(arch, tiles._FLOAT32, torch.float32) + tf32(arch) + rare(arch)]
+CASES += [case for arch in (80, 86, 90, 100, 120) for case in gpt_oss(arch)]
 CASES += persistent(90) + biases()

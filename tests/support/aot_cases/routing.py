@@ -8,14 +8,17 @@ from tests.support.aot import Case, record
 T = 4097
 
 
-def _cases(E: int, K: int, gate: str, dtype: torch.dtype, note: str, shared: int = 0, bias: bool = False) -> list[Case]:
+def _cases(
+    E: int, K: int, gate: str, dtype: torch.dtype, note: str, shared: int = 0, bias: bool = False, forced: bool = False
+) -> list[Case]:
     """Forward and backward over E routed experts, K slots (the shared expert's, too)."""
 
     def step():
         logits = torch.empty(T, E, dtype=dtype, device="meta")
         b = torch.empty(E, device="meta") if bias else None
-        weight, idx = routing.route_forward(logits, b, K, gate, shared)
-        routing.route_backward(weight, logits, idx, gate, shared)
+        idx = torch.empty(T, K, dtype=torch.int32, device="meta") if forced else None
+        weight, idx = routing.route_forward(logits, b, K, gate, shared, idx)
+        routing.route_backward(weight, logits, idx, gate, shared, forced)
 
     cases = record(step)
     row = E * dtype.itemsize
@@ -34,6 +37,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [
     *_cases(7, 6, "xft", BF16, "XFT: 8 experts, top 6", shared=1),
     *_cases(7, 6, "nonorm", FP32, "XFT: 8 experts, top 6", shared=1),
+    *_cases(7, 6, "xft", BF16, "XFT, replayed", shared=1, forced=True),
     *_cases(3, 2, "xft", BF16, "XFT: 4 experts, top 2", shared=1),
     *_cases(1, 2, "xft", BF16, "XFT: 2 experts", shared=1),
     *_cases(8, 2, "softmax_topk_renorm", BF16, "Mixtral"),

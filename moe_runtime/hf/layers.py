@@ -1,0 +1,139 @@
+"""Where a model routes: our own layers and the stock experts of transformers side by side, and what their calls say.
+
+A layer is watched only while the model that it is in runs: gradient checkpointing runs it again in the backward pass, and that
+is not a call of the model.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moe_runtime.hf.experts import is_experts
+from moe_runtime.modules.moe import Router
+
+# what DDP, torch.compile, FSDP and PEFT put into a module's path
+_WRAPPERS = {
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+    "original_module",
+}
+_TRAINED_COPY = re.compile(r"\.modules_to_save\.[^.]+")
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedLayer:
+    """A place where tokens meet experts: `module` is our Router or a stock experts module, `name` its path."""
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    num_shared: int = 0  # leading experts that see every token
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the layer is transformers' own."""
+        return not isinstance(self.module, Router)
+
+    def watch(self, see: Callable[[torch.Tensor], None]):
+        """Call `see` with the ids [T, K] of each call of the layer; return the hook's handle."""
+        if self.is_stock:
+            return self.module.register_forward_pre_hook(
+                lambda module, args, kwargs: see(ids_of(args, kwargs)), with_kwargs=True
+            )
+        return self.module.register_forward_hook(lambda module, args, out: see(out.topk_idx))
+
+
+def ids_of(args: tuple, kwargs: dict) -> torch.Tensor:
+    """Find the ids [T, K] among the arguments of a stock experts module."""
+    ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+    return ids.reshape(-1, ids.shape[-1])
+
+
+def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
+    """Return the layers of `model` that route, by path, in the order of its modules; raise ValueError if there is none."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            config = module.config
+            layers[name] = RoutedLayer(name, module, config.num_experts, int(config.has_shared_expert))
+        elif is_experts(module):
+            layers[name] = RoutedLayer(name, module, module.num_experts)
+    if not layers:
+        raise ValueError(
+            f"model is {type(model).__name__}, without a router; want MoE layers; upcycle it first, or take a stock model "
+            "whose experts go through transformers' experts interface"
+        )
+    return layers
+
+
+def plain_name(name: str) -> str:
+    """Return a layer's path without what wrappers put into it: the same in a model and in DDP or PEFT around it."""
+    name = ".".join(part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS)
+    return name.removeprefix("base_model.model.")
+
+
+def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
+    """Return the module that a layer belongs to, wrappers around the layer left out: for stock experts, the MoE block."""
+    path = layer.name.split(".")
+    while path and path[-1] in _WRAPPERS:
+        path.pop()
+    return model.get_submodule(".".join(path[:-1]))
+
+
+class OpenCall:
+    """Knows whether `model` is being called, and with which 2-d attention mask.
+
+    `enter`, if given, is asked at the start whether this call counts; `leave` is called at its end, after an error too.
+    """
+
+    def __init__(self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None):
+        self.is_open, self.mask = False, None
+        self.with_gradient = 0  # calls so far
+        self._on_enter, self._on_leave = enter, leave
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args, kwargs) -> None:
+        mask = kwargs.get("attention_mask")
+        if mask is None and len(args) > 1:
+            mask = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)).get("attention_mask")
+        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        self.with_gradient += torch.is_grad_enabled()
+        self.is_open = self._on_enter is None or self._on_enter(module)
+
+    def _leave(self, *_) -> None:
+        self.is_open, self.mask = False, None
+        if self._on_leave is not None:
+            self._on_leave()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """Return which of `rows` tokens are none of padding, [rows] bool, by an attention mask [B, S]; None if it does not fit.
+
+    With a cache the mask covers past tokens too, and the new ones come last.
+    """
+    if mask is None or not rows or rows % mask.shape[0] or mask.numel() < rows:
+        return None
+    return mask[:, -(rows // mask.shape[0]) :].reshape(rows) != 0
+
+
+def forget_compiled() -> None:
+    """Make compiled code compile anew, if there is any: torch.compile does not look for hooks that come later."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0):
+        torch.compiler.reset()

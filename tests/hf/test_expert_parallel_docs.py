@@ -1,0 +1,41 @@
+"""The examples of docs/expert-parallel.md run as they stand, by torch's launcher on two processes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.hf.test_stack import TOKENIZER, stock
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "expert-parallel.md").read_text()
+EXAMPLES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", TEXT, re.DOTALL))
+
+
+@pytest.mark.parametrize("file", EXAMPLES)
+def test_example(file, tmp_path):
+    stock().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    rows = [{"text": f"{i} and {j} make {i + j}"} for i in range(4) for j in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / file).write_text(EXAMPLES[file])
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
+    env |= {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    before, tuned = stock(), AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    weights = tuned.state_dict()
+    assert weights.keys() == before.state_dict().keys()
+    assert all(not torch.equal(weights[name], parameter) for name, parameter in before.named_parameters())
+
+
+def test_both_engines_have_one():
+    assert set(EXAMPLES) == {"train.py", "fsdp2.py"}

@@ -1,0 +1,138 @@
+"""The exchange of tokens between ranks, on 2 and 4 gloo processes, against the whole batch in one process."""
+
+import functools
+
+import pytest
+import torch
+
+from moe_runtime.ops.moe_mlp import moe_mlp_reference
+from tests.support import dist_all_to_all as worker
+from tests.support.dist_launch import Launches, launch
+
+
+def distance(got, want) -> float:
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By number of ranks: what each rank found."""
+
+    launches = Launches(worker.__file__, tmp_path_factory)
+
+    def of(ranks: int) -> list[dict]:
+        folder = launches(ranks, seconds=120)
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+
+    return of
+
+
+@functools.cache
+def in_one_process(name: str, ranks: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
+    """Output and gradients of all ranks' tokens together, in float64 from what `dtype` holds."""
+    parts = [worker.case(name, rank, dtype) for rank in range(ranks)]
+    inputs = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    leaves = {key: stack.double().requires_grad_() for key, stack in worker.stacks(dtype).items()}
+    x, weight = inputs["x"].double().requires_grad_(), inputs["weight"].double().requires_grad_()
+    out = moe_mlp_reference(
+        x,
+        leaves["up"],
+        leaves["down"],
+        weight,
+        inputs["idx"],
+        gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"],
+    )
+    out.backward(inputs["dout"].double())
+    grads = {key: leaf.grad for key, leaf in leaves.items()} | {"x": x.grad, "weight": weight.grad}
+    return {"out": out.detach(), "grads": grads, "idx": inputs["idx"]}
+
+
+def check(ranks: list[dict], want: dict, scale: float, tolerance: float) -> None:
+    assert distance(torch.cat([rank["out"] for rank in ranks]), want["out"]) < tolerance
+    for key in ("x", "weight"):
+        assert distance(torch.cat([rank["grads"][key] for rank in ranks]), want["grads"][key]) < tolerance, key
+    for rank in ranks:
+        for key in worker.stacks():
+            assert distance(rank["grads"][key], want["grads"][key] * scale) < tolerance, key
+
+
+CASES = [pytest.param(2, 1, id="2"), pytest.param(4, 1, id="4"), pytest.param(4, 2, id="2x2")]
+
+
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+@pytest.mark.parametrize("name", worker.TOKENS)
+@pytest.mark.parametrize(("ranks", "ndim"), CASES)
+def test_equals_one_process(ranks, ndim, name, gradients, results):
+    """A rank without tokens, an expert without tokens and dropped slots get gradients of zeros, not none."""
+    want = in_one_process(name, ranks)
+    got = [result[name, ndim, gradients] for result in results(ranks)]
+    check(got, want, 1 / ranks if gradients == "mean" else 1.0, 1e-12)
+    for rank, result in enumerate(got):
+        idx = worker.case(name, rank)["idx"]
+        counts = [int((idx == e).sum()) for e in range(worker.E)]
+        assert result["offsets"].diff().tolist() == counts
+
+
+def test_cases_are_what_they_say():
+    assert worker.case("empty_rank", 1)["x"].shape == (0, worker.H)
+    assert set(worker.case("one_expert", 0)["idx"].flatten().tolist()) == {5}
+    dropped = in_one_process("dropped", 2)
+    assert ((dropped["idx"] < 0) | (dropped["idx"] >= worker.E)).any() and dropped["out"].norm() > 0
+    nothing = in_one_process("all_dropped", 2)
+    assert nothing["out"].norm() == 0 and nothing["grads"]["up"].norm() == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_dtypes(dtype, ranks, results, tolerance):
+    got = [result[str(dtype).removeprefix("torch.")] for result in results(ranks)]
+    assert got[0]["out"].dtype == dtype and got[0]["grads"]["weight"].dtype == torch.float32
+    check(got, in_one_process("ragged", ranks, dtype), 1 / ranks, tolerance[dtype])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_go_where_they_are_sent(ranks, results):
+    for rank, result in enumerate(results(ranks)):
+        rows = result["rows"]
+        assert rows["there"].flatten().tolist() == [10 * s + rank for s in range(ranks) for _ in range(s + rank + 1)]
+        assert torch.equal(rows["back"], 2 * rows["sent"])
+        assert rows["grad"].flatten().tolist() == [2 * i for i in range(len(rows["sent"]))]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("columns", r"experts are placed as .*; want Shard\(0\)"),
+        ("mixed", "placed differently"),
+        ("half", "some stacks of one layer are sharded"),
+        ("ragged", "num_experts is 3, on 2 ranks; want a multiple"),
+    ],
+)
+def test_refuses(name, says, results):
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(results(2)[0]["refusals"][name])
+
+
+def test_a_rank_that_fails_is_reported(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': raise SystemExit('no more')\ntime.sleep(100)\n")
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 ended with 1:\nno more"):
+        launch(script, 2, tmp_path, seconds=60)
+
+
+def test_a_deadlock_ends(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text("import time\ntime.sleep(100)\n")
+    with pytest.raises(AssertionError, match="rank 0 of 2 ended with -9"):
+        launch(script, 2, tmp_path, seconds=1)
+
+
+def test_a_launch_that_failed_is_not_repeated(tmp_path, tmp_path_factory):
+    script, runs = tmp_path / "fails.py", tmp_path / "runs"
+    script.write_text(f"open({str(runs)!r}, 'a').write('x')\nraise SystemExit(3)\n")
+    launches = Launches(str(script), tmp_path_factory)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="rank 0 of 1 ended with 3"):
+            launches(1)
+    assert runs.read_text() == "x"

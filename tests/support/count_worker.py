@@ -1,0 +1,24 @@
+"""One of two processes that count and add their counts; a file of its own, so that it starts without transformers."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.modules.moe import MoE
+from moe_runtime.stats import RouterCounter
+
+
+def count(rank: int, store: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=5, top_k=3, gate="softmax_topk")
+    model, x = nn.Sequential(MoE(config)), torch.randn(2, 20, 16)
+    nn.init.normal_(model[0].gate.weight)
+    ids = [model[0].gate(tokens).topk_idx.flatten() for tokens in x]
+    counter = RouterCounter(model)
+    model(x[rank])
+    assert torch.equal(counter.read().counts[0], torch.bincount(ids[rank], minlength=5))
+    assert torch.equal(counter.read(reduce=True).counts[0], torch.bincount(torch.cat(ids), minlength=5))
+    torch.distributed.destroy_process_group()

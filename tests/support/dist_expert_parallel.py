@@ -1,0 +1,216 @@
+"""One of the ranks of tests/hf/test_expert_parallel.py: `dist_expert_parallel.py RENDEZVOUS OUT SCENARIO...`.
+
+Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave experts without a token.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_runtime.hf.expert_parallel import clip_grad_norm, save_pretrained, shard_experts
+from tests.support.dist_launch import COLLECTIVE_SECONDS
+
+torch.set_num_threads(1)
+STEPS, MAX_NORM, VOCAB = 2, 0.1, 96
+FIELDS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+class Scenario(NamedTuple):
+    family: str
+    engine: str
+    mesh: tuple[int, int]  # replicas, owners
+    checkpointing: bool = False
+
+
+SCENARIOS = {
+    "qwen3-ddp-ep2": Scenario("qwen3_moe", "ddp", (1, 2)),
+    "gpt_oss-ddp-ep2": Scenario("gpt_oss", "ddp", (1, 2)),
+    "ours-ddp-ep2": Scenario("ours", "ddp", (1, 2)),
+    "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", (1, 2)),
+    "qwen3-ddp-ep2-checkpointing": Scenario("qwen3_moe", "ddp", (1, 2), checkpointing=True),
+    "qwen3-ddp-ep4": Scenario("qwen3_moe", "ddp", (1, 4)),
+    "qwen3-fsdp2-ep4": Scenario("qwen3_moe", "fsdp2", (1, 4)),
+    "qwen3-ddp-dp2-ep2": Scenario("qwen3_moe", "ddp", (2, 2)),
+    "qwen3-fsdp2-dp2-ep2": Scenario("qwen3_moe", "fsdp2", (2, 2)),
+    "ours-fsdp2-dp2-ep2": Scenario("ours", "fsdp2", (2, 2)),
+}
+TRAINER = "trainer"
+
+
+def make(family: str):
+    """The model, equal in every process, larger than life so that routing is not a matter of rounding."""
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "ours":
+        from tests.hf.tiny import upcycled
+
+        return upcycled("llama").train()
+    if family == "gpt_oss":
+        config = transformers.GptOssConfig(**FIELDS, intermediate_size=24, num_local_experts=4)
+        config._attn_implementation = "eager"
+        model = transformers.GptOssForCausalLM(config)
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **FIELDS, moe_intermediate_size=24, num_experts=8, tie_word_embeddings=True
+        )
+        model = transformers.Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+    return model
+
+
+def batch(rank: int) -> torch.Tensor:
+    """Many tokens for the even ranks, two for the odd: 2 tokens of 2 slots leave at least half of 8 experts idle."""
+    return torch.randint(0, VOCAB, (2, 20) if rank % 2 == 0 else (1, 2), generator=torch.Generator().manual_seed(rank))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def steps(model, losses_of, clip) -> dict:
+    """Train and return losses, the norms of the gradients, and the first step's gradients."""
+    # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-5)
+    losses, norms, gradients = [], [], {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(losses_of())
+        missing = [name for name, p in model.named_parameters() if p.grad is None]
+        gradients = gradients or {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(whole(clip(model, MAX_NORM)).item())
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "gradients": gradients, "missing": missing}
+
+
+def alone(family: str, ranks: int) -> dict:
+    """What all engines must come to: the mean of the ranks' losses in one process, the model as it comes."""
+    model = make(family)
+
+    def losses_of():
+        parts = [model(batch(rank), labels=batch(rank)).loss for rank in range(ranks)]
+        (sum(parts) / ranks).backward()
+        return [part.item() for part in parts]
+
+    result = steps(model, losses_of, lambda model, most: torch.nn.utils.clip_grad_norm_(model.parameters(), most))
+    with torch.no_grad():
+        logits = model(batch(0)).logits
+    return result | {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}, "logits": logits}
+
+
+def spread(model, scenario: Scenario):
+    """Put the model on the ranks as a user would; returns what to call."""
+    mesh = init_device_mesh("cpu", scenario.mesh, mesh_dim_names=("dp", "ep"))
+    if scenario.engine == "ddp":
+        shard_experts(model, mesh if scenario.mesh[0] > 1 else mesh["ep"])
+        return DistributedDataParallel(model)
+    shard_experts(model, mesh["ep"])
+    everyone = init_device_mesh("cpu", (mesh.size(),))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+        fully_shard(layer, mesh=everyone)
+    return fully_shard(model, mesh=everyone)
+
+
+def counted(model) -> dict[str, torch.Tensor]:
+    """Count the tokens of each expert from here on."""
+    from moe_runtime.hf.experts import is_experts
+
+    counts = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            counts[name] = module.moe_runtime_counts = torch.zeros(module.num_experts, dtype=torch.int64)
+    return counts
+
+
+def run(scenario: Scenario, folder: str) -> dict:
+    model, ids = make(scenario.family), batch(dist.get_rank())
+    before = {name: p.shape for name, p in model.named_parameters()}
+    if scenario.checkpointing:
+        model.gradient_checkpointing_enable()
+    called = spread(model, scenario)
+    counts = counted(model)
+
+    def losses_of():
+        loss = called(ids, labels=ids).loss
+        loss.backward()
+        return loss.item()
+
+    result = steps(model, losses_of, clip_grad_norm)
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+    with torch.no_grad():
+        logits = model(batch(0)).logits
+    save_pretrained(called, folder)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_model_state_dict(model, options=options)  # of torch, on rank 0
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    assert dist.get_rank() or all(torch.equal(states[name], weight) for name, weight in weights.items())
+    experts = {
+        name: tuple(p.to_local().shape)
+        for name, p in model.named_parameters()
+        if "experts" in name and hasattr(p, "to_local")
+    }
+    return result | {"weights": weights, "logits": logits, "counts": counts, "experts": experts}
+
+
+def train(model, ranks: int, folder: str) -> dict:
+    """Two steps with transformers' Trainer, unchanged: 8 sequences in two micro-batches each, over `ranks` processes."""
+    from transformers import Trainer, TrainingArguments
+
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, VOCAB, (12,), generator=generator) for _ in range(16)]
+    arguments = TrainingArguments(
+        folder, use_cpu=True, max_steps=2, per_device_train_batch_size=4 // ranks, gradient_accumulation_steps=2,
+        max_grad_norm=MAX_NORM, learning_rate=1e-2, adam_epsilon=1e-5, logging_steps=1, save_strategy="no", report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer.train()
+    steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    return {"steps": steps, "weights": weights, "wrapped": type(trainer.model_wrapped).__name__}
+
+
+def run_trainer(folder: str) -> dict:
+    model = make("qwen3_moe")
+    shard_experts(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    result = train(model, dist.get_world_size(), folder)
+    save_pretrained(model, folder)
+    return result
+
+
+def start(rendezvous: str) -> None:
+    seconds = timedelta(seconds=COLLECTIVE_SECONDS)
+    n, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo", f"file://{rendezvous}", timeout=seconds, world_size=n, rank=rank)
+
+
+def main(rendezvous: str, out: str, *names: str) -> None:
+    start(rendezvous)
+    for name in names:
+        result = run_trainer(f"{out}/{name}") if name == TRAINER else run(SCENARIOS[name], f"{out}/{name}")
+        torch.save(result, f"{out}/{name}-rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Runs a script in several processes that find each other through a file: no port to be taken, no hang that lasts."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COLLECTIVE_SECONDS = 60  # what a collective waits for the other ranks
+
+
+def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: float = 240) -> None:
+    """Run `script RENDEZVOUS ARGS` in `ranks` processes; fails with the output of the first that did, or after `seconds`."""
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env |= {"WORLD_SIZE": str(ranks), "TRITON_INTERPRET": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    rendezvous, processes = folder / "rendezvous", []
+    rendezvous.unlink(missing_ok=True)
+    for rank in range(ranks):
+        with open(folder / f"rank{rank}.log", "w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), str(rendezvous), *args],
+                    env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        failed = _wait(processes, time.monotonic() + seconds)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if failed is not None:
+        log = (folder / f"rank{failed}.log").read_text()
+        raise AssertionError(f"rank {failed} of {ranks} ended with {processes[failed].returncode}:\n{log[-6000:]}")
+
+
+class Launches:
+    """Launches of `script` in a folder of their own each, once: one that failed fails again and is not run again."""
+
+    def __init__(self, script: str, tmp_path_factory):
+        self.script, self.folder_of, self.done = script, tmp_path_factory.mktemp, {}
+
+    def __call__(self, ranks: int, *args: str, seconds: float = 200) -> Path:
+        """Return the folder, which is the script's first argument behind the rendezvous."""
+        if ranks not in self.done:
+            self.done[ranks] = folder = self.folder_of(f"ranks{ranks}")
+            try:
+                launch(self.script, ranks, folder, str(folder), *args, seconds=seconds)
+            except AssertionError as error:
+                self.done[ranks] = error
+        if isinstance(self.done[ranks], AssertionError):
+            raise self.done[ranks]
+        return self.done[ranks]
+
+
+def _wait(processes: list, deadline: float) -> int | None:
+    """Return the first rank that failed or, at the deadline, that has not ended; None where all are well."""
+    while True:
+        codes = [process.poll() for process in processes]
+        bad = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        late = [rank for rank, code in enumerate(codes) if code is None]
+        if bad or not late:
+            return bad[0] if bad else None
+        if time.monotonic() > deadline:
+            return late[0]
+        time.sleep(0.1)

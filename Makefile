@@ -47,7 +47,7 @@ $(VENV)/triton/%: | $(INSTALLED)
 
 test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
-		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py \
+		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
 		tests/ops/test_grouped_gemm_memory.py $(ARGS) || exit 1; done
 
 lint: $(INSTALLED)  ## ruff check and ruff format --check

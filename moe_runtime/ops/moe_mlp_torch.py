@@ -1,9 +1,11 @@
 """The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection, reused memory.
 
-No index_add, no gathered copy of all rows, no buffer of size [R, ...] but z (kept for the backward pass), y and dx. The
-elementwise work runs in blocks of rows that stay in the cache between the passes.
+No index_add, no gathered copy of all rows, no buffer of size [R, ...] but z (kept for the backward pass), y and dx. Small
+experts are gathered and activated together, where the call of an operator takes longer than its work; large ones in blocks of
+rows that stay in the cache between the passes.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from moe_runtime.ops.dispatch import invert, sort_slots
 from moe_runtime.ops.workspace import lease, scratch
 
 ROWS = 8  # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
+GROUP_ELEMENTS = 1 << 19  # rows of the experts that go together, times the columns of the widest buffer
 BLOCK_ELEMENTS = 1 << 18  # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
 
 
@@ -48,12 +51,53 @@ class Experts(NamedTuple):
         return self.up_trained[row], self.down_trained[row]
 
 
-def _padded(start: int, end: int, R: int) -> int:
-    """The end of an expert's rows, moved on to a multiple of ROWS rows if there are so many.
+class Member(NamedTuple):
+    """An expert of a group; its rows count from the group's first."""
 
-    What is computed for the rows of later experts is overwritten when their turn comes: experts go in ascending order.
-    """
-    return min(start + -(-(end - start) // ROWS) * ROWS, R)
+    expert: int
+    start: int
+    end: int
+    padded: int  # the end, moved on to a multiple of ROWS rows if there are so many
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return its rows of a group's."""
+        return rows[self.start : self.end]
+
+    def wide(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return its rows and those up to the padded end.
+
+        What is computed for the rows of later experts is overwritten when their turn comes: experts go in ascending order.
+        """
+        return rows[self.start : self.padded]
+
+
+class Group(NamedTuple):
+    """Neighbouring experts, whose rows are gathered and go through the activation together."""
+
+    start: int
+    end: int  # the last member's padded one
+    members: list[Member]
+    everyone: bool  # one expert that sees every token once, in order
+
+
+def _groups(bounds: list[int], row_token: torch.Tensor, T: int, width: int):
+    """Yield the experts that have rows, as many at a time as GROUP_ELEMENTS lets in."""
+    R, members, start = row_token.numel(), [], 0
+    for e, (a, b) in enumerate(itertools.pairwise(bounds)):
+        if a == b:
+            continue
+        everyone = _is_everyone(row_token[a:b], T)
+        if members and (everyone or (b - start) * width > GROUP_ELEMENTS):
+            yield Group(start, start + members[-1].padded, members, False)
+            members = []
+        if everyone:
+            yield Group(a, b, [Member(e, 0, T, T)], True)
+            continue
+        start = start if members else a
+        padded = min(a + -(-(b - a) // ROWS) * ROWS, R)
+        members.append(Member(e, a - start, b - start, padded - start))
+    if members:
+        yield Group(start, start + members[-1].padded, members, False)
 
 
 def _blocks(start: int, end: int, width: int):
@@ -102,23 +146,18 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
     y = scratch("y", (R, H), x)
     trained = experts.rows()
-    for e in range(E):
-        a, b = bounds[e], bounds[e + 1]
-        if a == b:
-            continue
-        up, down = experts.at(e, trained[e])
-        everyone = _is_everyone(row_token[a:b], T)
-        b = b if everyone else _padded(a, b, R)
-        rows = _gather("x", x, row_token[a:b], everyone)
+    for group in _groups(bounds, row_token, T, max(Z, H)):
+        a, b = group.start, group.end
+        rows = _gather("x", x, row_token[a:b], group.everyone)
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
-        torch.mm(rows, up.t(), out=z)
-        if experts.up_bias is not None:
-            z.add_(experts.up_bias[e])
+        _up(group, experts, trained, rows, z)
         h = scratch("h", (b - a, I), x)
         _activation(experts, z, row_weight[a:b] if fold else None, h)
-        torch.mm(h, down.t(), out=y[a:b])
-        if experts.down_bias is not None:
-            _add_bias(y[a:b], experts.down_bias[e], row_weight[a:b] if fold else None)
+        for member in group.members:
+            e, out = member.expert, member.wide(y[a:b])
+            torch.mm(member.wide(h), experts.at(e, trained[e])[1].t(), out=out)
+            if experts.down_bias is not None:
+                _add_bias(out, experts.down_bias[e], member.wide(row_weight[a:b]) if fold else None)
     if bounds[E] < R:  # dropped slots: their weights may be anything
         y[bounds[E] :].zero_()
         topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
@@ -169,32 +208,33 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
         t.new_empty(t.shape) if t is not None and need else None
         for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
     )
-    dx = scratch("y", (R, H), x) if needs[0] else None
     for e in range(E):
-        a, b = bounds[e], bounds[e + 1]
-        if a == b or trained[e] < 0:
+        if bounds[e] == bounds[e + 1] or trained[e] < 0:
             row = e if experts.up_trained is None else trained[e]
             for grad, i in ((up, row), (down, row), (up_bias, e), (down_bias, e)):
                 if grad is not None and i >= 0:
                     grad[i].zero_()
-        if a == b:
-            continue
-        everyone = _is_everyone(row_token[a:b], T)
-        n, b = b - a, b if everyone else _padded(a, b, R)
-        dy = _gather("dy", dout, row_token[a:b], everyone)
-        rows = _gather("x", x, row_token[a:b], everyone)
-        w_up, w_down = experts.at(e, trained[e])
-        z = z_all[a:b] if z_all.shape[0] else _up(rows, experts, w_up, e)
-        dh = torch.mm(dy, w_down, out=scratch("dh", (b - a, I), x))
-        dz, wh = scratch("dz", (b - a, Z), x), scratch("h", (b - a, I), x)
+    dx = scratch("y", (R, H), x) if needs[0] else None
+    for group in _groups(bounds, row_token, T, max(Z, H)):
+        a, b = group.start, group.end
+        dy = _gather("dy", dout, row_token[a:b], group.everyone)
+        rows = _gather("x", x, row_token[a:b], group.everyone)
+        z = z_all[a:b] if z_all.shape[0] else _up(group, experts, trained, rows, scratch("z", (b - a, Z), x))
+        dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
+        for member in group.members:
+            e = member.expert
+            torch.mm(member.wide(dy), experts.at(e, trained[e])[1], out=member.wide(dh))
         _activation_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
-        if dx is not None:
-            torch.mm(dz, w_up, out=dx[a:b])
-        if experts.down_bias is not None:
-            drow_weight[a:b].add_(dy.to(drow_weight.dtype) @ experts.down_bias[e].to(drow_weight.dtype))
-        if trained[e] >= 0:
-            grads = Gradients(None, up, down, row_weight[a : a + n], up_bias, down_bias)
-            _weight_gradients(grads, e, trained[e], dy[:n], wh[:n], dz[:n], rows[:n])
+        grads = Gradients(None, up, down, row_weight[a:b], up_bias, down_bias)
+        for member in group.members:
+            e = member.expert
+            if dx is not None:
+                torch.mm(member.wide(dz), experts.at(e, trained[e])[0], out=member.wide(dx[a:b]))
+            if experts.down_bias is not None:
+                bias = experts.down_bias[e].to(drow_weight.dtype)
+                member.own(drow_weight[a:b]).add_(member.own(dy).to(drow_weight.dtype) @ bias)
+            if trained[e] >= 0:
+                _weight_gradients(grads, member, trained[e], dy, wh, dz, rows)
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()
@@ -206,21 +246,28 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     return Gradients(dx, up, down, dweight, up_bias, down_bias)
 
 
-def _weight_gradients(grads: Gradients, e: int, row: int, dy, wh, dz, rows) -> None:
-    """Fill expert e's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
+def _weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows) -> None:
+    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
+    e, dy, dz = member.expert, member.own(dy), member.own(dz)
     if grads.down is not None:
-        torch.mm(dy.t(), wh, out=grads.down[row])
+        torch.mm(dy.t(), member.own(wh), out=grads.down[row])
     if grads.up is not None:
-        torch.mm(dz.t(), rows, out=grads.up[row])
+        torch.mm(dz.t(), member.own(rows), out=grads.up[row])
     if grads.up_bias is not None:
         grads.up_bias[e].copy_(dz.sum(0))
     if grads.down_bias is not None:
-        grads.down_bias[e].copy_(grads.topk_weight @ dy.to(grads.topk_weight.dtype))
+        weight = member.own(grads.topk_weight)
+        grads.down_bias[e].copy_(weight @ dy.to(weight.dtype))
 
 
-def _up(rows, experts: Experts, up, e: int):
-    z = torch.mm(rows, up.t(), out=scratch("z", (rows.shape[0], up.shape[0]), rows))
-    return z if experts.up_bias is None else z.add_(experts.up_bias[e])
+def _up(group: Group, experts: Experts, trained: list[int], rows, z):
+    """Write the pre-activation of a group's `rows` into z, and return it."""
+    for member in group.members:
+        e, out = member.expert, member.wide(z)
+        torch.mm(member.wide(rows), experts.at(e, trained[e])[0].t(), out=out)
+        if experts.up_bias is not None:
+            out.add_(experts.up_bias[e])
+    return z
 
 
 def _activation_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:

@@ -98,6 +98,16 @@ def test_rows_beyond_one_block_of_the_elementwise_work(dtype, tolerance, monkeyp
     check(make_case(37, 33, 17, 3, 1, dtype, "all", gated=False), tolerance)
 
 
+@pytest.mark.parametrize("routing", ["random", "skip", "dropped", "halves", "all"])
+def test_experts_that_go_together_and_each_alone_give_the_same_bits(routing, monkeypatch):
+    case = make_case(40, 33, 17, 6, 2, torch.float32, routing, bias=True)
+    want = run(case, layer())
+    for rows in (1, 9, 25, 60):  # of a group, at most, if it has more than one expert
+        monkeypatch.setattr(moe_mlp_torch, "GROUP_ELEMENTS", rows * 34)
+        got = run(case, layer())
+        assert all(torch.equal(got[name], value) for name, value in want.items()), rows
+
+
 @pytest.mark.parametrize("routing", ["random", "dropped"])
 def test_reference_follows_the_equation(routing):
     case = make_case(19, 33, 17, 4, 2, torch.float64, routing, bias=True)

@@ -218,6 +218,11 @@ def test_mutant_of_the_layer_is_caught(name, mutant, where, tolerance, monkeypat
     assert where <= caught(tolerance)
 
 
+def test_an_expert_that_takes_its_neighbours_rows_is_caught(tolerance, monkeypatch):
+    monkeypatch.setattr(moe_mlp_torch.Member, "own", moe_mlp_torch.Member.wide)
+    assert {"random", "skip"} <= caught(tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_unharmed_code_passes(dtype, tolerance, monkeypatch):
     assert caught(tolerance, dtype) == set()

@@ -10,12 +10,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 # each test worker holds torch and transformers, about 1 GB, so more than 8 pay on few machines
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
 TRITONS ?= 3.6.0 3.9.0
+TRANSFORMERS ?= 5.17.0
 DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==1.13.2 py-cpuinfo==9.0.0
 # torch alone and first: what follows then takes the build that is there, CPU or CUDA, as it is
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton lint bench wheel clean
+.PHONY: help demo test test-triton test-transformers lint bench wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -49,6 +50,16 @@ test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldes
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
 		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
 		tests/ops/test_grouped_gemm_memory.py $(ARGS) || exit 1; done
+
+# what that one wants besides is in the .venv
+$(VENV)/transformers/%: | $(INSTALLED)
+	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new \
+		transformers==$* "huggingface_hub<2" httpx httpcore certifi && mv $@.new $@
+
+test-transformers: $(TRANSFORMERS:%=$(VENV)/transformers/%) $(VENV)/deepspeed  ## the tests of stock models with an older transformers
+	@for v in $(TRANSFORMERS); do echo "transformers $$v"; PYTHONPATH=$(VENV)/transformers/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q \
+		-n $(WORKERS) tests/hf/test_experts*.py tests/hf/test_stack.py tests/hf/test_engines.py tests/hf/test_replay.py \
+		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/test_docs.py tests/test_stats.py $(ARGS) || exit 1; done
 
 lint: $(INSTALLED)  ## ruff check and ruff format --check
 	$(VENV)/bin/ruff check .

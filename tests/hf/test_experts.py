@@ -1,6 +1,7 @@
 """The contract of transformers' experts interface, layout by layout, on experts classes of our own against their eager code."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ def experts_class(apply_gate=None, **flags):
     """A stock experts class: eager code as transformers writes it, and the decorator."""
 
     class Stock(nn.Module):
+        has_post_expert_norm = False  # transformers 5.17 has none
+
         def __init__(self, config):
             super().__init__()
             gated, transposed = flags.get("has_gate", True), flags.get("is_transposed", False)
@@ -94,6 +97,10 @@ LAYOUTS = [
     pytest.param({}, {"hidden_act": "mish"}, False, id="unknown-activation"),
     pytest.param({"has_gate": False}, {"hidden_act": "mish"}, False, id="unknown-activation-not-gated"),
     pytest.param({"has_post_expert_norm": True}, {}, False, id="muse_spark"),
+]
+# a decorator of an older transformers does not take them all
+LAYOUTS = [
+    p for p in LAYOUTS if {*p.values[0]} - {"apply_gate"} <= {*inspect.signature(use_experts_implementation).parameters}
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from moe_runtime import cli
 from moe_runtime.hf.families import FAMILIES
+from tests.hf import stock as stock_families
 from tests.hf.test_stack import stock
 from tests.hf.tiny import dense
 
@@ -42,6 +43,13 @@ def test_every_op_has_its_line():
 
 def test_families_are_those_of_the_code():
     assert set(re.findall(r"`([a-z0-9_]+)`", section("Which models"))) == set(FAMILIES)
+
+
+def test_stock_families_are_those_of_the_installed_transformers():
+    served, others = section("Stock MoE models of transformers").split("Compared with")[1].split("Not served")
+    assert re.findall(r"`([a-z0-9_]+)`", served) == sorted(stock_families.FAMILIES)
+    named = set(re.findall(r"`([a-z0-9_]+)`", others)) - {"patch"}
+    assert named == set(stock_families.OUTSIDE)
 
 
 def test_commands_are_those_of_the_code():

@@ -3,25 +3,21 @@
     out[t] = sum_k top_k_weights[t, k] norm(down_e(gate_e(up_e x[t]))),   e = top_k_index[t, k]
 
 `norm` is the identity but for models with a norm behind each expert. The router stays the model's own. What a class does
-between its two products is found out numerically, once: where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) +
-up_offset) with an activation that our kernels know, `moe_mlp` runs all of it; anything else goes through the class's own
-`_apply_gate` between two grouped products. Parameters keep their names, shapes and layout.
+between its two products is found out numerically (hf.gates): where our kernels have it, `moe_mlp` runs all of it; anything
+else goes through the class's own `_apply_gate` between two grouped products. Parameters keep names, shapes and layout.
 """
 
 import functools
-import itertools
-import types
-import weakref
 from typing import NamedTuple
 
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from moe_runtime.hf.gates import gate_of
 from moe_runtime.modules.moe import MoE, autocast_dtype
 from moe_runtime.ops import all_to_all
-from moe_runtime.ops.activation import ACT, Activation, activate
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
@@ -30,9 +26,8 @@ from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 NAME = "moe_runtime"
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# what the classes' own gates read of their experts module
-_SCALARS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
-_replaced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: [(config, implementation before patch)]
+# attribute of an experts module that `patch` has changed: its implementation before
+BEFORE = "moe_runtime_replaced"
 
 
 def register() -> None:
@@ -62,6 +57,8 @@ def patch(model: nn.Module) -> int:
     """
     from transformers import PreTrainedModel
 
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r}; want a torch module")
     register()
     layers = {name: module for name, module in model.named_modules() if is_experts(module)}
     ours = sum(isinstance(module, MoE) for module in model.modules())
@@ -72,24 +69,32 @@ def patch(model: nn.Module) -> int:
         )
     for name, module in layers.items():
         _check_dtype(module.down_proj.dtype, name)
-    if model not in _replaced:
-        _replaced[model] = [(module.config, module.config._experts_implementation) for module in layers.values()]
+    for module in layers.values():
+        if module.config._experts_implementation != NAME:
+            setattr(module, BEFORE, module.config._experts_implementation)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
             module.set_experts_implementation(NAME)
     missed = [name for name, module in layers.items() if module.config._experts_implementation != NAME]
     if missed:
+        still = layers[missed[0]].config._experts_implementation
+        unpatch(model)
         raise ValueError(
-            f"experts_implementation of {missed[0]} is {layers[missed[0]].config._experts_implementation!r} still; want "
-            f"{NAME!r}; load the model through a class of transformers"
+            f"experts_implementation of {missed[0] or type(model).__name__} is {still!r} still; want {NAME!r}; load the model "
+            "through a class of transformers"
         )
     return len(layers) + ours
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give `model` back the implementation that it had before `patch`; a model that was not patched stays as it is."""
-    for config, before in _replaced.pop(model, ()):
-        config._experts_implementation = before
+    """Give the experts of `model` back the implementation that they had before `patch`, by whatever wrapper that was called.
+
+    Experts that `patch` has not changed stay as they are.
+    """
+    for module in model.modules():
+        before = module.__dict__.pop(BEFORE, None)
+        if before is not None:
+            module.config._experts_implementation = before
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -180,69 +185,3 @@ def _composed(module, x, topk_idx, topk_weight, stacks: Stacks):
     # a norm may make something of the rows behind the last expert
     live = (topk_idx >= 0) & (topk_idx < E)
     return combine(y, topk_weight.masked_fill(~live, 0), slot_row), expert_offsets
-
-
-def gate_of(module: nn.Module) -> Activation | None:
-    """Return what the module does between its products, None if `moe_mlp` does not have it."""
-    gate, scalars = _gate_of(module)
-    # torch.compile guards what it sees compared, and nothing that _gate_of reads
-    for name, known in zip(_SCALARS, scalars):
-        if known is not None and getattr(module, name, None) != known:
-            raise RuntimeError(f"{name} of {type(module).__name__} changed while it was read")
-    return gate
-
-
-def _gate_of(module: nn.Module) -> tuple[Activation | None, tuple]:
-    scalars = tuple(getattr(module, name, None) for name in _SCALARS)
-    if getattr(module, "has_post_expert_norm", False):
-        return None, scalars
-    act = _act_of(getattr(module, "act_fn", None))
-    if not module.has_gate:
-        return (None if act is None else Activation(act, gated=False)), scalars
-    return _find_gate(type(module)._apply_gate, act, scalars), scalars
-
-
-# what torch.compiler.assume_constant_result sets: tracing runs it for real
-_gate_of._dynamo_marked_constant = True
-_acts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def _act_of(act_fn) -> str | None:
-    """Name the activation, by its values; None if `moe_mlp` has none like it."""
-    if act_fn is None:
-        return None
-    if act_fn not in _acts:
-        _acts[act_fn] = _first_equal(act_fn, ACT)
-    return _acts[act_fn]
-
-
-@functools.lru_cache(maxsize=256)
-def _find_gate(apply_gate, act: str | None, scalars: tuple) -> Activation | None:
-    """Run a class's `_apply_gate` on numbers and find out which of ours it is.
-
-    The class itself would be no key: PEFT makes a new one at every call.
-    """
-    attributes = {name: value for name, value in zip(_SCALARS, scalars) if value is not None}
-    stand_in = types.SimpleNamespace(act_fn=ACT.get(act), **attributes)
-    limits = [None, *{float(value) for name, value in attributes.items() if name.endswith("limit")}]
-    gates = itertools.product(ACT, [True], limits, (0.0, 1.0), (False, True))
-    known = {gate: functools.partial(activate, **gate._asdict()) for gate in itertools.starmap(Activation, gates)}
-    return _first_equal(functools.partial(apply_gate, stand_in), known)
-
-
-@torch.no_grad()
-def _first_equal(wanted, candidates: dict):
-    """Return the key of the first candidate that computes what `wanted` does; None without one, or if `wanted` cannot run."""
-    with _disable_current_modes():  # inside somebody's fake or meta mode there would be no numbers
-        # both parts of a gate far beyond the usual limits, in both signs and in no order
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        z = 12 * torch.randn(64, 16, dtype=torch.float64, device="cpu", generator=generator)
-        try:
-            values = wanted(z)
-        except Exception:  # a class that needs more than numbers; it runs through its own code
-            return None
-        for key, candidate in candidates.items():
-            got = candidate(z)
-            if got.shape == values.shape and torch.allclose(got, values.to(got.dtype), rtol=1e-6, atol=1e-9):
-                return key
-    return None

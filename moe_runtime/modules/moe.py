@@ -148,7 +148,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling `module` is calling kind.forward and nothing else."""
     hooks = (
         module._forward_hooks,
@@ -187,7 +187,7 @@ class MoE(nn.Module):
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
-        if not (_is_plain(self.gate, Router) and _is_plain(self.experts, Experts)):
+        if not (is_plain(self.gate, Router) and is_plain(self.experts, Experts)):
             return False
         if all_to_all.is_distributed(self.experts.down_proj):
             return False

@@ -5,13 +5,14 @@ import inspect
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
 import moe_runtime
-from moe_runtime.hf import experts
+from moe_runtime.hf import experts, gates
 from moe_runtime.ops.activation import Activation
 from tests.hf.tiny import dense, distance, upcycled
 
@@ -178,20 +179,102 @@ def test_a_gate_that_only_looks_like_a_known_one_runs_its_own_code():
 def test_an_activation_is_known_by_what_it_computes():
     tanh, erf = module_of({}, {}), module_of({}, {})
     tanh.act_fn, erf.act_fn = nn.GELU(approximate="tanh"), nn.GELU()
-    found = [experts.gate_of(module).act for module in (tanh, erf)]
+    found = [gates.gate_of(module).act for module in (tanh, erf)]
     assert found == ["gelu_tanh", "gelu"]
+
+
+@pytest.mark.parametrize("limit", [0.3, 7, 100.0, 1e4, 1e7])
+def test_a_limit_of_any_size_is_seen(limit):
+    module = module_of({"apply_gate": _deepseek}, {})
+    module.limit = limit
+    assert gates.gate_of(module) == Activation("silu", True, limit=limit)
+
+
+@pytest.mark.parametrize("limit", [0.0, None, float("inf"), torch.tensor(2.0), [2.0]], ids=str)
+def test_a_limit_that_is_no_number_for_us_leaves_the_class_to_itself(limit):
+    module = module_of({"apply_gate": _deepseek}, {})
+    module.limit = limit
+    assert gates.gate_of(module) is None
+
+
+def _clamped_by_a_number_of_its_own(self, z):
+    gate, up = z.chunk(2, -1)
+    return self.act_fn(gate.clamp(max=80)) * up
+
+
+def _with_a_default(self, z):
+    gate, up = z.chunk(2, -1)
+    return self.act_fn(gate * getattr(self, "temperature", 1.0)) * up
+
+
+def _in_training(self, z):
+    gate, up = z.chunk(2, -1)
+    return torch.dropout(self.act_fn(gate) * up, 0.5, self.training)
+
+
+def _of_the_other_alpha(self, z):
+    gate, up = z.chunk(2, -1)
+    return gate * torch.sigmoid(gate * self.alpha.real * 2) * up
+
+
+@pytest.mark.parametrize(
+    "apply_gate", [_clamped_by_a_number_of_its_own, _with_a_default, _in_training, _of_the_other_alpha]
+)
+def test_a_gate_with_more_to_it_runs_its_own_code(apply_gate):
+    assert gates.gate_of(module_of({"apply_gate": apply_gate}, {})) is None
+
+
+class Swish(nn.Module):
+    """SiLU as long as beta is 1."""
+
+    def __init__(self, beta=1.0, learned=False):
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(beta)) if learned else beta
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
+def _set_gate(module):
+    module._apply_gate = lambda z: _softcapped(module, z)
+
+
+CHANGES = {
+    "an activation that learns": lambda m: setattr(m, "act_fn", Swish(learned=True)),
+    "an activation with a state": lambda m: setattr(m, "act_fn", Swish(2.0)),
+    "dropout behind it": lambda m: setattr(m, "act_fn", nn.Sequential(nn.SiLU(), nn.Dropout(0.5))),
+    "a hook on it": lambda m: m.act_fn.register_forward_hook(lambda module, args, out: 2 * out),
+    "its forward replaced": lambda m: setattr(m.act_fn, "forward", torch.tanh),
+    "a function of somebody's": lambda m: (delattr(m, "act_fn"), setattr(m, "act_fn", lambda x: torch.relu(x))),
+    "a gate of the instance's own": _set_gate,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_an_instance_has_changed_is_what_runs(change):
+    module, x, (idx, weight) = module_of({}, {}), torch.randn(T, H), slots()
+    assert gates.gate_of(module) == Activation()
+    change(module)
+    assert gates.gate_of(module) is None
+    torch.manual_seed(3)
+    out = module.eval()(x, idx, weight)
+    assert distance(out, type(module).forward.__wrapped__(module, x, idx, weight)) < 2e-6
+    learned = [p for name, p in module.named_parameters() if "beta" in name]
+    if learned:
+        out.sum().backward()
+        assert learned[0].grad.abs() > 0
 
 
 @pytest.mark.parametrize("where", ["fake", "meta"])
 def test_first_call_in_a_mode_without_numbers(where):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    experts._find_gate.cache_clear()
+    gates._form_of_gate.cache_clear()
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
         module = module_of({"apply_gate": _deepseek}, {})
         out = module(torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K))
     assert out.shape == (T, H) and out.device.type == ("cpu" if where == "fake" else "meta")
-    assert experts.gate_of(module) == Activation("silu", True, limit=1.5)
+    assert gates.gate_of(module) == Activation("silu", True, limit=1.5)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -219,7 +302,7 @@ def test_weights_of_another_dtype_than_the_model(dtype):
 )
 def test_compiles_without_a_break(flags):
     torch._dynamo.reset()
-    experts._find_gate.cache_clear()
+    gates._form_of_gate.cache_clear()
     module, x, (idx, weight) = module_of(flags, {}), torch.randn(T, H), slots()
     want = run(module, x, idx, weight, "eager")
     module.config._experts_implementation = "moe_runtime"
@@ -231,19 +314,38 @@ def test_compiles_without_a_break(flags):
     assert distance(module.down_proj.grad, want["down_proj"]) < 2e-6
 
 
-def test_one_compiled_layer_for_two_limits():
-    """Regional compilation reuses a graph where its guards hold: two layers whose classes are equal but not their limits."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_layers_of_other_limits(backend):
+    """Regional compilation reuses a graph where its guards hold: layers whose classes are equal but not their limits."""
     torch._dynamo.reset()
     cls, config = experts_class(apply_gate=_deepseek), Config()
-    modules = [cls(config) for _ in range(2)]
-    modules[1].limit = 0.5
-    modules[1].load_state_dict(modules[0].state_dict())
+    modules = [cls(config) for _ in range(3)]
+    for module, limit in zip(modules, (1.5, 0.5, 2)):
+        module.limit = limit
+        module.load_state_dict(modules[0].state_dict())
     config._experts_implementation = "moe_runtime"
     x, (idx, weight) = 4 * torch.randn(T, H), slots()
     for module in modules:
-        module.compile(fullgraph=True, backend="eager")
+        module.compile(fullgraph=True, backend=backend)
         got = module(x, idx, weight)
         assert distance(got, type(module).forward.__wrapped__(module, x, idx, weight)) < 2e-6
+
+
+def test_one_graph_for_all_layers_and_another_for_another_activation():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    config = Config()
+    cls = experts_class()
+    layers, x, (idx, weight) = [cls(config) for _ in range(12)], torch.randn(T, H), slots()
+    config._experts_implementation = "moe_runtime"
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=counter)
+        layer(x, idx, weight)
+    assert counter.frame_count == 1
+    layers[5].act_fn = nn.GELU()
+    got = layers[5](x, idx, weight)
+    assert counter.frame_count == 2
+    assert distance(got, cls.forward.__wrapped__(layers[5], x, idx, weight)) < 2e-6
 
 
 def test_counts_are_the_dispatchs_own():
@@ -324,6 +426,45 @@ def test_patch_and_unpatch(wrapped):
     assert model.config._experts_implementation == before != "moe_runtime"
     moe_runtime.unpatch(outer)
     assert torch.equal(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("way", ["copy", "inside", "outside", "both"])
+def test_unpatch_by_another_way_than_patch(way):
+    model = tiny_qwen()
+    before, outer = model.config._experts_implementation, Wrapper(model)
+    if way == "copy":
+        moe_runtime.patch(outer)
+        model = copy.deepcopy(outer).inner
+        moe_runtime.unpatch(model)
+    elif way == "both":
+        moe_runtime.patch(model)
+        moe_runtime.patch(outer)
+        moe_runtime.unpatch(model)
+        moe_runtime.unpatch(outer)
+    else:
+        first, second = (outer, model) if way == "outside" else (model, outer)
+        moe_runtime.patch(first)
+        moe_runtime.unpatch(second)
+    assert model.config._experts_implementation == before != "moe_runtime"
+
+
+def test_patch_that_fails_changes_nothing():
+    class Foreign(nn.Module):
+        """Experts without a model of transformers around them, whose config nobody sets."""
+
+        def __init__(self):
+            super().__init__()
+            self.model, self.other = tiny_qwen(), module_of({}, {}, "eager")
+
+    foreign = Foreign()
+    before = foreign.model.config._experts_implementation
+    with pytest.raises(ValueError, match="experts_implementation of other is 'eager' still; want 'moe_runtime'"):
+        moe_runtime.patch(foreign)
+    assert foreign.model.config._experts_implementation == before != "moe_runtime"
+    with pytest.raises(ValueError, match="experts_implementation of Stock is 'eager' still"):
+        moe_runtime.patch(foreign.other)
+    with pytest.raises(ValueError, match="model is 'gpt'; want a torch module"):
+        moe_runtime.patch("gpt")
 
 
 def test_patch_says_why_not():

@@ -1,0 +1,155 @@
+"""What a stock experts class does between its two products, found out numerically, once per class.
+
+Where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation that `moe_mlp` has, that op
+runs all of it. Whatever could change the numbers without the class changing (a gate or a forward set on an instance, hooks,
+an activation with a state, an attribute that is not known here) makes the answer None, and the class's own code runs.
+"""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from moe_runtime.modules.moe import is_plain
+from moe_runtime.ops.activation import ACT, QUICK, Activation, activate
+
+LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
+ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
+# whose activations are what their types say; anybody else's may hold a state
+PLAIN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
+PLAIN_FUNCTIONS = ("torch", "torch.nn.functional", "torch._C._nn")
+
+
+class Form(NamedTuple):
+    """A class's gate, and the attributes of an instance that hold its numbers."""
+
+    activation: Activation
+    limit: str | None = None
+    alpha: str | None = None
+
+
+def gate_of(module: nn.Module) -> Activation | None:
+    """Return what the experts module does between its products, None if `moe_mlp` does not have it.
+
+    Reads here what the answer depends on: torch.compile guards what it sees read, and the same graph then serves every layer.
+    """
+    act_fn = getattr(module, "act_fn", None)
+    if "_apply_gate" in module.__dict__ or getattr(module, "has_post_expert_norm", False):
+        return None
+    if isinstance(act_fn, nn.Module):
+        if not is_plain(act_fn, type(act_fn)):
+            return None
+        form = _form(type(module), module.has_gate, type(act_fn), getattr(act_fn, "approximate", None))
+    else:
+        form = _form(type(module), module.has_gate, act_fn, None)
+    return None if form is None else _of_instance(form, module)
+
+
+def _of_instance(form: Form, module: nn.Module) -> Activation | None:
+    """Fill in the instance's numbers; None for such that `moe_mlp` does not take."""
+    act, gated, _, up_offset, interleaved = form.activation
+    limit = None
+    if form.alpha is not None:
+        alpha = getattr(module, form.alpha)
+        if not isinstance(alpha, (int, float)) or not (alpha == QUICK or alpha == 1):
+            return None
+        act = "quick_gelu" if alpha == QUICK else "silu"
+    if form.limit is not None:
+        limit = getattr(module, form.limit)
+        if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
+            return None
+    return Activation(act, gated, limit, up_offset, interleaved)
+
+
+def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | None:
+    """`act_fn` is an activation's type, a function or None."""
+    act = _name_of(act_fn, approximate)
+    if not gated:
+        return None if act is None else Form(Activation(act, gated=False))
+    return _form_of_gate(kind._apply_gate, act)
+
+
+# what torch.compiler.assume_constant_result sets: tracing runs it for real. It is given no module, or the graph would be one
+# module's
+_form._dynamo_marked_constant = True
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(act_fn, approximate: str | None) -> str | None:
+    """Name the activation, by its values; None if ACT has none like it."""
+    if isinstance(act_fn, type):
+        if act_fn.__module__ not in PLAIN_MODULES:
+            return None
+        options = {} if approximate is None else {"approximate": approximate}
+        return _first_equal(lambda z: act_fn(**options)(z), ACT)
+    if getattr(act_fn, "__module__", None) not in PLAIN_FUNCTIONS:
+        return None
+    return _first_equal(act_fn, ACT)
+
+
+class _StandIn:
+    """An experts module that has its activation, and the numbers that it is given; it notes which of them were read."""
+
+    def __init__(self, act: str | None, limit: float, alpha: float):
+        self._act, self._numbers, self.read = act, dict.fromkeys(LIMITS, limit) | dict.fromkeys(ALPHAS, alpha), set()
+
+    def __getattr__(self, name: str):
+        if name == "act_fn" and self._act is not None:
+            return ACT[self._act]
+        if name in self._numbers:
+            self.read.add(name)
+            return self._numbers[name]
+        raise LookupError(name)  # no AttributeError: a getattr with a default would pass over it
+
+
+@functools.lru_cache(maxsize=256)
+def _form_of_gate(apply_gate, act: str | None) -> Form | None:
+    """Run a class's `_apply_gate` on numbers and find out which of ours it is.
+
+    The class itself would be no key: PEFT makes a new one at every call.
+    """
+    found = {}
+    for limit, alpha in ((3.0, QUICK), (0.7, QUICK), (3.0, 1.0)):
+        stand_in = _StandIn(act, limit, alpha)
+        gates = itertools.product(ACT, [True], (None, limit), (0.0, 1.0), (False, True))
+        known = {gate: functools.partial(activate, **gate._asdict()) for gate in itertools.starmap(Activation, gates)}
+        gate = _first_equal(functools.partial(apply_gate, stand_in), known)
+        if gate is None:
+            return None
+        found[limit, alpha] = gate
+    names = [[name for name in group if name in stand_in.read] for group in (LIMITS, ALPHAS)]
+    if max(map(len, names)) > 1:
+        return None
+    (first, other_limit, other_alpha), (limit, alpha) = found.values(), (next(iter(group), None) for group in names)
+    wanted = [
+        first._replace(limit=None if first.limit is None else 0.7),
+        first if alpha is None else first._replace(act="silu"),
+    ]
+    # an attribute that is read must be what the numbers follow, and in the way that we take it for
+    fits = [other_limit, other_alpha] == wanted and (first.limit is None) == (limit is None)
+    return Form(first, limit, alpha) if fits and (alpha is None or first.act == "quick_gelu") else None
+
+
+@torch.no_grad()
+def _first_equal(wanted, candidates: dict):
+    """Return the key of the first candidate that computes what `wanted` does; None without one, or if `wanted` cannot run."""
+    with _disable_current_modes():  # inside somebody's fake or meta mode there would be no numbers
+        # both parts of a gate in both signs and in no order, and so far out that a clamp shows
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        z = torch.randn(96, 16, dtype=torch.float64, device="cpu", generator=generator)
+        z *= torch.tensor([0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu").repeat_interleave(16)[
+            :, None
+        ]
+        try:
+            values = wanted(z.clone())
+        except Exception:  # a class that needs more than numbers; it runs through its own code
+            return None
+        for key, candidate in candidates.items():
+            got = candidate(z)
+            if got.shape == values.shape and torch.allclose(got, values.to(got.dtype), rtol=1e-6, atol=1e-9):
+                return key
+    return None

@@ -17,10 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel, TrainerCallback
 
 from moe_runtime.hf.experts import is_experts, patch
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
+
+# where PEFT puts what it adapts or trains a copy of
+_ADAPTED = {"base_layer", "original_module", "modules_to_save"}
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -30,10 +34,11 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
-    leaves the experts alone. A second call with the same mesh changes nothing.
+    leaves the experts alone. PEFT's adapters of other modules come before it as well. Trainer then refuses on every rank to
+    train with a save_strategy, which would write on one rank alone. A second call with the same mesh changes nothing.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers, experts
-    that the ranks do not divide, or parameters that are distributed already in another way.
+    that the ranks do not divide or that PEFT adapts, or parameters that are distributed already in another way.
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; want one of {', '.join(GRADIENTS)}")
@@ -56,9 +61,33 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = types.MethodType(_save_whole_only, model)
+    for module in model.modules():
+        # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
+        if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
+            module.save_pretrained = types.MethodType(_save_whole_only, module)
+    _watch_trainers()
     return len(layers)
+
+
+class _NoCheckpoints(TrainerCallback):
+    """Refuses a training that would save what `shard_experts` has spread, on every rank, before the first step."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        save = getattr(model, "save_pretrained", None)
+        if args.save_strategy != "no" and getattr(save, "__func__", None) is _save_whole_only:
+            raise ValueError(
+                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with its experts on several "
+                "ranks, and Trainer writes on one; want save_strategy='no', and "
+                "moe_runtime.hf.expert_parallel.save_pretrained(model, folder) on every rank"
+            )
+
+
+def _watch_trainers() -> None:
+    """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
+    from transformers.trainer import DEFAULT_CALLBACKS
+
+    if _NoCheckpoints not in DEFAULT_CALLBACKS:
+        DEFAULT_CALLBACKS.append(_NoCheckpoints)
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
@@ -78,6 +107,10 @@ def _stacks(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
     stacks, n = _stacks(module), mesh.size(-1)
+    if _ADAPTED.intersection(name.split(".")):
+        raise ValueError(
+            f"{name} lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
+        )
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(
             f"{name} holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
@@ -112,7 +145,8 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their norm, over all ranks' experts, is at most `max_norm`; return the norm before that, [].
 
-    What torch's own function does where gradients are spread over one mesh at most; Trainer and accelerate need nothing.
+    torch's own function raises where some gradients are spread and others are not, as under DDP, or over several meshes.
+    Trainer and accelerate's clip_grad_norm_ need nothing.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -122,6 +156,20 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for gradient in gradients:
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
     return norm
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """Return the parameters that train as an optimizer's groups, one for each mesh and one for those on none.
+
+    With fused=True or foreach=True an optimizer's group cannot hold spread parameters beside whole ones; a GradScaler wants an
+    optimizer for each group.
+    """
+    groups = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:

@@ -25,8 +25,8 @@ def results(tmp_path_factory):
     launches = Launches(worker.__file__, tmp_path_factory)
 
     def result(name: str):
-        ranks = 2 if name == worker.TRAINER else torch.Size(worker.SCENARIOS[name].mesh).numel()
-        folder = launches(ranks, *([*TWO, worker.TRAINER] if ranks == 2 else FOUR))
+        ranks = 2 if name in worker.OTHERS else torch.Size(worker.SCENARIOS[name].mesh).numel()
+        folder = launches(ranks, *([*TWO, *worker.OTHERS] if ranks == 2 else FOUR))
         files = [folder / f"{name}-rank{rank}.pt" for rank in range(ranks)]
         return folder / name, [torch.load(file, weights_only=False) for file in files]
 
@@ -90,8 +90,9 @@ def test_one_checkpoint(name, results):
 
 def test_trainer(results, tmp_path):
     """transformers' Trainer as it comes: DDP, gradient accumulation, clipping."""
-    want = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))
-    folder, ranks = results(worker.TRAINER)
+    model = worker.make("qwen3_moe")
+    want = worker.train_and_save(model, 1, str(tmp_path), type(model).save_pretrained)
+    folder, ranks = results("trainer")
     assert len(want["steps"]) == 2 and min(norm for _, norm in want["steps"]) > worker.MAX_NORM
     for got in ranks:
         assert got["wrapped"] == "DistributedDataParallel"
@@ -100,6 +101,40 @@ def test_trainer(results, tmp_path):
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(weight, ranks[0]["weights"][parameter]) for parameter, weight in model.named_parameters())
+    first, got = (AutoModelForCausalLM.from_pretrained(there / "step1").state_dict() for there in (tmp_path, folder))
+    assert first.keys() == got.keys() and not torch.equal(got["lm_head.weight"], model.lm_head.weight)
+    assert all(distance(got[name], weight) < 1e-5 for name, weight in first.items())
+
+
+def test_trainer_saves_nothing_on_one_rank(results):
+    """One rank alone would raise at the first checkpoint, and the others would wait for it."""
+    _, ranks = results("refused")
+    for got in ranks:
+        assert "save_strategy is 'steps', model is Qwen3MoeForCausalLM with its experts on" in got["error"]
+        assert got["step"] == 0
+
+
+def test_trainer_saves_adapters(results, tmp_path):
+    """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
+    from peft import PeftModel
+
+    want = worker.train(worker.with_lora(worker.make("qwen3_moe")), 1, str(tmp_path))
+    folder, ranks = results("lora")
+    for got in ranks:
+        assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
+        for parameter, weight in want["weights"].items():
+            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+    saved = PeftModel.from_pretrained(worker.make("qwen3_moe"), folder / "checkpoint-2")
+    assert all(torch.equal(p, ranks[0]["weights"][name]) for name, p in saved.named_parameters())
+    assert (folder / "checkpoint-1").is_dir()
+
+
+def test_overflow_on_one_rank(results):
+    """The experts' optimizer skips its step on every rank, the other one's gradients are finite on all."""
+    _, ranks = results("overflow")
+    names = alone("qwen3_moe", 2)["weights"].keys()
+    for got in ranks:
+        assert got["moved"] == {name for name in names if ".experts." not in name} and got["scale"] == 0.5
 
 
 @pytest.fixture
@@ -143,8 +178,25 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     assert all(first[name] is parameter for name, parameter in model.named_parameters())
     with pytest.raises(ValueError, match="expert_parallel.save_pretrained.* on every rank"):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
+    with pytest.raises(ValueError, match="model is Qwen3MoeModel with its experts"):
+        model.model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a DTensor .* want it whole"):
         shard_experts(model, three((1, 3)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"target_parameters": ["mlp.experts.down_proj"]}, id="LoRA"),
+        pytest.param({"target_modules": ["q_proj"], "modules_to_save": ["experts"]}, id="a trained copy"),
+    ],
+)
+def test_no_adapters_of_experts(options, three):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(worker.make("qwen3_moe"), LoraConfig(r=2, **options))
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.* lies in PEFT's adapters"):
+        shard_experts(model, three((3,)))
 
 
 def test_no_second_plan(three):

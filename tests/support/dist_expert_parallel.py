@@ -3,6 +3,7 @@
 Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave experts without a token.
 """
 
+import functools
 import os
 import sys
 from datetime import timedelta
@@ -15,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_runtime.hf.expert_parallel import clip_grad_norm, save_pretrained, shard_experts
+from moe_runtime.hf.expert_parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
 from tests.support.dist_launch import COLLECTIVE_SECONDS
 
 torch.set_num_threads(1)
 STEPS, MAX_NORM, VOCAB = 2, 0.1, 96
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 FIELDS = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -36,6 +38,8 @@ class Scenario(NamedTuple):
     engine: str
     mesh: tuple[int, int]  # replicas, owners
     checkpointing: bool = False
+    optimizer: str = ""  # a switch of AdamW
+    scaled: bool = False
 
 
 SCENARIOS = {
@@ -44,13 +48,15 @@ SCENARIOS = {
     "ours-ddp-ep2": Scenario("ours", "ddp", (1, 2)),
     "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", (1, 2)),
     "qwen3-ddp-ep2-checkpointing": Scenario("qwen3_moe", "ddp", (1, 2), checkpointing=True),
+    "qwen3-ddp-ep2-fused": Scenario("qwen3_moe", "ddp", (1, 2), optimizer="fused"),
+    "qwen3-ddp-ep2-foreach": Scenario("qwen3_moe", "ddp", (1, 2), optimizer="foreach"),
+    "qwen3-ddp-ep2-scaled": Scenario("qwen3_moe", "ddp", (1, 2), scaled=True),
     "qwen3-ddp-ep4": Scenario("qwen3_moe", "ddp", (1, 4)),
     "qwen3-fsdp2-ep4": Scenario("qwen3_moe", "fsdp2", (1, 4)),
     "qwen3-ddp-dp2-ep2": Scenario("qwen3_moe", "ddp", (2, 2)),
     "qwen3-fsdp2-dp2-ep2": Scenario("qwen3_moe", "fsdp2", (2, 2)),
-    "ours-fsdp2-dp2-ep2": Scenario("ours", "fsdp2", (2, 2)),
+    "ours-fsdp2-dp2-ep2": Scenario("ours", "fsdp2", (2, 2), optimizer="fused"),
 }
-TRAINER = "trainer"
 
 
 def make(family: str):
@@ -86,18 +92,29 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def steps(model, losses_of, clip) -> dict:
-    """Train and return losses, the norms of the gradients, and the first step's gradients."""
+def optimizers_of(model, scenario: Scenario | None = None) -> list[torch.optim.Optimizer]:
+    """One AdamW as it comes, or as the docs say for its switches and a GradScaler."""
+    groups = parameter_groups(model) if scenario and (scenario.optimizer or scenario.scaled) else model.parameters()
+    switches = {scenario.optimizer: True} if scenario and scenario.optimizer else {}
     # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-5)
+    make = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-5, **switches)
+    return [make([group]) for group in groups] if scenario and scenario.scaled else [make(groups)]
+
+
+def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
+    """Train and return losses, the norms of the gradients, and the first step's gradients."""
     losses, norms, gradients = [], [], {}
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        model.zero_grad()
         losses.append(losses_of())
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         missing = [name for name, p in model.named_parameters() if p.grad is None]
         gradients = gradients or {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         norms.append(whole(clip(model, MAX_NORM)).item())
-        optimizer.step()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
     return {"losses": losses, "norms": norms, "gradients": gradients, "missing": missing}
 
 
@@ -110,7 +127,10 @@ def alone(family: str, ranks: int) -> dict:
         (sum(parts) / ranks).backward()
         return [part.item() for part in parts]
 
-    result = steps(model, losses_of, lambda model, most: torch.nn.utils.clip_grad_norm_(model.parameters(), most))
+    def clip(model, most):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+
+    result = steps(model, losses_of, clip, optimizers_of(model))
     with torch.no_grad():
         logits = model(batch(0)).logits
     return result | {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}, "logits": logits}
@@ -147,14 +167,14 @@ def run(scenario: Scenario, folder: str) -> dict:
     if scenario.checkpointing:
         model.gradient_checkpointing_enable()
     called = spread(model, scenario)
-    counts = counted(model)
+    counts, scaler = counted(model), torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scenario.scaled)
 
     def losses_of():
         loss = called(ids, labels=ids).loss
-        loss.backward()
+        scaler.scale(loss).backward()
         return loss.item()
 
-    result = steps(model, losses_of, clip_grad_norm)
+    result = steps(model, losses_of, clip_grad_norm, optimizers_of(model, scenario), scaler)
     assert {name: p.shape for name, p in model.named_parameters()} == before
     with torch.no_grad():
         logits = model(batch(0)).logits
@@ -171,30 +191,94 @@ def run(scenario: Scenario, folder: str) -> dict:
     return result | {"weights": weights, "logits": logits, "counts": counts, "experts": experts}
 
 
-def train(model, ranks: int, folder: str) -> dict:
-    """Two steps with transformers' Trainer, unchanged: 8 sequences in two micro-batches each, over `ranks` processes."""
+def trainer_of(model, ranks: int, folder: str, callbacks=(), **options):
+    """transformers' Trainer, unchanged: two steps of 8 sequences in two micro-batches each, over `ranks` processes."""
     from transformers import Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, VOCAB, (12,), generator=generator) for _ in range(16)]
     arguments = TrainingArguments(
         folder, use_cpu=True, max_steps=2, per_device_train_batch_size=4 // ranks, gradient_accumulation_steps=2,
-        max_grad_norm=MAX_NORM, learning_rate=1e-2, adam_epsilon=1e-5, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True,
+        max_grad_norm=MAX_NORM, learning_rate=1e-2, adam_epsilon=1e-5, logging_steps=1, report_to=[], disable_tqdm=True,
+        **{"save_strategy": "no"} | options,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    return Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+
+
+def train(model, *args, **options) -> dict:
+    trainer = trainer_of(model, *args, **options)
     trainer.train()
     steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
     weights = {name: whole(p) for name, p in model.named_parameters()}
     return {"steps": steps, "weights": weights, "wrapped": type(trainer.model_wrapped).__name__}
 
 
-def run_trainer(folder: str) -> dict:
-    model = make("qwen3_moe")
+def sharded(model):
     shard_experts(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    result = train(model, dist.get_world_size(), folder)
+    return model
+
+
+def train_and_save(model, ranks: int, folder: str, save) -> dict:
+    """Train, with a checkpoint of the weights in step1 after the first step, as the docs say."""
+    from transformers import TrainerCallback
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                save(model, f"{folder}/step1")
+
+    return train(model, ranks, folder, [Save()])
+
+
+def run_trainer(folder: str) -> dict:
+    model = sharded(make("qwen3_moe"))
+    result = train_and_save(model, dist.get_world_size(), folder, save_pretrained)
     save_pretrained(model, folder)
     return result
+
+
+def run_refused(folder: str) -> dict:
+    trainer = trainer_of(sharded(make("qwen3_moe")), dist.get_world_size(), folder, save_strategy="steps")
+    try:
+        trainer.train()
+    except ValueError as error:
+        return {"error": str(error), "step": trainer.state.global_step}
+    return {}
+
+
+def with_lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def run_lora(folder: str) -> dict:
+    """Adapters of the attention over experts that are spread and frozen, with Trainer's own checkpoints."""
+    model = sharded(with_lora(make("qwen3_moe")))
+    return train(model, dist.get_world_size(), folder, save_strategy="steps", save_steps=1)
+
+
+def run_overflow(folder: str) -> dict:
+    """A gradient of one expert, on the last rank alone, is infinite."""
+    model = sharded(make("qwen3_moe"))
+    scaler, optimizers = (
+        torch.amp.GradScaler("cpu"),
+        [torch.optim.SGD([group], lr=10) for group in parameter_groups(model)],
+    )
+    before, ids = {name: whole(p) for name, p in model.named_parameters()}, batch(dist.get_rank())
+    scale = scaler.get_scale()
+    scaler.scale(DistributedDataParallel(model)(ids, labels=ids).loss).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.model.layers[0].mlp.experts.down_proj.grad.to_local()[0, 0, 0] = torch.inf
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(whole(p), before[name])}
+    return {"moved": moved, "scale": scaler.get_scale() / scale}
+
+
+OTHERS = {"trainer": run_trainer, "refused": run_refused, "lora": run_lora, "overflow": run_overflow}
 
 
 def start(rendezvous: str) -> None:
@@ -206,7 +290,7 @@ def start(rendezvous: str) -> None:
 def main(rendezvous: str, out: str, *names: str) -> None:
     start(rendezvous)
     for name in names:
-        result = run_trainer(f"{out}/{name}") if name == TRAINER else run(SCENARIOS[name], f"{out}/{name}")
+        result = OTHERS[name](f"{out}/{name}") if name in OTHERS else run(SCENARIOS[name], f"{out}/{name}")
         torch.save(result, f"{out}/{name}-rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ makes anyway; else counting costs one small integer scatter per layer on the dev
 """
 
 import csv
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -95,11 +96,16 @@ class RouterStats:
         return torch.stack([load_entropy(row) for row in self.routed])
 
     def summary(self) -> dict[str, float]:
-        """The worst layer in three numbers, however many layers there are."""
+        """The worst layer in three numbers, however many layers there are; NaN, NaN and 0 if nothing was routed.
+
+        A layer without slots was not called, and is left out.
+        """
+        called = self.counts.any(1)
+        violation, entropy = self.max_violation[called].tolist(), self.entropy[called].tolist()
         return {
-            "router/max_violation": self.max_violation.max().item(),
-            "router/min_entropy": self.entropy.min().item(),
-            "router/dead_experts": float(self.dead.sum().item()),
+            "router/max_violation": max(violation, default=math.nan),
+            "router/min_entropy": min(entropy, default=math.nan),
+            "router/dead_experts": float(self.dead[called].sum().item()),
         }
 
     def per_layer(self) -> dict[str, float]:
@@ -186,7 +192,7 @@ class RouterCounter:
     Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens in backward, does
     not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out, and so are ids
     outside 0..E-1, the sentinels of expert parallelism. `close` removes the hooks. Code that torch.compile has made is made
-    anew, with the counting in it. Raises ValueError for a model without routers.
+    anew, with the counting in it (all of the process: torch.compiler.reset). Raises ValueError for a model without routers.
     """
 
     def __init__(self, model: nn.Module, only_training: bool = False):
@@ -195,13 +201,14 @@ class RouterCounter:
         self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
         self._direct: dict[str, nn.Module] = {}  # whose dispatch counts in this call
         self._call = OpenCall(model, self._enter, self._leave)
-        self._handles = [layer.watch(self._see(name)) for name, layer in self.layers.items()]
+        self._handles = [layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()]
 
     def _enter(self, module: nn.Module) -> bool:
         is_open = module.training or not self.only_training
         if is_open and self._call.mask is None:
             for name, layer in self.layers.items():
                 if _counts_itself(layer):
+                    self._move(name, next(layer.module.parameters()).device)
                     layer.module.moe_runtime_counts = self._counts[name]
                     self._direct[name] = layer.module
         return is_open
@@ -211,12 +218,16 @@ class RouterCounter:
             del module.moe_runtime_counts
         self._direct.clear()
 
-    def _see(self, name: str):
-        def see(topk_idx: torch.Tensor) -> None:
-            if self._call.is_open and name not in self._direct:
-                self._add(name, topk_idx)
+    def _see(self, name: str, topk_idx: torch.Tensor) -> None:
+        if self._call.is_open and name not in self._direct:
+            self._add(name, topk_idx)
 
-        return see
+    def _move(self, name: str, device: torch.device) -> None:
+        """Let the counts follow a layer that has gone to another device since."""
+        if self._counts[name].device != device:
+            # a tensor made in inference mode could not be added to outside of it
+            with torch.inference_mode(False):
+                self._counts[name] = self._counts[name].to(device)
 
     @torch.no_grad()
     def _add(self, name: str, topk_idx: torch.Tensor) -> None:
@@ -225,8 +236,7 @@ class RouterCounter:
         mask = token_mask(self._call.mask, topk_idx.shape[0])
         if mask is not None:
             live = live & mask.to(live.device)[:, None]
-        if self._counts[name].device != live.device:
-            self._counts[name] = self._counts[name].to(live.device)
+        self._move(name, live.device)
         self._counts[name].scatter_add_(0, topk_idx.clamp(0, E - 1).long().flatten(), live.long().flatten())
 
     def read(self, reset: bool = False, reduce: bool = False) -> RouterStats:
@@ -262,7 +272,8 @@ class RouterCounter:
 def _zeros(layer: RoutedLayer) -> torch.Tensor:
     device = next(layer.module.parameters()).device
     device = torch.device("cpu") if device.type == "meta" else device
-    return torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
+    with torch.inference_mode(False):
+        return torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
 
 
 def _counts_itself(layer: RoutedLayer) -> bool:

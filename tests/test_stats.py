@@ -1,7 +1,9 @@
 """stats.py: the measures against hand-made counts, the counting against the routers' own ids."""
 
+import copy
 import csv
 import math
+import pickle
 import sys
 
 import pytest
@@ -264,6 +266,14 @@ def test_per_layer_numbers_are_named_by_layer():
     assert seen.summary() == {"router/max_violation": 2, "router/min_entropy": 0, "router/dead_experts": 1}
 
 
+def test_layers_that_were_not_called_are_not_in_the_summary():
+    seen = RouterStats(torch.tensor([[4, 4], [0, 0]]), ("0", "1"))
+    assert seen.summary() == {"router/max_violation": 1, "router/min_entropy": 1, "router/dead_experts": 0}
+    nothing = RouterStats(torch.zeros(1, 2, dtype=torch.int64), ("0",)).summary()
+    assert math.isnan(nothing["router/max_violation"]) and math.isnan(nothing["router/min_entropy"])
+    assert nothing["router/dead_experts"] == 0
+
+
 def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
     from matplotlib.figure import Figure
     from matplotlib.image import imread
@@ -368,6 +378,77 @@ def test_two_counters_do_not_know_of_each_other(implementation):
     inner = collect_router_stats(model, [batch()])
     outer.close()
     assert torch.equal(outer.read().counts, inner.counts) and inner.counts.sum() == 72
+
+
+def patched():
+    model = stock("qwen3_moe").eval()
+    moe_runtime.patch(model)
+    return model, [layer.mlp.experts for layer in model.model.layers]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_interrupted_call_leaves_nothing_behind(closed):
+    model, experts = patched()
+    counter, inputs = RouterCounter(model), batch(padding=3)
+    want = stock_counts(model, [inputs])
+    interrupted = experts[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch())
+    interrupted.remove()
+    if closed:
+        counter.close()
+    else:
+        counter.read(reset=True)
+        model(**inputs)
+        assert torch.equal(counter.read().counts, want)  # by the mask, which the dispatch does not know
+    assert not any(hasattr(module, "moe_runtime_counts") for module in experts)
+
+
+def test_a_counter_is_closed_inside_a_call():
+    model, experts = patched()
+    counter = RouterCounter(model)
+    handle = experts[1].register_forward_pre_hook(lambda *_: counter.close())
+    model(**batch())
+    handle.remove()
+    assert not any(hasattr(module, "moe_runtime_counts") for module in experts)
+
+
+def test_counts_follow_a_model_that_moves(monkeypatch):
+    model, experts = patched()
+    counter = RouterCounter(model)
+    assert counter._enter(model) and experts[0].moe_runtime_counts.device.type == "cpu"
+    counter._leave()
+    model.to("meta")
+    monkeypatch.setattr(stats, "_counts_itself", lambda layer: True)
+    counter._enter(model)
+    assert [module.moe_runtime_counts.device.type for module in experts] == ["meta", "meta"]
+    counter._leave()
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_counter_of_inference_mode_counts_in_training(padding):
+    model, _ = patched()
+    inputs = batch(padding=padding)
+    with torch.inference_mode():
+        counter = RouterCounter(model)
+        model(**inputs)
+    model(**inputs).loss.backward()
+    assert counter.read().counts.sum(1).tolist() == [4 * (18 - padding)] * 2
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("name", ["stock", "ours"])
+def test_a_model_is_copied_and_pickled_with_an_open_counter(name, clone):
+    model, x = (patched()[0], batch()["input_ids"]) if name == "stock" else (Toy(), torch.randn(9, H))
+    counter = RouterCounter(model)
+    model(x)
+    once = counter.read().counts
+    clone(model)(x)  # which has a counter of its own
+    assert once.sum() > 0 and torch.equal(counter.read().counts, once)
 
 
 def test_stock_layers_next_to_our_own():

@@ -4,6 +4,7 @@ A layer is watched only while the model that it is in runs: gradient checkpointi
 is not a call of the model.
 """
 
+import functools
 import inspect
 import re
 import sys
@@ -45,10 +46,17 @@ class RoutedLayer:
     def watch(self, see: Callable[[torch.Tensor], None]):
         """Call `see` with the ids [T, K] of each call of the layer; return the hook's handle."""
         if self.is_stock:
-            return self.module.register_forward_pre_hook(
-                lambda module, args, kwargs: see(ids_of(args, kwargs)), with_kwargs=True
-            )
-        return self.module.register_forward_hook(lambda module, args, out: see(out.topk_idx))
+            return self.module.register_forward_pre_hook(functools.partial(_before_experts, see), with_kwargs=True)
+        return self.module.register_forward_hook(functools.partial(_after_router, see))
+
+
+# functions of the module, not lambdas: a model is pickled and copied with its hooks
+def _before_experts(see, module, args, kwargs) -> None:
+    see(ids_of(args, kwargs))
+
+
+def _after_router(see, module, args, out) -> None:
+    see(out.topk_idx)
 
 
 def ids_of(args: tuple, kwargs: dict) -> torch.Tensor:
@@ -91,22 +99,24 @@ def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
 class OpenCall:
     """Knows whether `model` is being called, and with which 2-d attention mask.
 
-    `enter`, if given, is asked at the start whether this call counts; `leave` is called at its end, after an error too.
+    `enter`, if given, is asked at the start whether this call counts; `leave` is called at its end, after an error too; after
+    Ctrl-C, when the next call starts or at `close`. `names` are those of the forward's arguments.
     """
 
     def __init__(self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None):
         self.is_open, self.mask = False, None
         self.with_gradient = 0  # calls so far
         self._on_enter, self._on_leave = enter, leave
+        self.names = tuple(inspect.signature(model.forward).parameters)
         self._handles = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
 
     def _enter(self, module: nn.Module, args, kwargs) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is None and len(args) > 1:
-            mask = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)).get("attention_mask")
+        # torch does not call hooks after a KeyboardInterrupt, whatever always_call says
+        self._leave()
+        mask = self.named(args, kwargs).get("attention_mask")
         self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         self.with_gradient += torch.is_grad_enabled()
         self.is_open = self._on_enter is None or self._on_enter(module)
@@ -116,8 +126,13 @@ class OpenCall:
         if self._on_leave is not None:
             self._on_leave()
 
+    def named(self, args: tuple, kwargs: dict) -> dict:
+        """Return a call's arguments by their names, the positional ones too."""
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; a call in progress is left."""
+        self._leave()
         for handle in self._handles:
             handle.remove()
 

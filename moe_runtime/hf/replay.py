@@ -15,6 +15,7 @@ sparsemixer, ZAYA's skip expert) cannot be steered, and is refused as soon as it
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,17 +90,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     forget_compiled()
     record = RoutingRecord({}, {plain_name(name): layer.num_experts for name, layer in layers.items()})
     call = OpenCall(model)
-
-    def watch(layer: RoutedLayer):
-        def see(topk_idx: torch.Tensor) -> None:
-            if call.is_open:
-                # a copy: the router's own tensor may be changed in place
-                ids = topk_idx.detach().to(torch.int32, copy=True)
-                record.ids.setdefault(plain_name(layer.name), []).append(ids)
-
-        return layer.watch(see)
-
-    handles = [watch(layer) for layer in layers.values()]
+    handles = [layer.watch(functools.partial(_note, call, record, plain_name(name))) for name, layer in layers.items()]
     try:
         yield record
     finally:
@@ -108,14 +99,20 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
             handle.remove()
 
 
+def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tensor) -> None:
+    if call.is_open:
+        # a copy: the router's own tensor may be changed in place
+        record.ids.setdefault(name, []).append(topk_idx.detach().to(torch.int32, copy=True))
+
+
 @contextlib.contextmanager
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Send the tokens of each call of `model` to the experts of the record's call of the same number.
 
     Recomputation under gradient checkpointing gets the ids of the call that it repeats; the backward pass must run inside,
     too. Layers that the record does not have route by themselves. Raises ValueError where the record does not fit the model
-    or the batch, and for routers that it cannot steer: a layer's first call is compared with the record at once, the
-    others, without a sync, at the end.
+    or the batch, at the end if it has more calls than there were, and for routers that it cannot steer: a layer's first
+    call is compared with the record at once, the others, without a sync, at the end.
     """
     layers = routed_layers(model)
     _check_fits(model, layers, record)
@@ -203,7 +200,12 @@ class _Replay:
         return found[0]
 
     def finish(self) -> None:
-        """Nothing to compare: our router takes what it is given."""
+        """Raise ValueError if calls of the record are left."""
+        if len(self.inputs) < len(self.ids):
+            raise ValueError(
+                f"{self.layer.name} was called {len(self.inputs)} times, the record has {len(self.ids)} calls; want the "
+                "batches that were recorded, all of them, or a record of fewer calls"
+            )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -229,6 +231,7 @@ class _StockReplay(_Replay):
 
     def _start(self, module, args, kwargs) -> None:
         x = args[0] if args else kwargs["hidden_states"]
+        self._stop()
         self.mode = _TopK(self.next(x).to(x.device), self.layer.num_experts)
         self.mode.__enter__()
 
@@ -250,9 +253,15 @@ class _StockReplay(_Replay):
         self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong
 
     def finish(self) -> None:
-        """Raise ValueError if a later call went to other experts than the record's."""
+        """Raise ValueError if a later call went to other experts than the record's, or if calls of it are left."""
         if self.is_wrong is not None:
             self._refuse(self.is_wrong)
+        super().finish()
+
+    def close(self) -> None:
+        """Remove the hooks, and what Ctrl-C in a block has left."""
+        super().close()
+        self._stop()
 
     def _refuse(self, is_wrong: torch.Tensor) -> None:
         # a router that goes by the token's id, or has not changed, needs no steering

@@ -27,7 +27,7 @@ def router_report(
     """Run at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
 
     `data` is what `read_rows` takes; a row gives at most max_length tokens. Runs on the GPU if there is one. Raises ValueError
-    for a folder or data that cannot be read, and for a model without routers.
+    for a folder or data that cannot be read, for data without a token, and for a model without routers; then it writes nothing.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
         if value < 1:
@@ -39,6 +39,8 @@ def router_report(
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
     patch(model)
     stats = collect_router_stats(model, _batches(rows, tokenizer, tokens, max_length, batch_size, device))
+    if not stats.counts.any():
+        raise ValueError(f"data is {str(data)!r}, whose rows have no tokens; want text")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
@@ -48,10 +50,28 @@ def router_report(
     return stats
 
 
-def _text(row: dict, tokenizer) -> str:
-    if "messages" in row:
-        return tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    return row["text"] if "text" in row else row["prompt"] + row["completion"]
+def _text(row: dict, number: int, tokenizer) -> tuple[str, bool]:
+    """Return the text of the row of this number, and whether a chat template wrote it, special tokens and all."""
+    columns = [name for name in ("messages", "text", "prompt", "completion") if name in row]
+    values = [row[name] for name in columns]
+    if columns != ["messages"] and all(isinstance(value, str) for value in values):
+        return "".join(values), False
+    where = f"{' + '.join(columns)} of row {number}"
+    if columns == ["text"] or not all(isinstance(value, list) for value in values):
+        kinds, want = " and ".join(type(value).__name__ for value in values), "a string"
+        if columns != ["text"]:
+            want = "a list of messages" if columns == ["messages"] else "two strings or two lists of messages"
+        raise ValueError(f"{where} is {kinds}; want {want}")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{where} has messages, chat_template of the tokenizer is {tokenizer.chat_template!r}; want one; save the "
+            "tokenizer of a chat model beside the weights, or give text"
+        )
+    try:
+        return tokenizer.apply_chat_template([m for value in values for m in value], tokenize=False), True
+    except Exception as error:  # every template has exceptions of its own
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where} does not fit the chat template: {reason}; want role and content") from error
 
 
 def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
@@ -59,7 +79,10 @@ def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, dev
     for first in range(0, len(rows), batch_size):
         ids = []
         for i in range(first, min(first + batch_size, len(rows))):
-            found = tokenizer(_text(rows[i], tokenizer), truncation=True, max_length=min(max_length, max(tokens, 1)))
+            text, is_chat = _text(rows[i], i, tokenizer)
+            limit = min(max_length, max(tokens, 1))
+            # a chat template writes the special tokens itself: a second BOS would be one that no training has
+            found = tokenizer(text, truncation=True, max_length=limit, add_special_tokens=not is_chat)
             if tokens > 0 and found["input_ids"]:
                 ids.append(found["input_ids"])
                 tokens -= len(ids[-1])

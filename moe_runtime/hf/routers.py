@@ -7,14 +7,14 @@ compute an auxiliary loss of their own, whose place it takes, and for those that
 """
 
 import functools
-import inspect
-import operator
+import math
 import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf import outputs
@@ -62,7 +62,10 @@ def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> tor
 
 
 class BalanceLoss:
-    """A model's balance loss while it is in use; `close` gives the model back as it was. Made by `use_balance_loss`."""
+    """A model's balance loss while it is in use; `close` gives the model back as it was. Made by `use_balance_loss`.
+
+    A router that gives probabilities (Gemma 4's) is known by its first call, and their logarithm is taken for logits.
+    """
 
     def __init__(self, model: PreTrainedModel, kind: str, coef: float):
         self.model, self.kind, self.coef = model, kind, coef
@@ -74,7 +77,8 @@ class BalanceLoss:
                 "does not know; want a stock MoE model; for our own layers set MoEConfig(balance_loss=...)"
             )
         self._logits: list[torch.Tensor] = []
-        self._top_k, self._kwargs, self._wanted = 1, {}, False
+        self._top_k, self._kwargs, self._wanted, self._as_tuple = 1, {}, False, False
+        self._softmaxed: dict[type, bool] = {}  # by the router's class, once it was called
         forget_compiled()
         self._call = OpenCall(model, leave=self._forget)
         self._handles = [
@@ -107,18 +111,37 @@ class BalanceLoss:
         self._before = []
 
     def _prepare(self, module, args, kwargs):
-        asked = kwargs.get("output_router_logits")
-        self._wanted = bool(self.model.config.get_text_config().output_router_logits if asked is None else asked)
-        self._kwargs = kwargs
-        knows = "output_router_logits" in inspect.signature(module.forward).parameters
+        names, named, config = self._call.names, self._call.named(args, kwargs), self.model.config
+        asked, as_dict = named.get("output_router_logits"), named.get("return_dict")
+        self._wanted = bool(config.get_text_config().output_router_logits if asked is None else asked)
+        self._as_tuple = not (config.return_dict if as_dict is None else as_dict)
+        self._kwargs = named
         # the model's own auxiliary loss would come on top
-        return args, kwargs | ({"output_router_logits": False} if knows or asked else {})
+        changes = {"output_router_logits": False} if asked or "output_router_logits" in names else {}
+        if self._as_tuple:
+            # a tuple does not say what its parts are; it is made when the loss is in
+            changes["return_dict"] = True
+        if any(name in names[: len(args)] for name in changes):
+            args, kwargs = (), named
+        return args, kwargs | changes
 
     def _catch(self, place: Place, module, args, out) -> None:
         if self._call.is_open:
             parts = out if isinstance(out, (tuple, list)) else (out,)
-            logits = place(parts)
-            self._logits.append(logits.reshape(-1, logits.shape[-1]))
+            found = place(parts)
+            self._logits.append(self._as_logits(type(module), found.reshape(-1, found.shape[-1])))
+
+    def _as_logits(self, router: type, found: torch.Tensor) -> torch.Tensor:
+        """Return `found` [T, E], or its logarithm if the router's softmax is in it already."""
+        softmaxed = self._softmaxed.get(router)
+        if softmaxed is None:
+            softmaxed = _are_probabilities(found)
+            if torch.compiler.is_compiling():
+                # compiled code cannot choose by values
+                return torch.where(softmaxed, _log(found), found)
+            if found.numel():
+                self._softmaxed[router] = softmaxed = bool(softmaxed)
+        return _log(found) if softmaxed else found
 
     def _count(self, module, args, kwargs) -> None:
         self._top_k = ids_of(args, kwargs).shape[-1]
@@ -127,10 +150,18 @@ class BalanceLoss:
         self._logits, self._kwargs = [], {}
 
     def _add(self, module, args, out):
-        """Put the loss into what the model returns."""
-        logits, loss = self._logits, getattr(out, "loss", None)
-        if not logits or (loss is None and not self._wanted):
+        """Put the loss into what the model returns, and make that the tuple which was asked for."""
+        logits = self._logits
+        if not isinstance(out, ModelOutput):
+            if logits:
+                raise ValueError(f"{type(module).__name__} returns a {type(out).__name__}; want a ModelOutput")
             return None
+        loss = out.get("loss")
+        if logits and (loss is not None or self._wanted):
+            self._complete(out, logits, loss)
+        return out.to_tuple() if self._as_tuple else out
+
+    def _complete(self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None) -> None:
         outputs.check_gradients([p for router, _ in self.routers for p in router.parameters()], logits)
         aux_loss = self._loss(logits)
         if self._wanted:
@@ -144,7 +175,6 @@ class BalanceLoss:
             share = outputs.share_of_batch(self._kwargs, loss.device)
             out.lm_loss = loss
             out["loss"] = loss + self.coef * share * aux_loss.to(loss.device)
-        return out
 
     def _loss(self, logits: list[torch.Tensor]) -> torch.Tensor:
         rows, experts = {len(layer) for layer in logits}, {layer.shape[1] for layer in logits}
@@ -168,8 +198,8 @@ def use_balance_loss(model: nn.Module, kind: str = "per_layer", coef: float | No
         if isinstance(getattr(hook, "__self__", None), BalanceLoss):
             hook.__self__.close()
     coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) if coef is None else coef
-    if not isinstance(coef, (int, float)) or not coef > 0:
-        raise ValueError(f"coef is {coef}; want a number above 0, such as 0.001")
+    if isinstance(coef, bool) or not isinstance(coef, (int, float)) or not 0 < coef < math.inf:
+        raise ValueError(f"coef is {coef}; want a number above 0, not infinity, such as 0.001")
     return BalanceLoss(model, kind, float(coef))
 
 
@@ -197,7 +227,7 @@ def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
             for name, module in part.named_modules():
                 # not one that names the whole block, whose output is no router's
                 if _matches(spec, name, module) and not any(map(is_experts, module.modules())):
-                    found[module] = operator.itemgetter(getattr(spec, "index", 1))
+                    found[module] = functools.partial(_at, getattr(spec, "index", 1))
     return list(found.items())
 
 
@@ -211,9 +241,23 @@ def _routers_beside(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[t
     return list(found.items())
 
 
+# not operator.itemgetter, which torch.compile cannot trace
+def _at(index: int, parts: Sequence) -> torch.Tensor:
+    return parts[index]
+
+
 def _first_as_wide(E: int, parts: Sequence) -> torch.Tensor:
     floats = (part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point())
     return next(part for part in floats if part.shape[-1] >= E)
+
+
+def _are_probabilities(found: torch.Tensor) -> torch.Tensor:
+    """Whether all rows of `found` [T, E] are distributions, [] bool; the sum of bfloat16 is off by some thousandths."""
+    return ((found >= 0).all(-1) & ((found.float().sum(-1) - 1).abs() < 1e-2)).all()
+
+
+def _log(probabilities: torch.Tensor) -> torch.Tensor:
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 
 
 def _matches(spec, name: str, module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -271,6 +272,44 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace():
         model.model.layers[0].mlp(torch.randn(2, 9, 32))
     assert torch.equal(model(**inputs).logits, want)
     assert len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "xft"])
+def test_calls_of_the_record_that_are_left_are_refused(name):
+    model, inputs = model_of(name), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+        model(**inputs)
+    with (
+        pytest.raises(ValueError, match="was called 1 times, the record has 2 calls"),
+        replay_routing(model, record),
+    ):
+        model(**inputs)
+
+
+def test_an_interrupted_block_leaves_nothing_behind():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    interrupted = model.model.layers[1].mlp.gate.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), replay_routing(model, record):
+        model(**inputs)
+    interrupted.remove()
+    assert len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+def test_a_model_is_pickled_while_it_is_recorded():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        twin = pickle.loads(pickle.dumps(model))
+        twin(**inputs)
+        assert not record.ids
+        model(**inputs)
+    assert len(record.ids) == 2
 
 
 def test_records_of_other_models_are_refused():

@@ -1,10 +1,13 @@
 """hf/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
 
+import copy
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from moe_runtime import cli
 from moe_runtime.hf.router_report import FILES, router_report
@@ -62,6 +65,65 @@ def test_bad_input_is_named(folder):
     TOKENIZER.save_pretrained("dense")
     with pytest.raises(ValueError, match="model is LlamaForCausalLM, without"):
         router_report("dense", "data.jsonl", "out")
+    assert not (folder / "out").exists()
+
+
+def write(row, *more):
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, (row, *more))))
+
+
+TURNS = [{"role": "user", "content": "3 and 4"}, {"role": "assistant", "content": "make 7"}]
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
+    want = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
+    for row in ({"messages": TURNS}, {"prompt": TURNS[:1], "completion": TURNS[1:]}):
+        write(row)
+        assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
+    write({"prompt": "3 and 4", "completion": " make 7"})
+    want = len(TOKENIZER("3 and 4 make 7")["input_ids"])
+    assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"text": "a"}, {"text": None}], "text of row 1 is NoneType; want a string"),
+        ([{"text": 3}], "text of row 0 is int; want a string"),
+        ([{"text": ["a", "b"]}], "text of row 0 is list; want a string"),
+        (
+            [{"prompt": "a", "completion": None}],
+            "prompt . completion of row 0 is str and NoneType; want two strings or",
+        ),
+        ([{"prompt": TURNS, "completion": "a"}], "prompt . completion of row 0 is list and str; want two strings or"),
+        ([{"messages": "a"}], "messages of row 0 is str; want a list of messages"),
+        ([{"messages": ["a"]}], "messages of row 0 does not fit the chat template: .*; want role and content"),
+    ],
+)
+def test_rows_that_are_no_text_are_named(rows, message, folder):
+    write(*rows)
+    with pytest.raises(ValueError, match=message):
+        router_report("stock", "rows.jsonl", "out")
+    assert not (folder / "out").exists()
+
+
+def test_messages_want_a_chat_template(folder):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = None
+    (folder / "stock" / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained("stock")
+    write({"messages": TURNS})
+    with pytest.raises(ValueError, match="messages of row 0 has messages, chat_template of the tokenizer is None"):
+        router_report("stock", "rows.jsonl", "out")
+
+
+def test_data_without_a_token_is_refused(folder):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    tokenizer.save_pretrained("stock")
+    write({"text": ""}, {"text": ""})
+    with pytest.raises(ValueError, match="data is 'rows.jsonl', whose rows have no tokens; want text"):
+        router_report("stock", "rows.jsonl", "out")
     assert not (folder / "out").exists()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -149,6 +150,105 @@ def test_routers_are_found_in_every_family_by_what_it_declares_and_without(famil
     assert all(seen) and len(seen) >= len(declared)
 
 
+class Collapse(torch.overrides.TorchFunctionMode):
+    """Makes a router's product, to a logit for each of 8 experts, 0 for the first `used` ones and far less for the others."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.used = used
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        # some have a skip expert or shared ones beside the 8; nothing else in a router is as narrow
+        if func is torch.nn.functional.linear and 8 <= out.shape[-1] <= 12:
+            return 0 * out - 1e4 * (torch.arange(out.shape[-1]) >= self.used)
+        return out
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_collapse_costs_every_family_the_same(family):
+    model, used, seen = families.build(family), 3, []
+    in_use = use_balance_loss(model, coef=1.0)
+
+    def see(*_):
+        seen.append((in_use._loss(in_use._logits), in_use._logits[0].shape[1], in_use._top_k))
+
+    model.register_forward_hook(see, prepend=True)
+    for module, _ in in_use.routers:
+        mode = Collapse(used)
+        module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)
+        module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), prepend=True)
+    with torch.no_grad():
+        families.run(model, "eager", output_router_logits=True)
+    # every slot on `used` experts, each of probability 1 / used: E sum_e (top_k / used) (1 / used)
+    (loss, E, top_k), *_ = seen
+    assert loss.item() == pytest.approx(E / used * top_k, rel=1e-4) and E in (8, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_known_from_logits(dtype):
+    logits = torch.randn(50, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert routers._are_probabilities(logits.float().softmax(-1).to(dtype))
+    for other in (logits, logits.abs(), logits.sigmoid(), logits.softmax(-1) * 1.1):
+        assert not routers._are_probabilities(other)
+    x = torch.tensor([[0.0, 1.0]], dtype=dtype, requires_grad=True)
+    routers._log(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_compiled_code_tells_them_apart_too():
+    torch.compiler.reset()
+    in_use, x = use_balance_loss(stock("mixtral"), coef=1.0), logits_of()[0]
+    # no eager call has shown what this class gives
+    compiled = torch.compile(lambda found: in_use._as_logits(torch.nn.Linear, found), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x) and close(compiled(x.softmax(-1)), x.log_softmax(-1))
+    assert torch.equal(in_use._as_logits(torch.nn.Linear, x[:0]), x[:0]) and not in_use._softmaxed
+    assert close(in_use._as_logits(torch.nn.Linear, x.softmax(-1)), x.log_softmax(-1))
+    assert in_use._softmaxed == {torch.nn.Linear: True}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_tuple_has_the_loss_in_it(wanted):
+    model, inputs = stock("mixtral").eval(), batch(padding=3)
+    in_use = use_balance_loss(model, coef=COEF)
+    want = model(**inputs, output_router_logits=wanted)
+    got = model(**inputs, output_router_logits=wanted, return_dict=False)
+    assert isinstance(got, tuple) and len(got) == len(want) and torch.equal(got[0], want.loss)
+    assert torch.equal(got[list(want).index("logits")], want.logits)
+    assert model(input_ids=inputs["input_ids"], return_dict=False)[0].shape == (2, 9, 64)
+    in_use.close()
+    assert len(model(**inputs, return_dict=False)) < len(got) or not wanted
+
+
+def test_positional_arguments_count_as_named_ones():
+    model, inputs = stock("mixtral").eval(), batch(padding=3)
+    model.config.output_router_logits = True  # so that it would add its own
+    use_balance_loss(model, coef=COEF)
+    inputs["num_items_in_batch"] = torch.tensor(36)
+    want = model(**inputs)
+    names = list(inspect.signature(model.forward).parameters)
+    places = names[: names.index("output_router_logits") + 1]
+    given = inputs | {"output_router_logits": True}
+    got = model(*(given.get(name) for name in places), num_items_in_batch=inputs["num_items_in_batch"])
+    assert "labels" in places and torch.equal(got.loss, want.loss) and torch.equal(got.aux_loss, want.aux_loss)
+
+
+def test_logits_of_an_interrupted_call_do_not_count():
+    model, inputs = stock("qwen3_moe").eval(), batch()
+    in_use = use_balance_loss(model, coef=COEF)
+    want = model(**inputs).loss
+    interrupted = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**inputs)
+    interrupted.remove()
+    assert len(in_use._logits) == 1 and torch.equal(model(**inputs).loss, want)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_nothing_is_added_without_labels_and_nothing_is_kept():
     model, inputs = stock("qwen3_moe").eval(), batch()
     plain = model(input_ids=inputs["input_ids"])
@@ -215,6 +315,16 @@ def test_inside_peft_the_router_in_training_gets_the_gradient():
     assert len(trained) == 2 and all(p.grad.norm() > 0 for p in trained)
 
 
+def test_the_whole_model_is_one_graph():
+    torch.compiler.reset()
+    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch()
+    model.set_experts_implementation("grouped_mm")
+    use_balance_loss(model, coef=COEF)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert close(compiled(**inputs).loss, model(**inputs).loss)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["in-use-before-compiling", "in-use-after-compiling"])
 def test_compiled_models_have_the_loss_too(late):
     torch.compiler.reset()
@@ -242,7 +352,7 @@ def test_what_has_no_router_logits_is_refused():
         use_balance_loss(tiny.dense(), coef=0.1)
     with pytest.raises(ValueError, match=r"for our own layers set MoEConfig\(balance_loss=...\)"):
         use_balance_loss(tiny.upcycled(), coef=0.1)
-    for coef in (0, None):
+    for coef in (0, None, True, float("inf"), float("nan")):
         model = stock("deepseek_v3")  # whose config has no coefficient
         with pytest.raises(ValueError, match=f"coef is {coef}; want a number above 0"):
             use_balance_loss(model, coef=coef)

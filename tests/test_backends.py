@@ -147,6 +147,21 @@ def test_why_not_is_none_or_a_reason(not_interpreted):
             assert isinstance(backends.why_not(backend, op, torch.device("meta")), str)
 
 
+@pytest.mark.parametrize("op", backends.TRITON_OPS)
+def test_bfloat16_is_refused_where_the_interpreter_gets_it_wrong(op, monkeypatch):
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backends, "interpreter_knows_bfloat16", True)
+    assert backends.pick(op, x, "triton") == "triton"
+    monkeypatch.setattr(backends, "interpreter_knows_bfloat16", False)
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrong; want float32"):
+        backends.pick(op, x, "triton")
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrong"):
+        backends.pick(op, x)
+    assert backends.pick(op, x.float()) == "triton" and backends.pick(op, x, "torch") == "torch"
+
+
 def test_ops_with_kernels_are_ops():
     assert set(backends.TRITON_OPS) | set(backends.CUDA_OPS) <= set(CALLS)
 

@@ -142,9 +142,9 @@ class Experts(nn.Module):
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast wants `x` computed; None where it is off."""
+    """Return the dtype in which autocast wants `x` computed; None where it is off, and for float64, which it leaves alone."""
     device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)
+    on = device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from moe_runtime import backends
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, register, register_backward
 
 
 def combine(
@@ -104,4 +104,4 @@ def _backward_fake(dout, y, topk_weight, slot_row, backend):
 
 
 register("combine", _forward, _fake, _autograd, _setup_context)
-register("combine_backward", _backward, _backward_fake)
+register_backward("combine_backward", _backward, _backward_fake)

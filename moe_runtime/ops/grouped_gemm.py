@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from moe_runtime import backends
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, register, register_backward
 
 
 def grouped_gemm(
@@ -144,4 +144,4 @@ def _fake(x, weight, expert_offsets, bias, backend):
 
 
 register("grouped_gemm", _forward, _fake, _autograd, _setup_context)
-register("grouped_gemm_backward", _backward, _backward_fake)
+register_backward("grouped_gemm_backward", _backward, _backward_fake)

@@ -18,6 +18,16 @@ def register(name: str, kernel, fake, backward=None, setup_context=None) -> None
         torch.library.register_autograd(f"moe_runtime::{name}", backward, setup_context=setup_context, lib=LIB)
 
 
+def register_backward(name: str, kernel, fake) -> None:
+    """As `register`, for the gradient `name` of an op: differentiating it again raises RuntimeError, where it would be 0."""
+    op = name.partition("_backward")[0]
+
+    def refuse(ctx, *grads):
+        raise RuntimeError(f"moe_runtime::{op} has no second derivative; want create_graph=False")
+
+    register(name, kernel, fake, refuse)
+
+
 def _outside_autocast(kernel):
     """Autocast would reach into the kernel and round its matmuls; an op's dtypes are those of its arguments."""
 

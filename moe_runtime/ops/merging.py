@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, register, register_backward
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _merge_fake(weight, alpha, backend):
 
 
 register("merge_experts", _merge, _merge_fake, _autograd, _setup_context)
-register("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
+register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
 
 
 LIB.define("merged_linear(Tensor x, Tensor weight, Tensor alpha, Tensor merged, Tensor? bias, str backend) -> Tensor")
@@ -237,4 +237,4 @@ def _linear_fake(x, weight, alpha, merged, bias, backend):
 
 
 register("merged_linear", _linear, _linear_fake, _linear_autograd, _linear_setup_context)
-register("merged_linear_backward", _linear_backward, _linear_backward_fake)
+register_backward("merged_linear_backward", _linear_backward, _linear_backward_fake)

@@ -15,7 +15,7 @@ from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, SHARED_MODES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.activation import SCHEMA, Activation
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, register, register_backward
 from moe_runtime.ops.moe_mlp import check_weights, kernels_of
 from moe_runtime.ops.moe_mlp_torch import Experts
 
@@ -166,4 +166,4 @@ def _autograd(ctx, dout, dlogits, dweight, *_):
 
 
 register("moe_layer", _forward, _forward_fake, _autograd, _setup_context)
-register("moe_layer_backward", _backward, _backward_fake)
+register_backward("moe_layer_backward", _backward, _backward_fake)

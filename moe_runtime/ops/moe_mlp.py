@@ -16,7 +16,7 @@ from moe_runtime.config import SHARED_MODES, check_choice
 from moe_runtime.ops import moe_mlp_torch
 from moe_runtime.ops.activation import SCHEMA, Activation, activate
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, register, register_backward
 
 
 def moe_mlp(
@@ -283,4 +283,4 @@ def _autograd(ctx, dout, *_):
 
 
 register("moe_mlp", _forward, _forward_fake, _autograd, _setup_context)
-register("moe_mlp_backward", _backward, _backward_fake)
+register_backward("moe_mlp_backward", _backward, _backward_fake)

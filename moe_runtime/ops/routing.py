@@ -22,7 +22,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, register, register_backward
 
 
 class Routing(NamedTuple):
@@ -236,4 +236,4 @@ def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend, forced
 
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
 register("route_to", route_to_kernel, _route_to_fake, _autograd_to, _setup_context_to)
-register("route_backward", route_backward_kernel, _route_backward_fake)
+register_backward("route_backward", route_backward_kernel, _route_backward_fake)

@@ -11,6 +11,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from moe_runtime import backends
+
 NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 EXACT = (*COMPARISONS, np.maximum, np.minimum, np.fmax, np.fmin)
@@ -41,6 +43,7 @@ def install() -> None:
     if getattr(InterpreterBuilder, "_moe_fixed", False):
         return
     InterpreterBuilder._moe_fixed = True
+    backends.interpreter_knows_bfloat16 = True
     _fix_casts()
     _fix_operators()
     _fix_reductions()

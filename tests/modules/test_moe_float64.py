@@ -1,0 +1,16 @@
+"""float64 stays float64: autocast leaves it alone, in torch's layers and in this one."""
+
+import torch
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.modules.moe import MoE
+
+
+def test_autocast_leaves_float64_alone():
+    layer = MoE(MoEConfig(hidden_size=8, intermediate_size=6, num_experts=4, top_k=2), dtype=torch.float64)
+    x = torch.randn(13, 8, dtype=torch.float64)
+    want = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, routing = layer(x), layer.gate(x)
+        parts = layer.experts(x, routing.topk_idx, routing.topk_weight)
+    assert torch.equal(whole, want) and parts.dtype == torch.float64

@@ -51,8 +51,9 @@ def gate_of(module: nn.Module) -> Activation | None:
 
 def _of_instance(form: Form, module: nn.Module) -> Activation | None:
     """Fill in the instance's numbers; None for such that `moe_mlp` does not take."""
-    act, gated, _, up_offset, interleaved = form.activation
-    limit = None
+    # by name: torch 2.11 cannot trace the unpacking of a tuple that it got as a constant
+    activation = form.activation
+    act, limit = activation.act, None
     if form.alpha is not None:
         alpha = getattr(module, form.alpha)
         if not isinstance(alpha, (int, float)) or not (alpha == QUICK or alpha == 1):
@@ -62,7 +63,7 @@ def _of_instance(form: Form, module: nn.Module) -> Activation | None:
         limit = getattr(module, form.limit)
         if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
             return None
-    return Activation(act, gated, limit, up_offset, interleaved)
+    return Activation(act, activation.gated, limit, activation.up_offset, activation.interleaved)
 
 
 def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | None:

@@ -187,11 +187,9 @@ def main(arguments: list[str] | None = None) -> None:
         options.out.write_text(json.dumps({"benchmarks": found}, indent=1) + "\n")
     if ("bench_forward[coarse-fp32]", "moe_runtime") in rows:
         print(cpu_table(rows))
-        return (
+        if ("bench_training_step[tiny-Qwen3-MoE-fp32]", "moe_runtime") in rows:
             print(f"\n{steps_table(rows)}")
-            if ("bench_training_step[tiny-Qwen3-MoE-fp32]", "moe_runtime") in rows
-            else None
-        )
+        return None
     print(f"{machine(options.files)}\n\n{goals(rows)}")
     if options.goals:
         return None

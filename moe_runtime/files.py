@@ -45,17 +45,27 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def atomic_write_text(path: str | os.PathLike, text: str) -> None:
-    """Write `text` as UTF-8; whenever the process or the machine dies, `path` holds the old text or the new one."""
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a hidden path beside `path`, with its suffix; rename what was written there when the block ends, else remove it.
+
+    Whenever the process or the machine dies, `path` holds what it held or all that was written.
+    """
     path = Path(os.path.realpath(path))
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
+    beside = path.with_name(f".{path.stem}.tmp-{os.getpid()}-{threading.get_native_id()}{path.suffix}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        yield beside
         _sync(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def atomic_write_text(path: str | os.PathLike, text: str) -> None:
+    """Write `text` as UTF-8, the way of `atomic_file`."""
+    with atomic_file(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def atomic_write_json(path: str | os.PathLike, value: Any) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from moe_runtime.files import atomic_file
 from moe_runtime.hf.experts import NAME
 from moe_runtime.hf.layers import OpenCall, RoutedLayer, forget_compiled, plain_name, routed_layers, token_mask
 
@@ -145,7 +146,7 @@ class RouterStats:
 
     def to_csv(self, path: str | Path) -> None:
         """Write FIELDS, one line per layer and expert."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with atomic_file(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(FIELDS)
             writer.writerows(self.rows())
@@ -174,7 +175,8 @@ class RouterStats:
         ax.set_yticks(range(L), self.layers)
         ax.set(xlabel="expert", ylabel="layer", title="router load")
         if is_path:
-            ax.figure.savefig(ax_or_path, dpi=150)
+            with atomic_file(ax_or_path) as beside:
+                ax.figure.savefig(beside, dpi=150)
         return ax
 
 

@@ -486,3 +486,18 @@ def test_compiled_models_count_too(implementation, padding, late):
         compiled(**inputs)
     assert torch.equal(counter.read().counts, 2 * want)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["load.csv", "load.png"])
+def test_files_appear_whole_or_not_at_all(name, tmp_path, monkeypatch):
+    stats = RouterStats(torch.ones(2, 4, dtype=torch.int64), ("0", "1"))
+    path = tmp_path / name
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        stats.to_csv(path) if name.endswith("csv") else stats.heatmap(path)
+    assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == [name]

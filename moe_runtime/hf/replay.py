@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from moe_runtime.files import atomic_file
 from moe_runtime.hf.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, plain_name, routed_layers
 
 FORMAT = "moe_runtime.routing.1"
@@ -47,7 +48,8 @@ class RoutingRecord:
             for call, ids in enumerate(calls)
         }
         sizes = {f"num_experts/{layer}": str(E) for layer, E in self.num_experts.items()}
-        save_file(tensors, path, {"format": FORMAT} | sizes)
+        with atomic_file(path) as beside:
+            save_file(tensors, beside, {"format": FORMAT} | sizes)
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":

@@ -1,6 +1,5 @@
 """What the routers of a model folder do on a file of text: numbers per layer, a CSV file, a heat map."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,9 +43,7 @@ def router_report(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
-        beside = out / f".{name}.tmp{Path(name).suffix}"
-        write(beside)
-        os.replace(beside, out / name)
+        write(out / name)
     return stats
 
 

@@ -13,6 +13,7 @@ import moe_runtime
 from moe_runtime.hf import experts
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.tokenizer import pair_collator, train_tokenizer
+from tests.hf.test_training import COMMON as SETTINGS
 from tests.hf.tiny import distance
 
 datasets.disable_progress_bars()
@@ -138,16 +139,7 @@ def rows() -> datasets.Dataset:
 
 
 def trained(trainer: str, model, folder, **settings):
-    common = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    } | settings
+    common = SETTINGS | {"per_device_train_batch_size": 4} | settings
     if trainer == "sft":
         common = {"bf16": False, "gradient_checkpointing": False, "max_length": 64} | common
         loop = SFTTrainer(model, SFTConfig(str(folder), **common), train_dataset=rows(), processing_class=TOKENIZER)

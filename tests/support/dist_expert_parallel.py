@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.expert_parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
 from tests.support.dist_launch import COLLECTIVE_SECONDS
+from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
 STEPS, MAX_NORM, VOCAB = 2, 0.1, 96
@@ -148,17 +149,6 @@ def spread(model, scenario: Scenario):
         fully_shard(layer.mlp.experts, mesh=mesh["dp"])
         fully_shard(layer, mesh=everyone)
     return fully_shard(model, mesh=everyone)
-
-
-def counted(model) -> dict[str, torch.Tensor]:
-    """Count the tokens of each expert from here on."""
-    from moe_runtime.hf.experts import is_experts
-
-    counts = {}
-    for name, module in model.named_modules():
-        if is_experts(module):
-            counts[name] = module.moe_runtime_counts = torch.zeros(module.num_experts, dtype=torch.int64)
-    return counts
 
 
 def run(scenario: Scenario, folder: str) -> dict:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.stock_moe import counted
+
 torch.set_num_threads(1)
 RANKS, STEPS, LR = 2, 2, 0.5
 FIELDS = {
@@ -40,17 +42,6 @@ def batch(rank: int) -> torch.Tensor:
     """Many tokens for rank 0, two for the others: 2 tokens of 2 slots leave at least half of 8 experts idle."""
     size = (2, 40) if rank == 0 else (1, 2)
     return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(rank))
-
-
-def counted(model) -> dict[str, torch.Tensor]:
-    """Count the tokens of each expert from here on."""
-    from moe_runtime.hf.experts import is_experts
-
-    counts = {}
-    for name, module in model.named_modules():
-        if is_experts(module):
-            counts[name] = module.moe_runtime_counts = torch.zeros(module.num_experts, dtype=torch.int64)
-    return counts
 
 
 def steps_alone() -> dict:

@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moe_runtime.hf.experts import is_experts
+
 VOCAB = 64
 _BASE = {
     "vocab_size": VOCAB,
@@ -78,3 +80,12 @@ def batch(rows: int = 2, length: int = 9, padding: int = 0, seed: int = 1) -> di
     mask[1, -padding:] = 0
     ids[mask == 0] = 0
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def counted(model) -> dict[str, torch.Tensor]:
+    """Count the tokens of each expert from here on."""
+    counts = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            counts[name] = module.moe_runtime_counts = torch.zeros(module.num_experts, dtype=torch.int64)
+    return counts

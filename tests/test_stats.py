@@ -18,6 +18,7 @@ from moe_runtime.hf.replay import record_routing
 from moe_runtime.modules.moe import MoE
 from moe_runtime.stats import RouterCounter, RouterStats, collect_router_stats
 from tests.support import count_worker
+from tests.support.dist_launch import launch
 from tests.support.stock_moe import FAMILIES, batch, stock
 
 H = 16
@@ -233,7 +234,7 @@ def test_models_that_cannot_be_counted_are_refused():
 
 
 def test_processes_add_their_counts(tmp_path):
-    torch.multiprocessing.spawn(count_worker.count, (tmp_path / "store",), nprocs=2)
+    launch(count_worker.__file__, 2, tmp_path)
 
 
 def test_paths_name_layers_that_numbers_do_not_tell_apart():

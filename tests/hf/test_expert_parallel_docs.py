@@ -15,6 +15,7 @@ from tests.hf.test_stack import TOKENIZER, stock
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "expert-parallel.md").read_text()
+RUN = str(ROOT / "tests" / "support" / "run_example.py")
 EXAMPLES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", TEXT, re.DOTALL))
 
 
@@ -27,7 +28,7 @@ def test_example(file, tmp_path):
     (tmp_path / file).write_text(EXAMPLES[file])
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RUN, file]
     env |= {"GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

@@ -3,20 +3,20 @@
 import copy
 import gc
 import io
-import os
 import pickle
 import threading
 import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime import backends
 from moe_runtime.modules import merged
 from tests.modules.test_merged import make
+from tests.support import dist_merged
+from tests.support.dist_launch import launch
 from tests.support.oracle import assert_parity
 
 TRITON = backends.why_not("triton", "merge_experts", torch.device("cpu"))
@@ -313,28 +313,8 @@ def test_threads(merges, backend):
         torch.testing.assert_close(got["da"], wanted["da"], rtol=1e-4, atol=1e-5)
 
 
-def _train(rank: int, path: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{path}/rendezvous", rank=rank, world_size=2)
-    torch.manual_seed(rank)
-    layer = make(bias=True)  # of other numbers on rank 1, until DDP sends rank 0's
-    model = nn.parallel.DistributedDataParallel(layer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(3):
-        for micro in range(2):
-            torch.manual_seed(10 * step + micro)
-            x = torch.randn(2, 5, 33)[rank]
-            with model.no_sync() if micro == 0 else torch.enable_grad():
-                model(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(layer(x), fresh(layer, x))
-    torch.save(layer.state_dict(), f"{path}/{rank}")
-    dist.destroy_process_group()
-
-
 def test_data_parallel(tmp_path):
-    torch.multiprocessing.spawn(_train, (str(tmp_path),), nprocs=2)
+    launch(dist_merged.__file__, 2, tmp_path, str(tmp_path))
     a, b = (torch.load(tmp_path / str(rank)) for rank in range(2))
     assert all(torch.equal(a[name], b[name]) for name in a)
     torch.manual_seed(0)

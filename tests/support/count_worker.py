@@ -1,6 +1,6 @@
-"""One of two processes that count and add their counts; a file of its own, so that it starts without transformers."""
+"""One of two processes that count and add their counts: `count_worker.py RENDEZVOUS`."""
 
-from pathlib import Path
+import sys
 
 import torch
 from torch import nn
@@ -8,10 +8,12 @@ from torch import nn
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import MoE
 from moe_runtime.stats import RouterCounter
+from tests.support.dist_launch import leave, start
 
 
-def count(rank: int, store: Path) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+def main(rendezvous: str) -> None:
+    start(rendezvous)
+    rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     config = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=5, top_k=3, gate="softmax_topk")
     model, x = nn.Sequential(MoE(config)), torch.randn(2, 20, 16)
@@ -21,4 +23,8 @@ def count(rank: int, store: Path) -> None:
     model(x[rank])
     assert torch.equal(counter.read().counts[0], torch.bincount(ids[rank], minlength=5))
     assert torch.equal(counter.read(reduce=True).counts[0], torch.bincount(torch.cat(ids), minlength=5))
-    torch.distributed.destroy_process_group()
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,8 +1,6 @@
 """One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py RENDEZVOUS OUT`, started by dist_launch."""
 
-import os
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_runtime.ops.all_to_all import all_to_all, local_parts, run_at_owners
 from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
-from tests.support.dist_launch import COLLECTIVE_SECONDS
+from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 E, H, I, K = 8, 33, 17, 3
@@ -102,14 +100,8 @@ def refusals(mesh) -> dict[str, str]:
 
 
 def main(rendezvous: str, out: str) -> None:
-    n = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        f"file://{rendezvous}",
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-        world_size=n,
-        rank=int(os.environ["RANK"]),
-    )
+    start(rendezvous)
+    n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n,))
     results = {
         (name, 1, gradients): run_case(name, mesh, gradients) for name in TOKENS for gradients in ("mean", "sum")
@@ -124,8 +116,7 @@ def main(rendezvous: str, out: str) -> None:
             (name, 2, gradients): run_case(name, both, gradients) for name in TOKENS for gradients in ("mean", "sum")
         }
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unli
 """
 
 import functools
-import os
 import sys
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.expert_parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
-from tests.support.dist_launch import COLLECTIVE_SECONDS
+from tests.support.dist_launch import leave, start
 from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
@@ -271,19 +269,12 @@ def run_overflow(folder: str) -> dict:
 OTHERS = {"trainer": run_trainer, "refused": run_refused, "lora": run_lora, "overflow": run_overflow}
 
 
-def start(rendezvous: str) -> None:
-    seconds = timedelta(seconds=COLLECTIVE_SECONDS)
-    n, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    dist.init_process_group("gloo", f"file://{rendezvous}", timeout=seconds, world_size=n, rank=rank)
-
-
 def main(rendezvous: str, out: str, *names: str) -> None:
     start(rendezvous)
     for name in names:
         result = OTHERS[name](f"{out}/{name}") if name in OTHERS else run(SCENARIOS[name], f"{out}/{name}")
         torch.save(result, f"{out}/{name}-rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_SECONDS = 60  # what a collective waits for the other ranks
@@ -60,6 +64,26 @@ class Launches:
         if isinstance(self.done[ranks], AssertionError):
             raise self.done[ranks]
         return self.done[ranks]
+
+
+def start(rendezvous: str) -> None:
+    """Meet the other ranks of `launch`."""
+    rank, ranks, seconds = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group("gloo", f"file://{rendezvous}", timeout=seconds, world_size=ranks, rank=rank)
+
+
+def leave() -> NoReturn:
+    """End this rank when all have come here, without gloo's own end.
+
+    Its destructor joins threads which may wait for the interpreter's lock that it holds (PyTorch issues 56297,
+    190489), and then a rank never ends.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"left/{dist.get_rank()}", "")
+    store.wait([f"left/{rank}" for rank in range(dist.get_world_size())])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _wait(processes: list, deadline: float) -> int | None:

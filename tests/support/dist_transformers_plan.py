@@ -13,7 +13,8 @@ from transformers.distributed import DistributedConfig
 
 import moe_runtime
 from moe_runtime.hf.experts import is_experts
-from tests.support.dist_expert_parallel import batch, make, start, whole
+from tests.support.dist_expert_parallel import batch, make, whole
+from tests.support.dist_launch import leave, start
 
 FAMILIES = ("qwen3_moe", "gpt_oss")
 NEW = "ep_size" in {field.name for field in fields(DistributedConfig)}
@@ -71,8 +72,7 @@ def main(rendezvous: str, out: str) -> None:
         dist.barrier()
         results |= {(family, name): run(family, plan, folder) for name, plan in plans(ranks).items()}
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

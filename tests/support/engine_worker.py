@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.dist_launch import leave
 from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
@@ -137,8 +138,7 @@ def main(engine: str, out: str) -> None:
     result = steps_with_deepspeed() if engine == "deepspeed" else steps_with_accelerate(engine)
     path = Path(out) / f"rank{os.environ['RANK']}.pt"
     torch.save(result, path)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

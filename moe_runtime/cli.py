@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from moe_runtime import cli_tune
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -192,98 +194,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     return None
 
 
-@app.command(
-    epilog="Example: moe-runtime tune --model llama-1b-moe; or moe-runtime tune --shape qwen3-30b-a3b --tokens 4096,16384"
-)
-def tune(
-    shape: Annotated[
-        str | None, typer.Option(help="A published model's layer, such as mixtral-8x7b, several of them, or all.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder whose config.json names the sizes.")] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="H; of --model unless given, as the sizes below.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="I, of one expert.")] = None,
-    num_experts: Annotated[int | None, typer.Option(help="Experts per layer, a shared one counted.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token, a shared one counted.")] = None,
-    shared: Annotated[bool | None, typer.Option(help="Expert 0 sees every token.")] = None,
-    tokens: Annotated[str, typer.Option(help="Tokens per forward pass, several with commas.")] = "4096,16384",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or several with commas.")] = "bfloat16",
-    out: Annotated[Path | None, typer.Option(help="File to write; the one that the kernels read unless given.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure what the file has already.")] = False,
-    seconds: Annotated[float | None, typer.Option(help="Begin nothing new after this time.")] = None,
-):
-    """Measure the launch configs of the experts' kernels on this GPU, for processes that start from now on.
-
-    A run that was stopped goes on where it was.
-    """
-    from moe_runtime import tuning
-    from moe_runtime.config import check_choice
-
-    sizes = {
-        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts, "top_k": top_k,
-        "shared": shared,
-    }  # fmt: skip
-    layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
-    T = [int(part) if part.strip().isdigit() and int(part) else 0 for part in tokens.split(",")]
-    if not all(T):
-        raise ValueError(f"tokens is {tokens!r}; want integers of at least 1 such as 4096,16384")
-    dtypes = [part.strip() for part in dtype.split(",")]
-    for part in dtypes:
-        check_choice("dtype", part, tuning.DTYPES)
-    path, counts = out or tuning.tiles.tuned_path(), {}
-    try:
-        for step in _steps(tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds)):
-            counts[step.state] = counts.get(step.state, 0) + 1
-            typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
-    except tuning.ContextLost as lost:
-        typer.echo(f"error: {lost}", err=True)
-        raise typer.Exit(3) from None
-    typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
-    if path != tuning.tiles.tuned_path():
-        typer.echo(f"the kernels read {tuning.tiles.tuned_path()}, not this file")
-    if set(counts) == {"failed"}:
-        raise ValueError("nothing could be measured; want a GPU on which the built-in configs run")
-
-
-def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
-    """Return name -> tuning.Layer of --shape, or of --model and the sizes given beside it."""
-    from moe_runtime.config import check_choice
-    from moe_runtime.tuning import LAYERS, Layer, read_layer
-
-    if shape is not None:
-        if model is not None or sizes:
-            raise ValueError("shape stands beside --model or sizes; want --shape alone, or the others")
-        known = {name.lower(): name for name in LAYERS}
-        names = list(known) if shape.lower() == "all" else [part.strip().lower() for part in shape.split(",")]
-        for name in names:
-            check_choice("shape", name, (*known, "all"))
-        return {known[name]: LAYERS[known[name]] for name in names}
-    layer = Layer(0, 0, 0, 0) if model is None else read_layer(model)
-    layer = layer._replace(**sizes)
-    if model is None and not sizes:
-        raise ValueError(
-            "no layer is named; want --shape, --model, or --hidden-size, --intermediate-size, --num-experts, --top-k"
-        )
-    missing = [f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} is missing{f' in {model}' if model else ''}; want the layer's four sizes"
-        )
-    return {"layer" if model is None else model.name: layer}
-
-
-def _steps(steps):
-    """Pass the tuner's steps on; on a terminal under a progress bar."""
-    if not sys.stderr.isatty():
-        yield from steps
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-        for step in steps:
-            bar.update(task, total=step.of, completed=step.number, description=step.title)
-            yield step
+app.command(epilog=cli_tune.EPILOG)(cli_tune.tune)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -21,9 +21,12 @@ RANK = {
     "tuning": 3,
     "hf": 4,
     "data": 4,
+    "significance": 4,
     "stats": 4,
     "methods": 5,
     "demo": 6,
+    "cli_tune": 6,
+    "cli_xft": 6,
     "cli": 6,
 }
 # third-party package: who may import it
@@ -34,10 +37,11 @@ OWNERS = {
     "peft": {"hf", "data", "demo", "cli"},
     "tokenizers": {"hf", "data", "demo", "cli"},
     "trl": {"hf", "data", "demo", "cli"},
-    "matplotlib": {"stats", "demo", "cli"},
+    "matplotlib": {"stats", "methods", "demo", "cli"},
+    "scipy": {"significance"},
 }
 # not installed without an extra, so every module must import without them
-EXTRAS = {"accelerate", "datasets", "matplotlib", "peft", "trl"}
+EXTRAS = {"accelerate", "datasets", "matplotlib", "peft", "scipy", "trl"}
 FACADE = ("moe_runtime/__init__.py", "moe_runtime.hf.registration")  # the one import that the package itself makes
 MAX_FILE, MAX_FUNCTION = 400, 80
 

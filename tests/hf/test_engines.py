@@ -28,7 +28,7 @@ ENGINES = [  # and what they make of the model and its parameters
 ]
 
 
-def launch(*args: str, ranks: int = engine_worker.RANKS, seconds: int = 240) -> None:
+def launch(*args: str, ranks: int = engine_worker.RANKS, seconds: int = 500) -> None:
     """Run engine_worker.py in `ranks` processes; fails with what they printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (args[0] == "deepspeed")

@@ -30,7 +30,7 @@ def test_example(file, tmp_path):
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RUN, file]
     env |= {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     before, tuned = stock(), AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     weights = tuned.state_dict()

@@ -21,7 +21,7 @@ def results(tmp_path_factory):
     launches = Launches(worker.__file__, tmp_path_factory)
 
     def of(ranks: int) -> list[dict]:
-        folder = launches(ranks, seconds=120)
+        folder = launches(ranks)
         return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
     return of

@@ -11,10 +11,10 @@ from typing import NoReturn
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-COLLECTIVE_SECONDS = 60  # what a collective waits for the other ranks
+COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 
 
-def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: float = 240) -> None:
+def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: float = 400) -> None:
     """Run `script RENDEZVOUS ARGS` in `ranks` processes; fails with the output of the first that did, or after `seconds`."""
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -53,7 +53,7 @@ class Launches:
     def __init__(self, script: str, tmp_path_factory):
         self.script, self.folder_of, self.done = script, tmp_path_factory.mktemp, {}
 
-    def __call__(self, ranks: int, *args: str, seconds: float = 200) -> Path:
+    def __call__(self, ranks: int, *args: str, seconds: float = 400) -> Path:
         """Return the folder, which is the script's first argument behind the rendezvous."""
         if ranks not in self.done:
             self.done[ranks] = folder = self.folder_of(f"ranks{ranks}")

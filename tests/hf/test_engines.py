@@ -1,8 +1,6 @@
 """Data parallelism by the engines that users have: equal to one process, also where a rank leaves experts without a token."""
 
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,10 +9,11 @@ import torch
 
 from tests.hf.tiny import distance
 from tests.support import engine_worker
+from tests.support.dist_launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED = Path(sys.prefix, "deepspeed")  # where `make test` puts it
-WHY_NOT = None if shutil.which("g++") and DEEPSPEED.is_dir() else f"wants g++ and {DEEPSPEED}, which make test installs"
+WHY_NOT = None if DEEPSPEED.is_dir() else f"wants {DEEPSPEED}, which make test installs"
 ENGINES = [  # and what they make of the model and its parameters
     pytest.param("ddp", "DistributedDataParallel", {"Parameter"}, id="ddp"),
     pytest.param("fsdp2", "FSDPQwen3MoeForCausalLM", {"DTensor"}, id="fsdp2"),
@@ -28,9 +27,8 @@ ENGINES = [  # and what they make of the model and its parameters
 ]
 
 
-def launch(*args: str, ranks: int = engine_worker.RANKS, seconds: int = 500) -> None:
-    """Run engine_worker.py in `ranks` processes; fails with what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def launch(*args: str) -> None:
+    """Run engine_worker.py in two processes."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (args[0] == "deepspeed")
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -39,10 +37,7 @@ def launch(*args: str, ranks: int = engine_worker.RANKS, seconds: int = 500) -> 
         "HF_HUB_OFFLINE": "1",
     }
     env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, str(Path(engine_worker.__file__)), *args], env=env, capture_output=True, text=True, timeout=seconds
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(str(Path(engine_worker.__file__)), *args, env=env, seconds=400)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.hf.test_stack import TOKENIZER, stock
+from tests.support.dist_launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "expert-parallel.md").read_text()
@@ -28,10 +27,8 @@ def test_example(file, tmp_path):
     (tmp_path / file).write_text(EXAMPLES[file])
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RUN, file]
     env |= {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    torchrun(RUN, file, seconds=400, cwd=tmp_path, env=env)
     before, tuned = stock(), AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     weights = tuned.state_dict()
     assert weights.keys() == before.state_dict().keys()

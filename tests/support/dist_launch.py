@@ -66,6 +66,19 @@ class Launches:
         return self.done[ranks]
 
 
+def torchrun(*args: str, seconds: float, **options) -> None:
+    """Run `args` in two processes of torch's launcher; fails with what they printed, or after `seconds`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *args]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, **options) as process:
+        try:
+            out, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill: the launcher's processes, in sessions of their own, would live on
+            raise
+    assert process.returncode == 0, out[-2000:] + errors[-6000:]
+
+
 def start(rendezvous: str) -> None:
     """Meet the other ranks of `launch`."""
     rank, ranks, seconds = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)

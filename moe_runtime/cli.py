@@ -45,15 +45,19 @@ def upcycle(
     target: Target,
     num_experts: Annotated[int, typer.Option(help="Experts per layer, the shared one counted.")] = 8,
     top_k: Annotated[int, typer.Option(help="Experts per token, the shared one counted.")] = 6,
+    preset: Annotated[
+        str, typer.Option(help="What the options below are unless given: xft-paper, or xft-official for its code's.")
+    ] = "xft-paper",
     gate: Annotated[
-        str, typer.Option(help="xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk.")
-    ] = "xft",
-    router: Annotated[str, typer.Option(help="linear or mlp.")] = "linear",
+        str | None,
+        typer.Option(help="xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."),
+    ] = None,
+    router: Annotated[str | None, typer.Option(help="linear or mlp.")] = None,
     noisy_gate: Annotated[
-        bool, typer.Option("--noisy-gate", help="Noise on the router logits while training.")
-    ] = False,
-    balance_loss: Annotated[str, typer.Option(help="none, cv2 or switch.")] = "none",
-    balance_loss_coef: Annotated[float, typer.Option(help="Weight of the balance loss.")] = 0.0,
+        bool | None, typer.Option("--noisy-gate/--no-noisy-gate", help="Noise on the router logits while training.")
+    ] = None,
+    balance_loss: Annotated[str | None, typer.Option(help="none, cv2 or switch.")] = None,
+    balance_loss_coef: Annotated[float | None, typer.Option(help="Weight of the balance loss.")] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to upcycle, such as 0-3,8; all by default.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Load both models and compare their logits.")] = False,
     max_shard_size: ShardSize = "2GB",
@@ -61,21 +65,24 @@ def upcycle(
     overwrite: Overwrite = False,
 ):
     """Turn a dense model into a mixture of experts: every MLP becomes copies of itself behind a router."""
+    from moe_runtime.config import PRESETS, check_choice
     from moe_runtime.methods import xft_folders
 
-    if (balance_loss == "none") != (balance_loss_coef == 0):
-        raise ValueError(
-            f"balance_loss is {balance_loss!r}, balance_loss_coef is {balance_loss_coef}; want both or neither, such as "
-            "--balance-loss cv2 --balance-loss-coef 0.01"
-        )
-    settings = {
-        "num_experts": num_experts, "top_k": top_k, "gate": gate, "router": router, "noisy_gate": noisy_gate,
-        "balance_loss": balance_loss, "balance_loss_coef": balance_loss_coef,
+    check_choice("preset", preset, tuple(PRESETS))
+    given = {
+        "gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss,
+        "balance_loss_coef": balance_loss_coef,
     }  # fmt: skip
+    settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
+    if (settings["balance_loss"] == "none") != (settings["balance_loss_coef"] == 0):
+        raise ValueError(
+            f"balance_loss is {settings['balance_loss']!r}, balance_loss_coef is {settings['balance_loss_coef']}; want "
+            "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
+        )
     with _progress("upcycling") as progress:
         receipt = xft_folders.upcycle_folder(
             source, target, layers=_numbers(layers), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite,
-            progress=progress, **settings,
+            progress=progress, num_experts=num_experts, top_k=top_k, **settings,
         )  # fmt: skip
     _say(receipt)
     if check:
@@ -175,6 +182,30 @@ def stats(
     if warning := found.warning():
         typer.echo(f"warning: {warning}", err=True)
     typer.echo("wrote " + ", ".join(str(out / name) for name in FILES))
+
+
+@app.command(epilog="Example: moe-runtime run deepseek-coder-1.3b --out runs/deepseek")
+def run(
+    recipe: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a recipe that comes along.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the models and their results; a later run goes on there.")
+    ] = Path("runs/recipe"),
+    seed: Seed = 0,
+):
+    """Run a method from a recipe: base, upcycle, tune, learn mixing, merge, evaluate; what is there is not made again.
+
+    On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli run RECIPE --out OUT.
+    """
+    from moe_runtime.data import require
+
+    require("accelerate")
+    require("datasets")
+    from moe_runtime.methods import recipe as recipes
+    from moe_runtime.methods import xft_stages
+
+    xft_stages.run(recipes.load_recipe(recipe), out, seed=seed)
 
 
 @app.command(epilog="Example: moe-runtime doctor")

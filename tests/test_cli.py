@@ -10,6 +10,7 @@ import torch
 
 from moe_runtime import cli
 from moe_runtime.backends import OPS
+from moe_runtime.config import PRESETS
 from tests.hf.tiny import dense
 
 
@@ -62,11 +63,28 @@ def test_the_way_of_folders(run, base, tmp_path):
     assert config["model_type"] == "llama" and config["rope_theta"] == 1e5 and "moe_runtime" not in config
 
 
+def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
+    sizes = ("--num-experts", 4, "--top-k", 3)
+    out = run("upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
+    assert out.returncode == 0, out.stderr
+    out = run(
+        "upcycle", base, tmp_path / "b", *sizes, "--preset", "xft-official", "--router", "linear", "--no-noisy-gate"
+    )
+    assert out.returncode == 0, out.stderr
+    official, ours = (
+        json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"] for name in "ab"
+    )
+    assert {name: official[name] for name in PRESETS["xft-official"]} == PRESETS["xft-official"]
+    assert {name for name in official if official[name] != ours[name]} == {"router", "noisy_gate"}
+    assert (ours["router"], ours["noisy_gate"]) == ("linear", False)
+
+
 @pytest.mark.parametrize(
     "arguments, match",
     [
         pytest.param(("{base}", "{out}", "--top-k", 9), "top_k is 9", id="K > E"),
         pytest.param(("{base}", "{out}", "--gate", "best"), "gate is 'best'; want one of xft", id="unknown gate"),
+        pytest.param(("{base}", "{out}", "--preset", "best"), "preset is 'best'; want one of xft-paper", id="preset"),
         pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers is 'a-b'", id="bad layers"),
         pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
         pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),

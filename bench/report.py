@@ -109,6 +109,18 @@ GOALS = (
         _of_copy("moe_runtime triton"), 0.85,
     ),
     Goal(
+        "EWA's averaging, share of the copy's bandwidth", [f"bench_average_experts[{name}]" for name in shapes.GPU],
+        _of_copy("moe_runtime triton"), 0.85,
+    ),
+    Goal(
+        "XFT's merge stage, forward + backward of a layer, times faster than the official form",
+        [f"bench_mixing_layer[{name}]" for name in shapes.MIXING], _faster("official"), 2.0,
+    ),
+    Goal(
+        "XFT's merge stage, a step, times of a dense tuning step", ["bench_mixing_step"],
+        lambda rows: rows["moe_runtime"]["ms"] / rows["dense SFT step (floor)"]["ms"], most=1.25,
+    ),
+    Goal(
         "a fifth of the experts trains: share of the time saved", [f"bench_partly_trained[{name}]" for name in shapes.FINE],
         lambda rows: 1 - rows["moe_runtime, apart"]["ms"] / rows["all experts (floor)"]["ms"], 0.20,
     ),

@@ -35,6 +35,7 @@ STEPS = {  # what a training step is measured at; its optimizer's state wants me
     "Qwen3-30B-A3B": GPU["Qwen3-30B-A3B"],
     "XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"],
 }
+MIXING = {"XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"]}
 TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests
 
 

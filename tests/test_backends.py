@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_runtime import backends
+from moe_runtime.ops.averaging import average_experts_
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
@@ -22,6 +23,7 @@ CALLS = {
         torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b
     ),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
+    "average_experts": lambda **b: average_experts_(torch.randn(2, 3), 0.3, **b),
 }
 
 

@@ -6,7 +6,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.hf.rope import legacy_rope
 
 FORMAT = 1
-STAGES = ("moe", "mergeable")
+STAGES = ("moe", "mergeable", "ewa")
 SHIM = "modeling_moe_runtime"  # the file beside a checkpoint that leads trust_remote_code here
 # what an upcycled config has beyond its base's; all of it goes when the model becomes dense again
 MOE_FIELDS = (

@@ -1,9 +1,10 @@
 """The saved form of an upcycled model: one config class and one model class per base architecture.
 
 `MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that `config.moe_runtime` lists, are
-`modules.moe.MoE` (stage "moe") or `modules.merged.MergedMLP` (stage "mergeable"); so for every family of the table. The
-classes are generated on first use and registered with transformers' auto classes (`register_auto_classes`). Checkpoints
-hold the stacks as they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
+`modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable") or `modules.ewa.EWAMLP` ("ewa"); so for every
+family of the table. The classes are generated on first use and registered with transformers' auto classes
+(`register_auto_classes`). Checkpoints hold the stacks as they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H],
+`.down_proj`, `.gate.weight`.
 """
 
 import copy
@@ -22,12 +23,13 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from moe_runtime.hf import outputs
 from moe_runtime.hf.configuration import FORMAT, STAGES, ConfigMixin, moe_config
 from moe_runtime.hf.families import FAMILIES, PREFIX
+from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router, RouterOutput
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the MoE or MergedMLP modules of an upcycled model by layer; raises ValueError for another model."""
+    """Return the modules that took the MLPs' places in an upcycled model, by layer; raises ValueError for another model."""
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
         raise ValueError(f"model is {type(model).__name__}; want an upcycled model; xft.upcycle makes one")
@@ -155,6 +157,8 @@ def install_layers(model: PreTrainedModel) -> None:
     for layer in block["layers"]:
         if block["stage"] == "moe":
             module = MoE(config)
+        elif block["stage"] == "ewa":
+            module = EWAMLP(config)
         else:
             module = MergedMLP(config, shared_rate=block["shared_rate"], soup=block["soup"])
         model.set_submodule(path.format(layer), module)

@@ -1,7 +1,8 @@
 """Dense MLPs to our modules and back, in a live transformers model.
 
     stock model --dense_to_moe--> MoE layers --moe_to_mergeable--> MergedMLP layers
-         ^------------------------moe_to_dense----------------------------'
+         ^  '-----------stage="ewa"--> EWAMLP layers                  |
+         '------------------------moe_to_dense------------------------'
 
 All three work in place: modules are exchanged and the classes of the model and of its config change with them, so that
 save_pretrained and from_pretrained know what they have. Attention, norms, embeddings, head, tied weights, generation
@@ -14,11 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from moe_runtime.config import MoEConfig
+from moe_runtime.config import MoEConfig, check_choice
 from moe_runtime.hf.configuration import MOE_FIELDS, moe_config, moe_fields
 from moe_runtime.hf.families import FAMILIES, Family, check_weights, family_of, moe_shape, read_mlp, write_mlp
 from moe_runtime.hf.modeling import adopt, freeze_for_mixing, model_classes, moe_layers
 from moe_runtime.hf.rope import legacy_rope
+from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router
 from moe_runtime.ops.activation import activate
@@ -50,13 +52,20 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance:
 
 
 def dense_to_moe(
-    model: nn.Module, config: MoEConfig, layers: Sequence[int] | None = None, seed: int = 42, method: str = "xft"
+    model: nn.Module,
+    config: MoEConfig,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    method: str = "xft",
+    stage: str = "moe",
 ) -> dict[int, float]:
     """Replace the MLPs of a stock model, of all layers by default, by `config`'s MoE; return `verify_mlp`'s errors.
 
     Every expert is a copy of the layer's MLP, in its dtype, on its device, trainable if it was. Routers are drawn by
-    `draw_router`. Raises ValueError, with the model untouched, for whatever does not fit.
+    `draw_router`; stage "ewa" makes EWAMLPs, which have none. Raises ValueError, with the model untouched, for whatever
+    does not fit.
     """
+    check_choice("stage", stage, ("moe", "ewa"))
     family = family_of(model)
     classes = model_classes(family.model_type)
     if type(model) is not classes.base_causal_lm:
@@ -71,10 +80,12 @@ def dense_to_moe(
     errors = verify_mlp(model, layers)
     for layer in layers:
         path = family.path.format(layer)
-        model.set_submodule(path, _expand(model.get_submodule(path), family, config, draw_router(config, seed, layer)))
+        router = draw_router(config, seed, layer) if stage == "moe" else None
+        model.set_submodule(path, _expand(model.get_submodule(path), family, config, router))
     fields = moe_fields(
-        config, layers=layers, base_model_type=family.model_type, base_architecture=type(model).__name__, method=method
-    )
+        config, layers=layers, base_model_type=family.model_type, base_architecture=type(model).__name__, method=method,
+        stage=stage,
+    )  # fmt: skip
     model.config.__class__ = classes.config
     for name, value in fields.items():
         setattr(model.config, name, value)
@@ -111,9 +122,9 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
 
 
 def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
-    """Turn an upcycled model, at either stage, back into its base's stock class, in place; return it.
+    """Turn an upcycled model, at any stage, back into its base's stock class, in place; return it.
 
-    `weights_of_layer` gets a MoE or MergedMLP and returns one dense weight per name of `read_mlp`; all layers are
+    `weights_of_layer` gets a MoE, MergedMLP or EWAMLP and returns one dense weight per name of `read_mlp`; all layers are
     computed before the first is replaced. The config is as clean as the base's was. Weights train where the experts
     did; after the mergeable stage, which froze everything, everything trains again, as in any loaded model.
     """
@@ -152,14 +163,14 @@ def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Ten
 
 
 @torch.no_grad()
-def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor]) -> MoE:
-    """Build the MoE that takes the MLP's place."""
-    moe = MoE(config, device="meta")
+def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor] | None) -> MoE | EWAMLP:
+    """Build the MoE that takes the MLP's place; an EWAMLP without a router."""
+    moe = EWAMLP(config, device="meta") if router is None else MoE(config, device="meta")
     down = getattr(mlp, family.down).weight
     for name, weight in read_mlp(mlp, family).items():
         stack = weight.unsqueeze(0).repeat(config.num_experts, *[1] * weight.dim())
         setattr(moe.experts, name, nn.Parameter(stack, requires_grad=down.requires_grad))
-    for name, weight in router.items():
+    for name, weight in (router or {}).items():
         weight = weight.to(device=down.device, dtype=down.dtype)
         setattr(moe.gate, name, nn.Parameter(weight, requires_grad=down.requires_grad))
     return moe.train(mlp.training)

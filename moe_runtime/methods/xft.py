@@ -20,6 +20,7 @@ from moe_runtime.config import MoEConfig, check_choice
 from moe_runtime.files import atomic_folder
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.modules.ewa import EWAMLP, uniform_mixture
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.merging import merge_experts, mixing
@@ -44,14 +45,16 @@ class UpcycleReceipt:
     drawn: tuple[str, ...]  # router tensors, drawn at random
     error: float  # ||upcycled - dense|| / ||dense|| of the logits of the probe batch
     preserves: bool  # whether the gate's weights sum to 1, so that the error must be rounding only
+    stage: str = "moe"  # "ewa": no router, and the error is the mean expert's
 
     def __str__(self) -> str:
         """Return the receipt as text of a few lines."""
         c = self.config
         exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
         what = exact if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        gate = "no router, tokens dealt out at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
-            f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, gate {c.gate}\n"
+            f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, {gate}\n"
             f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, {self.active_parameters:,} active\n"
             f"copied {len(self.copied)} expert stacks, drew {len(self.drawn)} router tensors\n"
             f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
@@ -80,16 +83,25 @@ def upcycle(
     if config is not None and settings:
         raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
     families.family_of(model)
-    config = config or config_for(model, **settings)
+    return upcycle_to("moe", model, config or config_for(model, **settings), layers=layers, seed=seed)
+
+
+def upcycle_to(stage: str, model: nn.Module, config: MoEConfig, **options) -> UpcycleReceipt:
+    """Call `swap.dense_to_moe` with `options` on a dense model and measure what changed."""
     before, dense_parameters = folders.probe_logits(model), _size(model)
-    swap.dense_to_moe(model, config, layers=layers, seed=seed)
-    moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    swap.dense_to_moe(model, config, stage=stage, **options)
+    moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE | EWAMLP)}
     after = folders.probe_logits(model)
     idle = 1 - config.top_k / config.num_experts
     stacks = {
         f"{name}.experts.{n}": p for name, module in moe_layers.items() for n, p in module.experts.named_parameters()
     }
-    routers = [f"{name}.gate.{n}" for name, module in moe_layers.items() for n, _ in module.gate.named_parameters()]
+    routers = [
+        f"{name}.gate.{n}"
+        for name, module in moe_layers.items()
+        if isinstance(module, MoE)
+        for n, _ in module.gate.named_parameters()
+    ]
     return UpcycleReceipt(
         config=config,
         layers=tuple(sorted(_layer(model, name) for name in moe_layers)),
@@ -99,7 +111,8 @@ def upcycle(
         copied=tuple(stacks),
         drawn=tuple(routers),
         error=((after - before).norm() / before.norm()).item(),
-        preserves=config.gate in EXACT_GATES,
+        preserves=stage == "ewa" or config.gate in EXACT_GATES,
+        stage=stage,
     )
 
 
@@ -126,23 +139,28 @@ def merge(
 ) -> nn.Module:
     """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock architecture, in place.
 
-    A mergeable model uses what it learned. An upcycled one is merged without training (INIT): alpha = [shared_rate,
-    (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or "uniform" replaces either; it must
-    sum to 1. Raises ValueError for a shared_rate that alpha or the mergeable model would leave without effect.
+    A mergeable model uses what it learned, one of EWA its experts' mean. An upcycled one is merged without training
+    (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
+    "uniform" replaces any of them; it must sum to 1. Raises ValueError for a shared_rate that would be without effect.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP)]
+    layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP | EWAMLP)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
-    shared_rate = check_rate(shared_rate, alpha, any(isinstance(layer, MergedMLP) for layer in layers))
+    block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
+    shared_rate = check_rate(shared_rate, alpha, block["stage"])
     rows = [None] * len(layers) if alpha is None else _alpha_rows(alpha, len(layers), layers[0].config.num_experts)
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
 
 
-def check_rate(shared_rate: float | None, alpha, mergeable: bool) -> float:
+def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
-    if shared_rate is not None and (mergeable or alpha is not None):
-        why = "alpha is given" if alpha is not None else "the model is mergeable, whose lambda to_mergeable fixed"
+    if shared_rate is not None and (stage != "moe" or alpha is not None):
+        fixed = {
+            "mergeable": "the model is mergeable, whose lambda to_mergeable fixed",
+            "ewa": "the model is one of EWA, whose experts count alike",
+        }
+        why = "alpha is given" if alpha is not None else fixed[stage]
         raise ValueError(f"shared_rate is {shared_rate}, but {why}; want shared_rate=None")
     return 0.75 if shared_rate is None else shared_rate
 
@@ -160,10 +178,12 @@ def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: 
 
 
 @torch.no_grad()
-def merged_weights(layer: MoE | MergedMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None) -> dict:
+def merged_weights(
+    layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
+) -> dict:
     """Return one dense weight per expert stack of the layer, under the stack's name."""
     if alpha is None:
-        if isinstance(layer, MergedMLP):
+        if isinstance(layer, MergedMLP | EWAMLP):
             alpha = layer.alpha()
         else:
             alpha = init_mixture(layer.config, shared_rate)
@@ -181,7 +201,7 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
 def _alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
     if isinstance(alpha, str):
         check_choice("alpha", alpha, ("uniform",))
-        alpha = [1 / num_experts] * num_experts
+        alpha = uniform_mixture(num_experts)
     alpha = torch.as_tensor(alpha, dtype=torch.float32)
     alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
     if alpha.shape != (num_layers, num_experts):

@@ -15,6 +15,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.hf.configuration import moe_config
 from moe_runtime.methods.xft import check_rate, init_mixture
+from moe_runtime.modules.ewa import uniform_mixture
 from moe_runtime.ops.merging import mixing, soup_logits
 
 SHARD = 2 * 2**30
@@ -204,14 +205,14 @@ def merge_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Merge an upcycled (INIT) or mergeable folder, XFT Eq. (3), to a dense model's folder, in the base's stock architecture.
+    """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
 
     `alpha` [E], or "uniform", replaces the learned or INIT coefficients in every layer. Raises ValueError, with nothing
     written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
     """
     config, moe, paths = _moe_folder(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
-    shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"] == "mergeable")
+    shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
         mixtures = {path: _mixture(checkpoint, config, moe, path, shared_rate, alpha) for path in paths}
@@ -264,14 +265,14 @@ def _moe_folder(source, stage: str | None = None):
 
 
 def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float, alpha) -> torch.Tensor:
-    if alpha == "uniform":
-        return torch.full((moe.num_experts,), 1 / moe.num_experts)
+    block = config.moe_runtime
+    if alpha == "uniform" or (alpha is None and block["stage"] == "ewa"):
+        return uniform_mixture(moe.num_experts)
     if alpha is not None:
         alpha = torch.tensor(alpha, dtype=torch.float32)
         if alpha.shape != (moe.num_experts,) or not abs(alpha.sum().item() - 1) < 1e-4:
             raise ValueError(f"alpha is {alpha.tolist()}; want {moe.num_experts} numbers that sum to 1")
         return alpha
-    block = config.moe_runtime
     if block["stage"] == "moe":
         return init_mixture(moe, shared_rate)
     logits = checkpoint.get(f"{path}.mixing_logits")

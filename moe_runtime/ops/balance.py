@@ -4,7 +4,8 @@
     switch   R sum_r f_r P_r,  f_r = share of slots sent to r, P_r = mean_t softmax(router_logits)[t, r]     Switch; UpIT
     top_k    E sum_e F_e P_e,  F_e = mean_t [e is among the top_k of token t] = top_k f_e    stock models of transformers
 
-importance_r = sum of the softmax probabilities of the tokens that selected r. load_r is the number of those tokens or,
+importance_r = sum of the softmax probabilities of the tokens that selected r; with topk_softmax, of their weights, whose
+softmax runs over the selected. load_r is the number of those tokens or,
 with noise, the sum over all tokens of the probability that a new draw of the noise selects r:
 
     P = Phi((clean - (k+1)-th noisy logit) / scale)  if r is among the selected,  else Phi((clean - k-th) / scale)
@@ -51,7 +52,10 @@ def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None)
     """cv2(importance) + cv2(load) of one layer, [] float32, without its coefficient."""
     noisy = router_logits if noise is None else router_logits + noise
     mask = selection_mask(config, topk_idx)
-    importance = (noisy.float().softmax(-1) * mask).sum(0)
+    scores = noisy.float()
+    if config.gate == "topk_softmax":
+        scores = scores.masked_fill(~mask, float("-inf"))
+    importance = (scores.softmax(-1) * mask).sum(0)
     k = config.num_routed_per_token
     if noise is not None and k < config.num_routed_experts:
         load = noisy_load(router_logits, noise, scale, k, config.load_quirk)

@@ -9,6 +9,8 @@ XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiabl
 dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never holds more than a tile.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -124,11 +126,31 @@ def _merge(weight, alpha, backend):
         from moe_runtime.kernels.merging import merge_experts_forward
 
         return merge_experts_forward(weight, alpha)
-    # expert by expert in float32: no float32 copy of the stack, each expert read once
-    out = weight[0].to(alpha.dtype, copy=True, memory_format=torch.contiguous_format).mul_(alpha[0])
-    for e in range(1, weight.shape[0]):
-        out.add_(weight[e].to(alpha.dtype).mul(alpha[e]))
-    return out.to(weight.dtype)
+    out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    rows, flat = weight.reshape(weight.shape[0], out.numel()), out.view(-1)
+    total, term = torch.empty(2, block_size(out), dtype=alpha.dtype, device=weight.device)
+    # expert by expert, a block of each while it is in the cache: each number is rounded as by any other size of block
+    for block in blocks(out):
+        acc, part = total[: block.stop - block.start], term[: block.stop - block.start]
+        for e, row in enumerate(rows):
+            scaled = acc if e == 0 else part
+            narrow = row.dtype != acc.dtype
+            torch.mul(scaled.copy_(row[block]) if narrow else row[block], alpha[e], out=scaled)
+            if e:
+                acc.add_(scaled)
+        flat[block] = acc
+    return out
+
+
+def block_size(one: torch.Tensor) -> int:
+    """Return how many numbers of `one` expert's to take at a time: what stays in each core's cache."""
+    return max(min((1 << 15) * torch.get_num_threads() if one.device.type == "cpu" else 1 << 24, one.numel()), 1)
+
+
+def blocks(one: torch.Tensor) -> Iterator[slice]:
+    """Return slices of `block_size` that make up one expert's numbers."""
+    step, size = block_size(one), one.numel()
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _merge_backward_alpha(dout, weight, backend):
@@ -137,8 +159,21 @@ def _merge_backward_alpha(dout, weight, backend):
 
         return merge_experts_backward_alpha(dout, weight)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    dout = dout.reshape(-1).to(dtype)
-    return torch.stack([dout.dot(w.reshape(-1).to(dtype)) for w in weight])
+    if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
+        dout = dout.reshape(-1).to(dtype)
+        return torch.stack([dout.dot(w.reshape(-1).to(dtype)) for w in weight])
+    rows, dout = weight.reshape(weight.shape[0], dout.numel()), dout.reshape(-1).to(dtype)
+    if weight.dtype == dtype:
+        return rows.mv(dout)
+    dalpha = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device)
+    # a block of all experts at a time: no float32 copy of the stack
+    step = max(block_size(dout) // weight.shape[0], 1)
+    scratch = torch.empty(weight.shape[0], step, dtype=dtype, device=weight.device)
+    for start in range(0, dout.numel(), step):
+        block = slice(start, start + step)
+        part = rows[:, block]
+        dalpha.addmv_(scratch[:, : part.shape[1]].copy_(part), dout[block])
+    return dalpha
 
 
 def _setup_context(ctx, inputs, output):

@@ -56,6 +56,7 @@ def steps() -> None:
     triton("grouped_gemm_backward", meta(80, 48), rows, stack, offsets, (True,) * 3)
     triton("merge_experts", stack, alpha)
     triton("merge_experts_backward_alpha", meta(48, 64), stack)
+    triton("average_experts_", stack, 0.34)
     triton("merged_linear", rows, stack, alpha, meta(48, 64), None)
     triton("merged_linear_backward", meta(80, 48), rows, stack, meta(48, 64), False)
 

@@ -137,6 +137,8 @@ def _type(value, specialise: bool = True) -> str | int | None:
         return value
     if isinstance(value, int):
         return ("i32" if -(2**31) <= value < 2**31 else "i64") + ":16" * (specialise and value % 16 == 0)
+    if isinstance(value, float):
+        return "fp32"
     if hasattr(value, "block_shape"):
         return f"tensordesc<{_type(value.base)[1:].removesuffix(':16')}[{','.join(map(str, value.block_shape))}]>"
     return f"*{TYPES[str(value.dtype).removeprefix('torch.')]}" + ":16" * (value.data_ptr() % 16 == 0)

@@ -1,0 +1,111 @@
+"""XFT's merge stage, where only the mixing logits train: a step against one of dense tuning, a layer against the official form.
+
+That one keeps float32 stacks and multiplies them out in every forward pass: softmax, mm, a cast, three linears.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import shapes
+from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime.config import MoEConfig
+from moe_runtime.demo import PRESETS
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.ops.merging import merge_experts
+
+TOKENS = 2048  # of a device's batch in the official hyperparameters: 2 rows of 1024
+GPU_SHAPES = shapes.MIXING
+CPU_SHAPES = {"coarse": shapes.CPU["coarse"]}
+
+
+def bench_mixing_step(interleaved, request):
+    """A whole step of the demo's model, its batch too: loss, backward and optimizer, of all weights or of the logits alone."""
+    if CUDA:
+        pytest.skip("a model of the CPU's size: a GPU would be measured at waiting for its launches")
+    preset = PRESETS["tiny" if request.config.getoption("--tiny") else "small"]
+    dense, mergeable = (_demo_model(preset, mergeable) for mergeable in (False, True))
+    ids = torch.randint(0, preset.vocab_size, (preset.batch, preset.max_length), device=DEVICE)
+
+    def step_of(model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+        def step():
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+
+        return step
+
+    interleaved({"dense SFT step (floor)": step_of(dense), "moe_runtime": step_of(mergeable)})
+
+
+def _demo_model(preset, mergeable: bool):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from moe_runtime.methods import xft
+
+    torch.manual_seed(0)
+    heads = max(preset.hidden_size // 32, 1)
+    config = LlamaConfig(
+        vocab_size=preset.vocab_size, hidden_size=preset.hidden_size, intermediate_size=preset.intermediate_size,
+        num_hidden_layers=preset.num_layers, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=2 * preset.max_length, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(DEVICE)
+    if mergeable:
+        xft.upcycle(model, num_experts=preset.num_experts, top_k=preset.top_k)
+        xft.to_mergeable(model)
+    return model.train()
+
+
+class Official(torch.nn.Module):
+    """The official code's merge stage of one layer: experts in float32, alpha's softmax, mm and a cast in each forward pass."""
+
+    def __init__(self, layer: MergedMLP):
+        super().__init__()
+        weights = dict(layer.experts.named_parameters())
+        gate, up = weights["gate_up_proj"].detach().float().chunk(2, 1)
+        self.stacks = [w.flatten(1).contiguous() for w in (gate, up, weights["down_proj"].detach().float())]
+        self.shapes = [gate.shape[1:], up.shape[1:], weights["down_proj"].shape[1:]]
+        self.mixing_logits = torch.nn.Parameter(layer.mixing_logits.detach().clone())
+        self.shared_rate = layer.shared_rate
+
+    def forward(self, x):
+        rest = (1 - self.shared_rate) * self.mixing_logits.softmax(-1)
+        alpha = torch.cat([rest.new_full((1,), self.shared_rate), rest])[:, None]
+        weights = (torch.mm(w.t(), alpha).view(shape).to(x.dtype) for w, shape in zip(self.stacks, self.shapes))
+        gate, up, down = weights
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def bench_mixing_layer(interleaved, shape):
+    """Forward, backward and a write to the logits, so that each call merges anew, of one layer of bfloat16 experts."""
+    tokens, H, I, E, _, _ = shape
+    T = min(tokens, TOKENS)
+    config = MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=2)
+    with fits():
+        ours = MergedMLP(config, dtype=torch.bfloat16, device=DEVICE)
+        official = Official(ours)
+        x, dout = (torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        x.requires_grad_()
+        w = {name: merge_experts(p, ours.alpha().detach()) for name, p in ours.experts.named_parameters()}
+        gate_up, down = (torch.nn.Parameter(w[name]) for name in ("gate_up_proj", "down_proj"))
+
+    def dense():
+        gate, up = F.linear(x, gate_up).chunk(2, -1)
+        return torch.autograd.grad(F.linear(F.silu(gate) * up, down), [x, gate_up, down], dout)[0]
+
+    def step_of(layer):
+        def step():
+            dx, dlogits = torch.autograd.grad(layer(x), [x, layer.mixing_logits], dout)
+            with torch.no_grad():
+                layer.mixing_logits.sub_(1e-3 * dlogits.sign())
+            return dx
+
+        return step
+
+    interleaved(
+        {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)}, compare="official"
+    )

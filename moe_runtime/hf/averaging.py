@@ -1,0 +1,119 @@
+"""EWA while a model trains: after each of the optimizer's steps, one of averaging on every stack of experts that trains.
+
+    share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
+
+A trainer gets it as a callback, `AveragingCallback`; a loop of one's own calls `average_after_steps`.
+"""
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.modules.moe import Experts
+from moe_runtime.ops.averaging import average_experts_, check_share
+
+SCHEDULES = ("constant", "linear")
+
+
+class Averaging:
+    """What `average_after_steps` returns; `step` counts the steps that were averaged, `remove` ends it."""
+
+    def __init__(self, stacks: list[nn.Parameter], share: float, schedule: str, total_steps: int | None, step: int):
+        self.stacks, self.share, self.schedule = stacks, share, schedule
+        self.total_steps, self.step = total_steps, step
+        self._hook = None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> "Averaging":
+        """Average after each step of `optimizer` from now on."""
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def remove(self) -> None:
+        """Stop averaging; a second call does nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def share_at(self, step: int) -> float:
+        """Return the share of step 1, 2, ...; a linear one stays where it is after the last step."""
+        return self.share if self.schedule == "constant" else self.share * min(step / self.total_steps, 1.0)
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        # GradScaler does not call most optimizers for gradients that overflowed; a fused one learns of it by this tensor
+        overflowed = getattr(optimizer, "found_inf", None)
+        if overflowed is not None and overflowed.item():
+            return
+        self.step += 1
+        for stack in self.stacks:
+            average_experts_(stack, self.share_at(self.step))
+
+
+def average_after_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    share: float = 0.3,
+    schedule: str = "constant",
+    total_steps: int | None = None,
+    step: int = 0,
+) -> Averaging:
+    """Average the experts that train after each of the optimizer's steps; its state is left alone.
+
+    `total_steps` is T of a linear schedule, `step` how many are done. Call it when model and optimizer are what they will
+    train as: FSDP2 and accelerate put others in their place. Raises ValueError for a model without experts that train,
+    and an optimizer that does not hold them.
+    """
+    check_schedule(share, schedule)
+    if schedule == "linear":
+        check_positive("total_steps", total_steps)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step is {step!r}; want the number of steps that are done")
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # accelerate's wrapper calls this one
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no experts that train; want a model of baselines.to_ewa")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    other = [name for name, stack in stacks.items() if id(stack) not in held]
+    if other or not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}, which does not hold {', '.join(other) or 'a torch state'}; want "
+            "the optimizer of this very model; DeepSpeed's hold copies: train with FSDP2 or DDP"
+        )
+    return Averaging(list(stacks.values()), share, schedule, total_steps, step).attach(optimizer)
+
+
+def check_schedule(share: float, schedule: str) -> None:
+    """Raise ValueError unless `share` is from 0 to 1 and `schedule` is one of SCHEDULES."""
+    check_share(share)
+    check_choice("schedule", schedule, SCHEDULES)
+
+
+class AveragingCallback(TrainerCallback):
+    """`average_after_steps` for transformers' Trainer and TRL's; a resumed run goes on with the share of its step."""
+
+    def __init__(self, share: float = 0.3, schedule: str = "constant"):
+        check_schedule(share, schedule)
+        self.share, self.schedule = share, schedule
+        self.averaging: Averaging | None = None
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        """Begin to average."""
+        self.on_train_end(args, state, control)
+        self.averaging = average_after_steps(
+            model, optimizer, share=self.share, schedule=self.schedule, total_steps=state.max_steps,
+            step=state.global_step,
+        )  # fmt: skip
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Count as the trainer does, for which a step that overflowed is one too."""
+        if self.averaging is not None:
+            self.averaging.step = state.global_step
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Stop averaging."""
+        if self.averaging is not None:
+            self.averaging.remove()
+            self.averaging = None

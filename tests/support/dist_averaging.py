@@ -1,0 +1,81 @@
+"""One of the ranks of tests/hf/test_averaging.py: EWA under FSDP2, stacks of each placement; arguments RENDEZVOUS OUT."""
+
+import os
+import sys
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from moe_runtime.methods import baselines
+from moe_runtime.ops.averaging import average_experts_
+from tests.hf import tiny
+from tests.support.dist_launch import leave, start
+
+torch.set_num_threads(1)
+EXPERTS, STEPS = 3, 3  # which two ranks cannot share equally
+
+
+def train(model, ids: torch.Tensor) -> None:
+    """Three steps of AdamW with a share that rises, the partitions drawn from the same seed wherever this runs."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    averaging = baselines.average_after_steps(model, optimizer, share=0.6, schedule="linear", total_steps=STEPS)
+    torch.manual_seed(5)
+    model.train()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    assert averaging.step == STEPS
+
+
+def make():
+    """The model; equal in every process, its experts not equal."""
+    model = tiny.dense("llama")
+    baselines.to_ewa(model, num_experts=EXPERTS)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 8)
+    return model
+
+
+def stacks() -> dict[str, torch.Tensor]:
+    """A stack after one step, by how it was placed."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(3))
+    found = {}
+    for name, placement in {"experts": Shard(0), "columns": Shard(2), "copies": Replicate()}.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            stack = distribute_tensor(weight.to(dtype, copy=True), mesh, [placement])
+            found[f"{name} {dtype}"] = average_experts_(stack, 0.3).full_tensor()
+    try:
+        average_experts_(stack, 0.3, backend="triton")
+    except ValueError as error:
+        found["backend"] = str(error)
+    partial = torch.distributed.tensor.DTensor.from_local(weight, mesh, [Partial()])
+    try:
+        average_experts_(partial, 0.3)
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
+
+
+def main(rendezvous: str, out: str) -> None:
+    start(rendezvous)
+    found = stacks()
+    model = make()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    train(model, tiny.batch())
+    kinds = {type(p).__name__ for p in model.parameters()}
+    weights = {name: p.full_tensor() for name, p in model.named_parameters()}
+    torch.save({"stacks": found, "weights": weights, "kinds": kinds}, f"{out}/{os.environ['RANK']}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

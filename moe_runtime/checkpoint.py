@@ -328,6 +328,10 @@ class CheckpointWriter:
         """Write a file of UTF-8 text."""
         self._target(name).write_text(text, encoding="utf-8")
 
+    def place(self, name: str) -> Path:
+        """Return the path at which to write one more file of the folder, before the block ends."""
+        return self._target(name)
+
     def _open_folder(self) -> Path:
         if self._tmp is None:
             raise ValueError(f"writer of {self.out_dir} is not open; want it used inside its `with` block")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -31,7 +32,7 @@ def read_config(folder: str | Path):
     read_json(folder / "config.json")
     try:
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise ValueError(f"{folder / 'config.json'} is not a config that transformers reads: {error}") from error
 
 

@@ -229,6 +229,13 @@ def test_wrong_stage_folder_and_settings(base, moe, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_with_a_wrong_type_is_named(base, tmp_path):
+    bad = json.loads((base / "config.json").read_text()) | {"hidden_size": "many"}
+    (tmp_path / "config.json").write_text(json.dumps(bad))
+    with pytest.raises(ValueError, match=r"(?s)config.json is not a config that transformers reads: .*hidden_size"):
+        xft_folders.upcycle_folder(tmp_path, tmp_path / "out", **SMALL)
+
+
 def test_an_mlp_that_computes_something_else_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr(xft_folders.folders, "stock_mlp_error", lambda *_: 0.01)
     with pytest.raises(ValueError, match="differs from our formula by 1.0e-02"):

@@ -18,9 +18,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 # the first layout whose columns are all there counts, and only its columns are kept
-LAYOUTS = (("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"))
+LAYOUTS = (
+    ("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"), ("instruction", "output"),
+)  # fmt: skip
+TRL_NAMES = {"instruction": "prompt", "response": "completion", "output": "completion"}
 KEPT_WITH = {"messages": ("tools", "chat_template_kwargs")}
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+BUILT_IN = "standard-library"  # the name of the text below where a recipe names its data
+# how a row's prompt is put to the model; "chat" is the tokenizer's own template
+PROMPTS = {
+    "plain": "{instruction}",
+    # Magicoder's, of the XFT paper's models: text before the instruction, and none behind "@@ Response" but a line feed
+    "magicoder": (
+        "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable "
+        "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
+    ),
+    "chat": None,
+}
+# the same as a chat template, for whoever asks a tuned model by its tokenizer's: evaluations, servers
+MAGICODER_CHAT = (
+    "{{ bos_token or '' }}" + PROMPTS["magicoder"].partition("@@")[0] + "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '@@ Instruction\\n' + message['content'] + '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '@@ Response\\n' }}"
+    "{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}"
+    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
+    "{% else %}{{ raise_exception('the roles are user and assistant') }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '@@ Response\\n' }}{% endif %}"
+)
 
 PIECE = 2000  # characters of a document of `standard_library_text`
 SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
@@ -42,8 +67,8 @@ def require(module: str, extra: str = "train"):
 def read_rows(path_or_id: str | Path, split: str = "train"):
     """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
 
-    Its columns are those of one layout: messages | prompt, completion | text; instruction and response become prompt
-    and completion. Raises ValueError for what is not there, is empty, cannot be read or has other columns.
+    Its columns are those of one layout: messages | prompt, completion | text; instruction and response (or output)
+    become prompt and completion. Raises ValueError for what is not there, is empty, cannot be read or has other columns.
     """
     datasets = require("datasets")
     path = Path(path_or_id)
@@ -74,12 +99,31 @@ def _known_columns(rows, name: str):
         raise ValueError(f"data is {name!r}, which has no rows; want at least one")
     for layout in LAYOUTS:
         if set(layout) <= set(rows.column_names):
+            if layout[0] == "instruction" and "input" in rows.column_names and any(rows["input"]):
+                raise ValueError(f"data is {name!r}, whose column input has text; want it in the column instruction")
             extra = [column for column in KEPT_WITH.get(layout[0], ()) if column in rows.column_names]
             rows = rows.select_columns([*layout, *extra])
-            names = {"instruction": "prompt", "response": "completion"}
-            return rows.rename_columns({old: names[old] for old in layout if old in names})
+            return rows.rename_columns({old: TRL_NAMES[old] for old in layout if old in TRL_NAMES})
     wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
     raise ValueError(f"data is {name!r} with the columns {', '.join(rows.column_names)}; want {wanted}; rename them")
+
+
+def put_prompt(row: Mapping, prompt: str) -> Mapping:
+    """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout which that does not go with.
+
+    "plain" takes every layout, "magicoder" rows with prompt and completion, "chat" those and messages.
+    """
+    if prompt not in PROMPTS:
+        raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")
+    if prompt == "plain" or (prompt == "chat" and "messages" in row):
+        return row
+    if "prompt" not in row or "completion" not in row:
+        raise ValueError(f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion")
+    if prompt == "chat":
+        answer = {"role": "assistant", "content": row["completion"]}
+        return {"messages": [{"role": "user", "content": row["prompt"]}, answer]}
+    # replace, not format: code has braces
+    return {"prompt": PROMPTS[prompt].replace("{instruction}", row["prompt"]), "completion": row["completion"]}
 
 
 class Pairs(NamedTuple):
@@ -224,6 +268,30 @@ def _prompt(node: Function, owner: str | None, doc: str) -> str:
     return f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
 
 
+def hold_out(rows, count: int, seed: int = 0):
+    """Shuffle a datasets.Dataset and return (the rest, `count` rows), no row of the one equal to a row of the other."""
+    if count >= len(rows):
+        raise ValueError(f"held_out_rows is {count}, the data has {len(rows)} rows; want fewer")
+    rows = rows.shuffle(seed=seed)
+    held_out = rows.select(range(count))
+    known = {str(row) for row in held_out}
+    rest = [place for place in range(count, len(rows)) if str(rows[place]) not in known]
+    if not rest:
+        raise ValueError(f"held_out_rows is {count}, and every other row equals one of them; want data with more rows")
+    return rows.select(rest), held_out
+
+
+def save_rows(rows, folder: Path) -> None:
+    """Write a datasets.Dataset to a folder."""
+    require("datasets").disable_progress_bars()
+    rows.save_to_disk(str(folder))
+
+
+def load_rows(folder: Path):
+    """Read what `save_rows` wrote, mapped from the disk."""
+    return require("datasets").load_from_disk(str(folder))
+
+
 def pack(tokenizer, documents: Iterable[str], length: int):
     """Join the documents' tokens, EOS after each, and cut them into a datasets.Dataset of rows of `length` ids and labels.
 
@@ -235,17 +303,22 @@ def pack(tokenizer, documents: Iterable[str], length: int):
     return require("datasets").Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
-def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False):
+def tokenize_pairs(
+    tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None
+):
     """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
 
     BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what
-    the chat template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped.
+    the chat template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped; the
+    first `limit` of the others are returned.
     `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
     Raises ValueError if no row remains.
     """
     datasets = require("datasets")
     columns: dict[str, list] = {"input_ids": [], "labels": []} | ({"row_id": []} if row_ids else {})
     for place, row in enumerate(rows):
+        if len(columns["labels"]) == limit:
+            break
         ids, labels = (values[:max_length] for values in _tokenize(tokenizer, row))
         if any(label != -100 for label in labels[1:]):
             columns["input_ids"].append(ids)

@@ -1,6 +1,7 @@
 """data.py and hf/tokenizer.py: what is read, what the standard library gives, what is masked."""
 
 import ast
+import copy
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ LAYOUTS = {
     "prompt-completion": {"prompt": "two and two\n", "completion": "four"},
     "text": {"text": "two and two is four"},
     "instruction-response": {"instruction": "two and two\n", "response": "four"},
+    "instruction-output": {"instruction": "two and two\n", "output": "four"},
 }
 SCAN = data._library_rows.__wrapped__  # without its cache
 
@@ -50,7 +52,7 @@ def write(path, rows, kind):
 def test_read_rows_reads_each_layout(tmp_path, layout, kind):
     rows = [LAYOUTS[layout] | {"note": i} for i in range(3)]
     got = data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind))
-    renamed = {"instruction": "prompt", "response": "completion"}
+    renamed = {"instruction": "prompt", "response": "completion", "output": "completion"}
     want = {renamed.get(name, name): value for name, value in LAYOUTS[layout].items()}
     assert len(got) == 3 and got.column_names == list(want) and got[2] == want
 
@@ -58,6 +60,89 @@ def test_read_rows_reads_each_layout(tmp_path, layout, kind):
 def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
     rows = [{"prompt": "p", "completion": "c", "messages": CHAT, "tools": "[]"}]
     assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).column_names == ["messages", "tools"]
+
+
+def test_read_rows_refuses_an_input_beside_the_instruction(tmp_path):
+    rows = [{"instruction": "add", "input": "2 2", "output": "4"}]
+    with pytest.raises(ValueError, match="whose column input has text; want it in the column instruction"):
+        data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl"))
+    rows[0]["input"] = ""
+    assert data.read_rows(write(tmp_path / "y.jsonl", rows, "jsonl"))[0] == {"prompt": "add", "completion": "4"}
+
+
+MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable \
+responses to user instructions.
+
+@@ Instruction
+{}
+
+@@ Response
+"""
+
+
+def test_put_prompt_is_magicoders():
+    row = {"prompt": "Write f(x) = {x}.", "completion": "{x}"}
+    assert data.put_prompt(row, "magicoder") == {"prompt": MAGICODER.format(row["prompt"]), "completion": "{x}"}
+    assert data.put_prompt(row, "plain") is row
+    assert data.put_prompt(row, "chat")["messages"] == [
+        {"role": "user", "content": "Write f(x) = {x}."},
+        {"role": "assistant", "content": "{x}"},
+    ]
+    assert data.put_prompt({"messages": CHAT}, "chat") == {"messages": CHAT}
+
+
+def test_magicoders_chat_template_says_the_same(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = data.MAGICODER_CHAT
+    row = {"prompt": "Write f.\n", "completion": "def f(): {}\n"}
+    chat = data.put_prompt(row, "chat")["messages"]
+    put = data.put_prompt(row, "magicoder")
+    whole = tokenizer.bos_token + put["prompt"] + put["completion"] + tokenizer.eos_token
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == whole
+    asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == tokenizer.bos_token + put["prompt"]
+    both = tokenizer.apply_chat_template([*chat, chat[0]], tokenize=False, add_generation_prompt=True)
+    assert both == f"{whole}\n\n@@ Instruction\nWrite f.\n\n\n@@ Response\n"
+    (learned,) = data.tokenize_pairs(tokenizer, [{"messages": chat}], 600)
+    (direct,) = data.tokenize_pairs(tokenizer, [put], 600)
+    assert tokenizer.decode([i for i in learned["labels"] if i != -100]) == "def f(): {}\n</s>"
+    assert tokenizer.decode(learned["input_ids"]) == tokenizer.decode(direct["input_ids"])
+    with pytest.raises(Exception, match="the roles are user and assistant"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "prompt, row", [("magicoder", {"text": "x"}), ("magicoder", {"messages": CHAT}), ("chat", {"text": "x"})]
+)
+def test_put_prompt_refuses_other_layouts(prompt, row):
+    with pytest.raises(ValueError, match=f"prompt is '{prompt}', a row has the columns {next(iter(row))}; want prompt"):
+        data.put_prompt(row, prompt)
+
+
+def test_put_prompt_knows_its_names():
+    with pytest.raises(ValueError, match="prompt is 'alpaca'; want one of plain, magicoder, chat"):
+        data.put_prompt({"text": "x"}, "alpaca")
+
+
+def test_hold_out_parts_the_rows():
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"prompt": str(i % 30), "completion": "c"} for i in range(40)])  # ten doubles
+    rest, held_out = data.hold_out(rows, 12)
+    rest, held = [row["prompt"] for row in rest], [row["prompt"] for row in held_out]
+    assert len(held) == 12 and not set(rest) & set(held) and set(rest) | set(held) == set(rows["prompt"])
+    assert len(rest) == sum(prompt not in held for prompt in rows["prompt"]) <= 28 and rest != sorted(rest)
+    assert [row["prompt"] for row in data.hold_out(rows, 12)[1]] == held
+    with pytest.raises(ValueError, match="held_out_rows is 40, the data has 40 rows; want fewer"):
+        data.hold_out(rows, 40)
+    with pytest.raises(ValueError, match="every other row equals one of them"):
+        data.hold_out(rows.select([0, 30, 0]), 1)
+
+
+def test_rows_survive_the_disk(tmp_path, tokenizer):
+    rows = data.tokenize_pairs(tokenizer, [LAYOUTS["text"]] * 3, 64)
+    data.save_rows(rows, tmp_path / "rows")
+    assert data.load_rows(tmp_path / "rows").to_list() == rows.to_list()
 
 
 def test_read_rows_reads_a_folder(tmp_path):
@@ -213,6 +298,14 @@ def test_tokenize_pairs_masks_the_prompt(tokenizer):
     prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in row.values())
     assert got["input_ids"] == [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
     assert got["labels"] == [-100] * (1 + len(prompt)) + [*answer, tokenizer.eos_token_id]
+
+
+def test_tokenize_pairs_stops_at_the_limit(tokenizer):
+    seen = []
+    long = {"prompt": "two " * 50, "completion": "four"}
+    rows = (seen.append(row) or row for row in [LAYOUTS["text"], long, LAYOUTS["prompt-completion"]] * 9)
+    got = data.tokenize_pairs(tokenizer, rows, 32, limit=2)
+    assert got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list() and len(seen) == 4
 
 
 def test_tokenize_pairs_learns_all_of_a_text(tokenizer):

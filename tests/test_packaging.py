@@ -125,7 +125,8 @@ def test_wheel_holds_the_package_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         info = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
-    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_runtime" / "recipes").glob("*.yaml")}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_runtime" / "recipes").rglob("*.yaml")}
+    assert len(recipes) >= 5
     assert names == python_files(ROOT) | recipes
     assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
@@ -206,6 +207,19 @@ def modules(root: Path) -> list[str]:
 def test_installed_wheel_imports(installed, tmp_path):
     done = run("-c", FIND, *modules(ROOT), cwd=tmp_path, path=[installed, *SITE])
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
+
+
+RECIPES = """
+from moe_runtime.methods.recipe import load_recipe, shipped_recipes
+print(*[load_recipe(name).name for name in shipped_recipes()])
+"""
+
+
+def test_installed_wheel_has_its_recipes(installed, tmp_path):
+    names = [path.stem for path in (ROOT / "moe_runtime" / "recipes" / "xft").glob("*.yaml")]
+    done = run("-c", RECIPES, cwd=tmp_path, path=[installed, *SITE])
+    assert done.stdout.split() == sorted(names) and "tiny" in names
+    assert (installed / "moe_runtime" / "recipes" / "accelerate" / "fsdp2.yaml").is_file()
 
 
 def test_clean_clone_imports(tree):

@@ -1,16 +1,22 @@
-"""A small model and transformers' Trainer with few arguments: what the demo runs on."""
+"""A small model and transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on."""
 
 import math
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from moe_runtime.files import atomic_write_json, read_json
+from moe_runtime.hf.adafactor import SplitAdafactor
+from moe_runtime.hf.ranks import gather, state
 from moe_runtime.hf.tokenizer import pair_collator
 from moe_runtime.hf.training import MoETrainer
 
@@ -142,6 +148,209 @@ def held_out_loss(model, rows, tokenizer, batch_size: int = 32) -> float:
         total, count = total + loss.item(), count + int((labels != -100).sum())
     model.train(training)
     return total / count
+
+
+class Trained(NamedTuple):
+    """What `train` did."""
+
+    history: History
+    steps: int
+    losses: list[float]  # of each held-out row, at the end
+    tokens: list[int]
+    state_dict: Callable[[], dict | None]  # rank 0 gets all weights, the others may get None; every process must call
+
+
+class _Recorder(_Watcher):
+    """A watcher that times itself, keeps the last rows' losses, and goes on where a checkpoint was written."""
+
+    NAME = "history.json"
+
+    def __init__(self, history: History, rows: Callable[[], tuple[list, list]], every: int, on_step):
+        super().__init__(history, self._take, every, on_step)
+        self.rows, self.last, self.start, self.before = rows, ([], []), 0.0, 0.0
+
+    def _take(self) -> float:
+        self.last = self.rows()
+        return mean_loss(*self.last)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start, self.paused = time.perf_counter(), 0.0
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.history.seconds = self._seconds()
+
+    def on_save(self, args, state, control, **kwargs):
+        # the last file of a checkpoint: one without it was cut off, and is not gone on from
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            values = asdict(self.history) | {"seconds": self._seconds(), "last": self.last}
+            atomic_write_json(folder / self.NAME, values)
+
+    def restore(self, checkpoint: Path) -> None:
+        values = read_json(checkpoint / self.NAME)
+        self.last, self.before = tuple(values["last"]), values["seconds"]
+        for name in ("train", "held_out"):
+            getattr(self.history, name)[:] = map(tuple, values[name])
+
+    def _seconds(self) -> float:
+        return self.before + time.perf_counter() - self.start - self.paused
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest whole checkpoint that `train` wrote to a folder; None where there is none."""
+    folders = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{_Recorder.NAME}")]
+    return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings) -> TrainingArguments:
+    """Return transformers' arguments for a training that writes nothing but checkpoints."""
+    cuda = torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(folder),
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
+        save_total_limit=2,
+        logging_steps=max(settings["max_steps"] // 40, 1),
+        seed=seed,
+        data_seed=seed,
+        use_cpu=not cuda,
+        dataloader_pin_memory=cuda,
+        report_to=[],
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,  # each that trains is used in every step: expert stacks are whole tensors
+        **settings,
+    )
+
+
+def train(
+    model,
+    rows,
+    tokenizer,
+    *,
+    folder: str | Path,
+    learning_rate: float,
+    batch_size: int,
+    held_out,
+    epochs: float | None = None,
+    steps: int | None = None,
+    warmup_steps: int | None = None,
+    per_device_batch_size: int | None = None,
+    optimizer: str = "adafactor",
+    weight_decay: float = 0.0,
+    schedule: str = "linear",
+    max_grad_norm: float = -1.0,
+    bf16: bool = False,
+    gradient_checkpointing: bool = False,
+    save_steps: int | None = None,
+    evaluations: int = 4,
+    seed: int = 0,
+    callbacks: Sequence[TrainerCallback] = (),
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> Trained:
+    """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
+
+    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
+    other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
+    steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly.
+    Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
+    """
+    device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
+    total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
+    if warmup_steps is None:
+        warmup_steps = min(max(round(0.05 * total), 1), total - 1)
+    elif warmup_steps >= total:
+        raise ValueError(f"warmup_steps is {warmup_steps}, the training has {total} steps; want fewer warmup steps")
+    if gradient_checkpointing:
+        # the new name where transformers has it: the old one warns there
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    history = History()
+    recorder = _Recorder(
+        history,
+        lambda: row_losses(model, held_out, tokenizer, batch_size=device_batch, bf16=bf16),
+        max(round(total / evaluations), 1),
+        on_step,
+    )
+    arguments = _arguments(
+        folder,
+        save_steps,
+        seed,
+        max_steps=total,
+        learning_rate=learning_rate,
+        per_device_train_batch_size=device_batch,
+        gradient_accumulation_steps=accumulation,
+        optim=optimizer,
+        weight_decay=weight_decay,
+        lr_scheduler_type=schedule,
+        warmup_steps=warmup_steps,
+        max_grad_norm=max_grad_norm,
+        bf16=bf16,
+    )
+    trainer = MoETrainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        data_collator=pair_collator(tokenizer),
+        router_stats=False,
+        callbacks=[SplitAdafactor(), *callbacks, recorder],
+    )
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = last_checkpoint(folder) if save_steps else None
+    if checkpoint is not None:
+        recorder.restore(checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return Trained(history, total, *recorder.last, lambda: trainer.accelerator.get_state_dict(trainer.model_wrapped))
+
+
+def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:
+    """Return the rows that a process takes at once, and how often it does so for one optimizer step."""
+    ranks = state().num_processes
+    device_batch = per_device_batch_size or max(batch_size // ranks, 1)
+    if batch_size % (device_batch * ranks):
+        raise ValueError(
+            f"batch_size is {batch_size}, per_device_batch_size is {device_batch}, with {ranks} processes; want batch_size "
+            "to be a multiple of the other two"
+        )
+    return device_batch, batch_size // (device_batch * ranks)
+
+
+def count_steps(rows: int, epochs: float, device_batch: int, accumulation: int) -> int:
+    """Return the optimizer steps of `epochs`, as transformers counts them: the last step of an epoch may be smaller."""
+    batches = math.ceil(rows / (device_batch * state().num_processes))
+    return math.ceil(epochs * math.ceil(batches / accumulation))
+
+
+@torch.no_grad()
+def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
+    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
+
+    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast.
+    """
+    rank, ranks, device = state().process_index, state().num_processes, state().device
+    # as many for every rank: the forward pass of a split model waits for the others
+    places = [min(rank + i * ranks, len(rows) - 1) for i in range(math.ceil(len(rows) / ranks))]
+    training = model.training
+    model.eval()
+    found = []
+    loader = DataLoader(rows.select(places), batch_size=batch_size, collate_fn=pair_collator(tokenizer))
+    for batch in loader:
+        batch = {name: value.to(device) for name, value in batch.items()}
+        labels = batch.pop("labels")[:, 1:]
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            logits = model(**batch, use_cache=False).logits[:, :-1].float()
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+        found += zip(losses.double().sum(1).tolist(), (labels != -100).sum(1).tolist(), strict=True)
+    model.train(training)
+    by_place = dict(gather(list(zip(places, found, strict=True))))
+    sums, tokens = zip(*(by_place[place] for place in range(len(rows))), strict=True)
+    return [total / count for total, count in zip(sums, tokens, strict=True)], list(tokens)
+
+
+def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
+    """Return the mean over all label tokens of `row_losses`' numbers."""
+    return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
 
 
 @torch.no_grad()

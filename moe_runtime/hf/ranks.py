@@ -1,0 +1,93 @@
+"""The processes of one run, as `accelerate launch` starts them, and model folders that all read and one writes."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_runtime.files import atomic_write_json, read_json
+from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.modules.moe import MoE
+
+
+def state():
+    """Return accelerate's PartialState of this process: its rank, the number of processes, its device."""
+    from accelerate import PartialState
+
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def agree(value=None):
+    """Return rank 0's `value` in every process."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [value]
+    return broadcast_object_list(values)[0] if state().num_processes > 1 else value
+
+
+def gather(values: list) -> list:
+    """Return the items of every process, in the order of the ranks."""
+    from accelerate.utils import gather_object
+
+    return gather_object(values) if state().num_processes > 1 else values
+
+
+def load_tokenizer(source: str | Path):
+    """Load a tokenizer that can pad on the right: with EOS, as the official XFT code does, where it has no token for it."""
+    tokenizer = _load(AutoTokenizer, source)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def load_model(source: str | Path, dtype: str, device: torch.device | None = None):
+    """Load a causal LM in `dtype`, to `device` if given; raises ValueError for what transformers cannot load."""
+    model = _load(AutoModelForCausalLM, source, dtype=getattr(torch, dtype))
+    return model if device is None else model.to(device)
+
+
+def _load(kind: type, source: str | Path, **settings):
+    try:
+        return kind.from_pretrained(source, **settings)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".:")
+        raise ValueError(
+            f"base_model is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
+        ) from error
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter on the CPU; of one that FSDP2 has split, all of it. Every process must call."""
+    tensor = parameter.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
+
+
+def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None) -> None:
+    """Write a model in `dtype`, with its tokenizer and the rotary keys of both spellings, to a folder that exists.
+
+    `state_dict` stands for the weights of a model that is split; FSDP2 holds them in float32 under mixed precision.
+    """
+    narrow = getattr(torch, dtype)
+    if state_dict is not None:
+        state_dict = {
+            name: value.to(narrow) if value.is_floating_point() else value for name, value in state_dict.items()
+        }
+    model.save_pretrained(folder, state_dict=state_dict)
+    tokenizer.save_pretrained(folder)
+    values = read_json(folder / "config.json")
+    if values.get("dtype") != dtype:
+        atomic_write_json(folder / "config.json", values | {"dtype": dtype})
+    write_legacy_rope(folder)
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """Return the parameters of a model and those that a token passes through; tied weights count once."""
+    total = sum(p.numel() for p in model.parameters())
+    idle = 0.0
+    for module in model.modules():
+        if isinstance(module, MoE):
+            c = module.config
+            idle += (1 - c.top_k / c.num_experts) * sum(p.numel() for p in module.experts.parameters())
+    return total, round(total - idle)

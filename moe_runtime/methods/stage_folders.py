@@ -1,0 +1,91 @@
+"""Folders of finished stages: named after a hash of all that they depend on, made once, whole or not at all."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.files import atomic_folder, atomic_write_json, read_json
+from moe_runtime.hf import ranks
+
+
+class Result(NamedTuple):
+    """A finished stage."""
+
+    name: str
+    folder: Path  # of the model
+    loss: float  # mean over the label tokens of the held-out rows
+    losses: list[float]  # mean of each held-out row
+    tokens: list[int]  # label tokens of each
+    steps: int
+    seconds: float  # of this stage's training alone
+    total_seconds: float  # with the stages before it, the base excepted
+    parameters: int
+    active_parameters: int  # that a token passes through
+    history: list  # (step, held-out loss)
+    alpha: list | None  # [L][E], mixing coefficients of a merged model
+    steps_per_second: float
+
+
+def hash_of(value) -> str:
+    """Return 12 hex digits that stand for a JSON value."""
+    text = json.dumps(value, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fingerprint(source: str | Path) -> str | list:
+    """Return what tells a file or a folder of files from a changed one: names, sizes and times; an id of the Hub as it is."""
+    path = Path(source)
+    if not path.exists():
+        return str(source)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+
+
+def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> None:
+    """Have `make` fill `folder`, unless its file `mark` says that it is whole; what it returns is written to `mark`.
+
+    All processes of the run must call, and all make; rank 0's folder counts. Of two runs, one makes and one waits.
+    """
+    if ranks.agree((folder / mark).is_file()):
+        return
+    main = ranks.state().is_main_process
+    with contextlib.ExitStack() as stack:
+        if main:
+            stack.enter_context(_locked(folder))
+        if ranks.agree((folder / mark).is_file()):
+            return
+        tmp = ranks.agree(str(stack.enter_context(atomic_folder(folder, overwrite=True))) if main else None)
+        values = make(Path(tmp))
+        if main:
+            atomic_write_json(Path(tmp) / mark, values or {})
+    ranks.agree()  # nobody reads before rank 0 has moved the folder in
+
+
+def read_result(folder: Path, **changes) -> Result:
+    """Read a stage's result.json; `changes` replace what is in it."""
+    values = read_json(folder / "result.json")
+    values["history"] = [tuple(point) for point in values["history"]]
+    fields = {name: values[name] for name in Result._fields if name in values}
+    return Result(**fields | {"folder": folder / "model"} | changes)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of checkpoints that nobody needs any more, on rank 0."""
+    if ranks.state().is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`; the kernel gives it back when the process dies. Without locks, two runs may both make."""
+    locks = folder.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with open(locks / folder.name, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

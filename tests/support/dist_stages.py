@@ -1,0 +1,72 @@
+"""One of the ranks of tests/methods/test_xft_distributed.py: `dist_stages.py RENDEZVOUS OUT ENGINE RECIPE STAGES...`."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from moe_runtime.hf import fit as trainers
+from moe_runtime.methods.recipe import load_recipe
+from moe_runtime.methods.xft_stages import Stages
+from tests.support.dist_launch import leave, start
+
+torch.set_num_threads(1)
+
+
+class Spy(TrainerCallback):
+    """Notes which parameters have a gradient when the optimizer steps, and of what kind the parameters are."""
+
+    def __init__(self):
+        self.graded, self.kinds = set(), set()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.graded |= {name.removeprefix("module.") for name, p in model.named_parameters() if p.grad is not None}
+        self.kinds |= {type(p).__name__ for p in model.parameters()}
+
+
+def use_fsdp2() -> None:
+    """Have accelerate take FSDP2, which it turns off on the CPU; its own code runs there all the same."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    real = AcceleratorState.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+
+    AcceleratorState.__init__ = init
+
+
+def main(rendezvous: str, out: str, engine: str, recipe: str, *names: str) -> None:
+    start(rendezvous)
+    if engine == "fsdp2":
+        use_fsdp2()
+    real, spies, said = trainers.train, {}, []
+
+    def train(*args, callbacks=(), **kwargs):
+        spies[name] = Spy()
+        return real(*args, callbacks=[*callbacks, spies[name]], **kwargs)
+
+    trainers.train = train
+
+    def say(text: str) -> None:
+        said.append(text)
+        print(text, flush=True)  # to the log that a failed launch shows
+
+    stages = Stages(load_recipe(recipe), Path(out, "out"), say=say)
+    results = {}
+    for name in names:
+        results[name] = stages.mix(results["moe"]) if name == "mix" else getattr(stages, name)()
+    seen = {name: (spy.graded, spy.kinds) for name, spy in spies.items()}
+    torch.save({"results": results, "seen": seen, "said": said}, f"{out}/rank{dist.get_rank()}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,7 +11,7 @@ the gradients: T K H (n - 1) / n elements a rank and way where slots spread even
 without tokens takes part with nothing and gets a gradient of zeros.
 
 An expert sees the tokens of all n ranks, so its gradient is the sum of what theirs would be under data parallelism, where
-engines average: `local_parts` divides by n, or a step would be n times as long for experts as for all else (SPEC E11).
+engines average: `local_parts` divides by n, or a step would be n times as long for experts as for all else.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The mergeable layer: XFT's merge claims on a layer (SPEC section 6: 7 to 12), and what trains."""
+"""The mergeable layer: XFT's merge claims on a layer, and what trains."""
 
 import copy
 
@@ -63,7 +63,7 @@ def test_is_the_dense_mlp_with_merged_weights(variant, tolerance):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_gives_the_same_logits(variant):
-    """SPEC 6 (10) on a layer: the stock MLP loaded with `merged_weights` computes the same."""
+    """The stock MLP loaded with `merged_weights` computes the same."""
     layer, x = make(**variant), torch.randn(2, 5, 33)
     with torch.no_grad():
         w, up = layer.merged_weights(), layer.experts.up_name
@@ -101,7 +101,7 @@ def test_only_the_logits_train():
 
 @pytest.mark.parametrize("soup", [False, True], ids=["XFT", "soup"])
 def test_gradient_of_the_logits_is_the_papers(soup):
-    """SPEC 1.6: da_i = (1 - lambda) sigma_i (g_i - sum_j sigma_j g_j), g_i = sum over {Wg, Wu, Wd} <dWbar, W_i>."""
+    """XFT, Eq. (5), (6): da_i = (1 - lambda) sigma_i (g_i - sum_j sigma_j g_j), g_i = sum over {Wg, Wu, Wd} <dWbar, W_i>."""
     layer, x, dout = make(bias=True, soup=soup), torch.randn(7, 33), torch.randn(7, 33)
     (got,) = torch.autograd.grad(layer(x), layer.mixing_logits, dout)
 
@@ -169,7 +169,7 @@ def test_starts_at_the_INIT_mixture(rate, soup):
 
 
 def test_narrow_logits_would_not_move():
-    # lr 1e-5 (SPEC 1.5) is below bfloat16's step at 1: casting the layer must not freeze the mixture in silence
+    # lr 1e-5, the official one, is below bfloat16's step at 1: casting the layer must not freeze the mixture in silence
     layer = make().to(torch.bfloat16)
     assert layer.mixing_logits.dtype == torch.float32
     assert layer.experts.down_proj.dtype == torch.bfloat16

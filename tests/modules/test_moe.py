@@ -1,4 +1,4 @@
-"""The layer: router and experts against float64 loops, XFT's claims at a layer (SPEC section 6), noise, compile, memory."""
+"""The layer: router and experts against float64 loops, XFT's claims at a layer, noise, compile, memory."""
 
 import copy
 
@@ -27,7 +27,7 @@ def make(dtype=None, device=None, spread=1.0, **kwargs) -> MoE:
 
 
 def router_logits(config, p: dict, x: torch.Tensor) -> torch.Tensor:
-    """W x or W2 tanh(W1 x) (SPEC 1.1 step 1)."""
+    """W x or W2 tanh(W1 x)."""
     hidden = x @ p["gate.weight"].t()
     return torch.tanh(hidden) @ p["gate.weight_out"].t() if config.router == "mlp" else hidden
 
@@ -120,7 +120,7 @@ def test_gradcheck(gate, router):
     )
 
 
-# XFT, SPEC section 6
+# XFT
 
 
 def upcycled(**kwargs) -> MoE:
@@ -253,7 +253,7 @@ def test_balance_loss_is_returned_and_reaches_the_router(kind, noisy):
     loss = layer.gate(x).balance_loss
     leaves = [p for n, p in layer.gate.named_parameters() if kind == "cv2" or "noise" not in n]
     assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(loss, leaves))
-    assert layer.eval().gate(x).balance_loss is not None  # SPEC 1.2: also in eval mode
+    assert layer.eval().gate(x).balance_loss is not None  # as in the official code: also in eval mode
     assert make().gate(x).balance_loss is None
 
 

@@ -36,7 +36,7 @@ def selected(row, k):
 
 
 def switch_in_python(logits: list[list[float]], k: int) -> float:
-    """R sum_r f_r P_r, f_r = count_r / (T k), P_r = mean_t softmax(logits)[t, r] (SPEC 2.1 step 6)."""
+    """R sum_r f_r P_r, f_r = count_r / (T k), P_r = mean_t softmax(logits)[t, r]."""
     T, R = len(logits), len(logits[0])
     f = [sum(r in selected(row, k) for row in logits) / (T * k) for r in range(R)]
     P = [sum(softmax(row)[r] for row in logits) / T for r in range(R)]
@@ -44,7 +44,7 @@ def switch_in_python(logits: list[list[float]], k: int) -> float:
 
 
 def importance_in_python(noisy, k, gate="xft"):
-    """SPEC 1.2; the vanilla gate's softmax runs over the selected logits alone (official code, TopKBalancedNoisyGate)."""
+    """The vanilla gate's softmax runs over the selected logits alone (official code, TopKBalancedNoisyGate)."""
     R = len(noisy[0])
     if gate == "topk_softmax":
         noisy = [[value if r in selected(row, k) else -math.inf for r, value in enumerate(row)] for row in noisy]
@@ -52,7 +52,7 @@ def importance_in_python(noisy, k, gate="xft"):
 
 
 def load_in_python(clean, noise, scale, k, quirk):
-    """SPEC 1.2: P = Phi((clean - thr) / scale), thr the (k+1)-th noisy logit for those inside, else the k-th."""
+    """P = Phi((clean - thr) / scale), thr the (k+1)-th noisy logit for those inside, else the k-th."""
     R, load = len(clean[0]), [0.0] * len(clean[0])
     for lg, eps, ctl in zip(clean, noise, scale):
         noisy = [a + b for a, b in zip(lg, eps)]

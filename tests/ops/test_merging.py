@@ -146,7 +146,7 @@ def test_a_constant_changes_nothing_and_the_gradient_sums_to_zero(shared_rate):
 
 
 def test_gradient_of_the_logits_is_the_papers():
-    """SPEC 1.6: da_i = (1 - lambda) sigma_i (g_i - sum_j sigma_j g_j), g_i = sum over the projections <dW, W_i>."""
+    """XFT, Eq. (5), (6): da_i = (1 - lambda) sigma_i (g_i - sum_j sigma_j g_j), g_i = sum over the projections <dW, W_i>."""
     rate, logits = 0.75, torch.randn(7, requires_grad=True)
     stacks = [torch.randn(8, 34, 33), torch.randn(8, 33, 17)]
     douts = [torch.randn(34, 33), torch.randn(33, 17)]
@@ -171,7 +171,7 @@ def test_soup_starts_at_the_mixture_that_xft_fixes(E, rate):
 def test_soup_moves_the_shared_expert_too():
     logits = soup_logits(8, 0.75).requires_grad_()
     (grad,) = torch.autograd.grad(mixing(logits, None)[0], logits)
-    assert grad[0].item() == pytest.approx(0.75 * 0.25, rel=1e-5)  # SPEC 1.6: .1875
+    assert grad[0].item() == pytest.approx(0.75 * 0.25, rel=1e-5)  # lambda (1 - lambda)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])

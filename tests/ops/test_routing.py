@@ -77,7 +77,7 @@ def test_reference_and_op_agree_even_at_ties(gate):
     got, want = route(logits, 3, gate), route_reference(logits, 3, gate)
     assert torch.equal(got.topk_idx, want.topk_idx) and torch.equal(got.topk_weight, want.topk_weight)
     grads = [torch.autograd.grad(r.topk_weight, logits, dweight)[0] for r in (got, want)]
-    # the routing of a new layer with zero weights is one big tie; SPEC 1.1: m = s[:, 0]
+    # the routing of a new layer with zero weights is one big tie; m = s[:, 0]
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
 
 
@@ -136,7 +136,7 @@ def test_masked_experts_are_not_chosen_and_get_no_gradient(gate):
     assert not dlogits.isnan().any() and not dlogits[:, 2].any()
 
 
-# XFT, SPEC section 6
+# XFT
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 6, 8])

@@ -189,7 +189,7 @@ def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def moe(values: dict, own: dict, x: torch.Tensor, eps: torch.Tensor | None):
-    """SPEC 1.1 to 1.3: `x` [T, H] -> its output and the layer's balance loss."""
+    """Official code: `x` [T, H] -> its output and the layer's balance loss."""
     shared, name = values["gate_type"] != VANILLA, "mlp.gate.gate_network"
     k = values["num_selects"] - shared
     if values["gate_network"] == "mlp":
@@ -222,7 +222,7 @@ def expert(own: dict, e: int) -> list[torch.Tensor]:
 
 
 def noisy_load(clean, noise, logits, scale, k: int) -> torch.Tensor:
-    """SPEC 1.2, with the quirk: the noise, not the noisy logit, is compared with the threshold."""
+    """Official code, with its quirk: the noise, not the noisy logit, is compared with the threshold."""
     ranked = logits.sort(-1, descending=True).values
     inside, outside = ranked[:, k, None], ranked[:, k - 1, None]
     z = (clean - torch.where(noise > inside, inside, outside)) / scale
@@ -234,7 +234,7 @@ def cv2(v: torch.Tensor) -> torch.Tensor:
 
 
 def mixed_mlp(values: dict, average_weights: torch.Tensor, experts: dict, x: torch.Tensor) -> torch.Tensor:
-    """SPEC 1.6, without the released code's rounding of the mixed weights to bfloat16."""
+    """XFT, Eq. (3), without the released code's rounding of the mixed weights to bfloat16."""
     rate = values["shared_expert_weight"]
     alpha = [rate, *((1 - rate) * average_weights.float().softmax(0)).tolist()]
     mixed = [sum(a * experts[kind][e].float() for e, a in enumerate(alpha)) for kind in KINDS]

@@ -241,7 +241,7 @@ def saved_bytes(step: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -
 
 
 def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Tensor, list[list[int]]]:
-    """Weights [T, K] in logits' dtype (differentiable) and ids, token by token, from XFT's Eq. (1), (2) and SPEC 1.1, 1.3."""
+    """Weights [T, K] in logits' dtype (differentiable) and ids, token by token, from XFT's Eq. (1), (2)."""
     k = top_k - (gate in SHARED)
     weights, ids = [], []
     for row in logits:
@@ -297,7 +297,7 @@ def mixing_oracle(logits: list[float], shared_rate: float | None) -> list[float]
 
 
 def cv2_oracle(values: list[float]) -> float:
-    """Unbiased variance over (mean^2 + 1e-10), 0 for one value (SPEC 1.2)."""
+    """Unbiased variance over (mean^2 + 1e-10), 0 for one value."""
     n = len(values)
     if n == 1:
         return 0.0

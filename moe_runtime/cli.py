@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime import cli_tune
+from moe_runtime import cli_tune, cli_xft
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -192,20 +192,17 @@ def run(
     out: Annotated[
         Path, typer.Option(help="Folder for the models and their results; a later run goes on there.")
     ] = Path("runs/recipe"),
-    seed: Seed = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed; the recipe's unless given.", show_default=False)] = None,
 ):
     """Run a method from a recipe: base, upcycle, tune, learn mixing, merge, evaluate; what is there is not made again.
 
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli run RECIPE --out OUT.
     """
-    from moe_runtime.data import require
-
-    require("accelerate")
-    require("datasets")
-    from moe_runtime.methods import recipe as recipes
+    if "LOCAL_RANK" not in os.environ:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # as in demo
     from moe_runtime.methods import xft_stages
 
-    xft_stages.run(recipes.load_recipe(recipe), out, seed=seed)
+    xft_stages.run(recipe, out, seed=seed)
 
 
 @app.command(epilog="Example: moe-runtime doctor")
@@ -226,6 +223,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
 
 app.command(epilog=cli_tune.EPILOG)(cli_tune.tune)
+app.add_typer(cli_xft.app, name="xft")
 
 
 def _numbers(text: str | None) -> list[int] | None:

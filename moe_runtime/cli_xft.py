@@ -1,0 +1,188 @@
+"""moe-runtime xft: the XFT paper's tables and figures, one command each, and its official checkpoints."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="XFT's tables and figures: train what a table compares, test the differences, print, draw and write it.",
+)
+
+Preset = Annotated[str | None, typer.Option(help="A shipped recipe; tiny unless given, minutes on two cores.")]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", help="A recipe's YAML file, for your own model and data.", show_default=False)
+]
+Out = Annotated[Path, typer.Option(help="Folder of the stages, which commands share, and of the tables and pictures.")]
+Seeds = Annotated[int, typer.Option(help="How many seeds; the rows and the base are the same for all.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace this table's report if it was made with other settings.")
+]
+Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)]
+ReplaceTarget = Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")]
+ShardSize = Annotated[str, typer.Option(help="Largest file of the target, such as 500MB or 2GB.")]
+
+OUT = Path("runs/xft")
+
+
+@app.command(epilog="Example: moe-runtime xft table1 --seeds 3")
+def table1(
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
+):
+    """Compare base, SFT, EWA, the mixture and XFT's dense model (Tables 1 to 3)."""
+    _table("table1", preset, recipe, out, seeds, overwrite)
+
+
+@app.command(epilog="Example: moe-runtime xft ablate-gate")
+def ablate_gate(
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
+):
+    """Compare the mixture's gate with one without normalization and two without shared expert (Table 4)."""
+    _table("ablate-gate", preset, recipe, out, seeds, overwrite)
+
+
+@app.command(epilog="Example: moe-runtime xft ablate-merge")
+def ablate_merge(
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
+):
+    """Compare ways to merge one mixture: learned, initial, learned soup, uniform (Table 5)."""
+    _table("ablate-merge", preset, recipe, out, seeds, overwrite)
+
+
+@app.command(epilog="Example: moe-runtime xft sweep-lambda 0 .25 .5 .75 1")
+def sweep_lambda(
+    rates: Annotated[list[float] | None, typer.Argument(help="lambdas; 0 .25 .5 .75 1 unless given.")] = None,
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
+):  # fmt: skip
+    """Merge one mixture with several rates of the shared expert, each learned (Table 6 of the long version)."""
+    _table("sweep-lambda", preset, recipe, out, seeds, overwrite, **({"shared_rates": rates} if rates else {}))
+
+
+@app.command(epilog="Example: moe-runtime xft sweep-topk 2 4 6")
+def sweep_topk(
+    top_ks: Annotated[list[int] | None, typer.Argument(help="Experts per token; 2 4 6 unless given.")] = None,
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
+):  # fmt: skip
+    """Tune and merge mixtures with several numbers of experts per token (footnote 1)."""
+    _table("sweep-topk", preset, recipe, out, seeds, overwrite, **({"top_ks": top_ks} if top_ks else {}))
+
+
+@app.command(epilog="Example: moe-runtime xft budget")
+def budget(
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
+):
+    """Compare XFT with SFT for as many steps, and for as much time (Table 8 of the long version)."""
+    _table("budget", preset, recipe, out, seeds, overwrite)
+
+
+@app.command(epilog="Example: moe-runtime xft ewa-schedule")
+def ewa_schedule(
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
+):
+    """Compare EWA with a constant and a linear share rate, on the way too (Figure 3)."""
+    _table("ewa-schedule", preset, recipe, out, seeds, overwrite)
+
+
+@app.command(epilog="Example: moe-runtime xft routing-stats --data java.jsonl --data rust.jsonl")
+def routing_stats(
+    data: Annotated[
+        list[str] | None, typer.Option(help="A jsonl or parquet file, a text more; as often as you like.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text, at most.")] = 16384,
+    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
+):  # fmt: skip
+    """Show which experts the tokens of different texts go to (Figure 4)."""
+    _table("routing-stats", preset, recipe, out, seeds, overwrite, texts=data or [], tokens=tokens)
+
+
+@app.command(epilog="Example: moe-runtime xft import-official official-moe moe")
+def import_official(
+    source: Source,
+    target: Target,
+    ffn_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a weighted model's ffn_layer files; its config's unless given.", show_default=False
+        ),
+    ] = None,
+    rope_theta: Annotated[
+        float | None,
+        typer.Option(help="Rotary base, in place of the one that the official code computes with.", show_default=False),
+    ] = None,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: ReplaceTarget = False,
+):
+    """Read a mixture that the official XFT code saved, and write it in this package's form."""
+    _convert(
+        "import_official", source, target, ffn_folder=ffn_folder, rope_theta=rope_theta, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+
+
+@app.command(epilog="Example: moe-runtime xft export-official moe official-moe")
+def export_official(
+    source: Source,
+    target: Target,
+    keep_rope: Annotated[
+        bool, typer.Option("--keep-rope", help="Write a rotary base too that the official code will not heed.")
+    ] = False,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: ReplaceTarget = False,
+):
+    """Write a mixture in the form that the official XFT code reads."""
+    _convert("export_official", source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def _table(
+    command: str, preset: str | None, recipe: Path | None, out: Path, seeds: int, overwrite: bool, **options
+) -> None:
+    """Make a table, print it and say where it lies."""
+    if preset is not None and recipe is not None:
+        raise ValueError(f"preset is {preset!r}, recipe is {str(recipe)!r}; want one of the two")
+    if "LOCAL_RANK" not in os.environ:
+        # one GPU is enough, and Trainer would spread a single process over all that it sees; before torch looks
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    from moe_runtime.config import check_choice
+    from moe_runtime.methods import xft_tables
+    from moe_runtime.methods.recipe import shipped_recipes
+
+    if recipe is None:
+        preset = preset or "tiny"
+        check_choice("preset", preset, tuple(shipped_recipes()))
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
+
+    report = xft_tables.run(command, recipe or preset, out, seeds=seeds, say=say, overwrite=overwrite, **options)
+    if int(os.environ.get("RANK", 0)) == 0:
+        _show(report, Path(out))
+
+
+def _show(report, out: Path) -> None:
+    """Print the table and what it says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{report.title} (XFT, {report.source})")
+    for name, justify in report.columns():
+        table.add_column(name, justify=justify, no_wrap=True)
+    for row in report.rows():
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for line in (report.legend(), *report.summary):
+        print(line)
+    print(f"numbers: {out / report.command}.json   picture: {out / report.command}.png")
+
+
+def _convert(verb: str, source: Path, target: Path, **options) -> None:
+    from moe_runtime.methods import xft_official
+
+    receipt = getattr(xft_official, verb)(source, target, **options)
+    print(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")

@@ -122,6 +122,8 @@ def put_prompt(row: Mapping, prompt: str) -> Mapping:
     if prompt == "chat":
         answer = {"role": "assistant", "content": row["completion"]}
         return {"messages": [{"role": "user", "content": row["prompt"]}, answer]}
+    if not isinstance(row["prompt"], str):
+        raise ValueError(f"prompt of a row is {row['prompt']!r}; want text")
     # replace, not format: code has braces
     return {"prompt": PROMPTS[prompt].replace("{instruction}", row["prompt"]), "completion": row["completion"]}
 
@@ -319,6 +321,9 @@ def tokenize_pairs(
     for place, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
+        for name in ("prompt", "completion", "text"):
+            if name in row and not isinstance(row[name], str):
+                raise ValueError(f"row {place} has {name} {row[name]!r}; want text")
         ids, labels = (values[:max_length] for values in _tokenize(tokenizer, row))
         if any(label != -100 for label in labels[1:]):
             columns["input_ids"].append(ids)

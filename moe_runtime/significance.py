@@ -115,7 +115,9 @@ def _difference(weight, method, reference, level: float) -> tuple[float, float, 
     low, high = (math.nan, math.nan)
     stats = require("scipy.stats")
     if n > 1:
-        margin = float(stats.t.ppf(1 - level / 2, n - 1) * d.std(ddof=1) / math.sqrt(n))
+        # `mean` is sum t x / sum t: what a row adds to its error is t (x - mean), or the lengths' own spread would count
+        left = d - weight * mean
+        margin = float(stats.t.ppf(1 - level / 2, n - 1) * left.std(ddof=1) / math.sqrt(n))
         low, high = mean - margin, mean + margin
     moved = d[d != 0]
     if not len(moved):

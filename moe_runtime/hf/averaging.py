@@ -75,6 +75,12 @@ def average_after_steps(
     stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no experts that train; want a model of baselines.to_ewa")
+    apart = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
+    if apart:  # FSDP1 and ZeRO-3 leave a flat piece, or nothing, under the stack's name
+        raise ValueError(
+            f"{apart[0]} is {tuple(stacks[apart[0]].shape)}; want whole stacks [E, ...]; train with FSDP2 (fsdp_version: 2) "
+            "or DDP in place of FSDP1 and ZeRO-3"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     other = [name for name, stack in stacks.items() if id(stack) not in held]
     if other or not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,5 +1,6 @@
 """A small model and transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on."""
 
+import json
 import math
 import tempfile
 import time
@@ -12,9 +13,11 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from moe_runtime.files import atomic_write_json, read_json
+from moe_runtime.config import check_choice
+from moe_runtime.files import atomic_write_text, read_json
 from moe_runtime.hf.adafactor import SplitAdafactor
 from moe_runtime.hf.ranks import gather, state
 from moe_runtime.hf.tokenizer import pair_collator
@@ -176,6 +179,11 @@ class _Recorder(_Watcher):
     def on_train_begin(self, args, state, control, **kwargs):
         self.start, self.paused = time.perf_counter(), 0.0
 
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        if state.global_step >= state.max_steps:
+            control.should_save = False  # going on from there would train a step too many
+
     def on_train_end(self, args, state, control, **kwargs):
         self.history.seconds = self._seconds()
 
@@ -186,7 +194,7 @@ class _Recorder(_Watcher):
         if state.is_world_process_zero:
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             values = asdict(self.history) | {"seconds": self._seconds(), "last": self.last}
-            atomic_write_json(folder / self.NAME, values)
+            atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
 
     def restore(self, checkpoint: Path) -> None:
         values = read_json(checkpoint / self.NAME)
@@ -214,7 +222,7 @@ def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings
         save_total_limit=2,
         logging_steps=max(settings["max_steps"] // 40, 1),
         seed=seed,
-        data_seed=seed,
+        data_seed=1_000_003 * seed,  # accelerate adds the epoch: neighbours would share all orders but one
         use_cpu=not cuda,
         dataloader_pin_memory=cuda,
         report_to=[],
@@ -302,6 +310,22 @@ def train(
         recorder.restore(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return Trained(history, total, *recorder.last, lambda: trainer.accelerator.get_state_dict(trainer.model_wrapped))
+
+
+def check_training(
+    *,
+    batch_size: int,
+    per_device_batch_size: int | None,
+    optimizer: str,
+    steps: int | None,
+    warmup_steps: int | None,
+    **_,
+) -> None:
+    """Raise ValueError for settings of `train` that cannot work here, as far as can be said without the rows."""
+    split_batch(batch_size, per_device_batch_size)
+    check_choice("optimizer", optimizer, tuple(name.value for name in OptimizerNames))
+    if steps and warmup_steps and warmup_steps >= steps:
+        raise ValueError(f"warmup_steps is {warmup_steps}, steps is {steps}; want fewer warmup steps")
 
 
 def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:

@@ -97,6 +97,8 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
 
     `rope_theta` replaces the base that it would use. Raises ValueError for an option that we do not compute.
     """
+    if values.get("quantization_config"):
+        raise ValueError("quantization_config is given; want weights that are not quantized")
     if values["model_type"] == MODEL_TYPE:
         values = _STOCK_KEYS | values
     elif missing := [key for key in ("num_experts", "shared_expert_weight") if key not in values]:
@@ -127,7 +129,7 @@ def _moe_settings(values: dict) -> dict:
     factors = values["score_scale_factor"]
     if any(factor != 1 for factor in (factors if isinstance(factors, list) else [factors])):
         raise ValueError(f"score_scale_factor is {factors}; want 1.0: the gates' weights are not scaled here")
-    if values["gate_type"] not in GATES:
+    if not isinstance(values["gate_type"], str) or values["gate_type"] not in GATES:
         raise ValueError(f"gate_type is {values['gate_type']!r}; want one of {', '.join(GATES)}")
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
@@ -189,8 +191,9 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
     scaling = values.get("rope_scaling")
     if scaling is not None:
         known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
-        if not known or scaling["type"] not in ("linear", "dynamic") or not _is_number(scaling["factor"]):
-            raise ValueError(f"rope_scaling is {scaling}; want null, or type linear or dynamic and a factor")
+        known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
+        if not known or scaling["factor"] <= 1:
+            raise ValueError(f"rope_scaling is {scaling}; want null, or type linear or dynamic and a factor above 1")
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
     kept = values.get("rope_parameters")
     same = isinstance(kept, dict) and {key: value for key, value in kept.items() if key != "type"} == rope
@@ -256,6 +259,7 @@ def _check_exportable(config, moe: MoEConfig, stock: dict) -> None:
         ("bias", moe.bias, not moe.bias, "False"),
         ("head_dim", stock.get("head_dim"), stock.get("head_dim") in (None, head_dim), str(head_dim)),
         ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "linear", "dynamic"), "linear or dynamic"),
+        ("rope factor", rope.get("factor"), rope["rope_type"] == "default" or rope.get("factor", 0) > 1, "above 1"),
         (
             "rope_parameters",
             rope,

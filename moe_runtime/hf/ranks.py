@@ -1,5 +1,7 @@
 """The processes of one run, as `accelerate launch` starts them, and model folders that all read and one writes."""
 
+import gc
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,7 +17,8 @@ def state():
     """Return accelerate's PartialState of this process: its rank, the number of processes, its device."""
     from accelerate import PartialState
 
-    return PartialState(cpu=not torch.cuda.is_available())
+    # rank 0 converts alone, or waits for another run, while the others wait for it
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=2))
 
 
 def agree(value=None):
@@ -31,6 +34,13 @@ def gather(values: list) -> list:
     from accelerate.utils import gather_object
 
     return gather_object(values) if state().num_processes > 1 else values
+
+
+def free_memory() -> None:
+    """Free the models that nobody uses any more: a Trainer and its callbacks hold each other, and the model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def load_tokenizer(source: str | Path):

@@ -6,7 +6,7 @@ dense model in the end.
 
     to_ewa               every MLP becomes E copies of itself
     (tune)               by any trainer, with AveragingCallback or average_after_steps
-    xft.merge            the dense model: the experts' mean
+    xft.merge            the dense model: the experts' mean (of partition "router" with alpha="uniform")
 """
 
 from collections.abc import Sequence

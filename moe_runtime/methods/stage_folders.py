@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.files import atomic_folder, atomic_write_json, read_json
+from moe_runtime.files import atomic_folder, atomic_write_text, read_json
 from moe_runtime.hf import ranks
 
 
@@ -43,7 +43,8 @@ def fingerprint(source: str | Path) -> str | list:
     if not path.exists():
         return str(source)
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+    names = [p.name if path.is_file() else p.relative_to(path).as_posix() for p in files]
+    return [[name, p.stat().st_size, p.stat().st_mtime_ns] for name, p in zip(names, files, strict=True)]
 
 
 def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> None:
@@ -62,7 +63,7 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
         tmp = ranks.agree(str(stack.enter_context(atomic_folder(folder, overwrite=True))) if main else None)
         values = make(Path(tmp))
         if main:
-            atomic_write_json(Path(tmp) / mark, values or {})
+            atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
     ranks.agree()  # nobody reads before rank 0 has moved the folder in
 
 

@@ -154,6 +154,9 @@ def _wanted(moe: MoEConfig, layer: int, stage: str) -> dict[str, tuple[int, ...]
 def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]:
     """Return the tensors to write; ValueError, with their names of them, unless those that are there are the config's."""
     found, moe, stage = opened.specs(), moe_config(config), opened.stage
+    narrow = [key for key, spec in found.items() if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2]
+    if narrow:
+        raise ValueError(f"{narrow[0]} is {found[narrow[0]].dtype}; want float16, bfloat16, float32 or float64")
     unused = {f"{MLP.format(layer)}.{name}" for layer in range(len(wanted)) for name in _PLACEHOLDERS}
     mlp = {key: spec for key, spec in found.items() if ".mlp." in key and not (stage == "mergeable" and key in unused)}
     # one dtype for all experts, any for the rest

@@ -4,7 +4,6 @@ The last two are pickles. They are loaded with `weights_only=True`, which builds
 a file that asks for more is refused. They are mapped, not read, where torch can (its zip format).
 """
 
-import pickle
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -26,7 +25,9 @@ def load_tensors(file: Path) -> Mapping:
     """Load a file of torch.save that holds tensors and containers alone; raises ValueError for any other."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, AttributeError, KeyError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # what an unpickler raises for bytes that are no pickle is not specified
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{file} cannot be loaded ({why}); want a whole file of tensors alone, as torch.save writes it: what a "
@@ -50,7 +51,8 @@ class TorchFiles:
         self._name, self._open = "", {}
         for name in names:
             for key, tensor in self._load(name).items():
-                if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+                plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+                if not isinstance(key, str) or not plain:
                     raise ValueError(f"{key} in {path / name} is a {type(tensor).__name__}; want a dense tensor")
                 if key in self._place:
                     raise ValueError(f"{key} is in {name} and in {self._place[key][1]} of {path}; want it once")
@@ -90,10 +92,10 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
     if BIN_INDEX not in found:
         return TorchFiles(path, [BIN], lambda tensors, _: tensors)
     weight_map = read_json(path / BIN_INDEX).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) and weight_map else []
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or any(not is_plain_name(name) or name not in found for name in names):
         raise ValueError(f"weight_map of {path / BIN_INDEX} names {names}; want files beside it; get all of them")
-    files = TorchFiles(path, names, lambda tensors, _: tensors)
+    files = TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
     for key in weight_map.keys() - files.specs().keys():
         raise ValueError(f"{path / weight_map[key]} lacks {key}, which {BIN_INDEX} has there; want every key")
     return files
@@ -102,10 +104,11 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
 def open_experts(folder: str | Path, num_layers: int) -> TorchFiles:
     """Open a folder of `ffn_layer_{l}.pt`, each {weight_gate | weight_up | weight_down: {expert: tensor}}, by EXPERTS' keys."""
     folder = Path(folder)
-    names = [f"ffn_layer_{layer}.pt" for layer in range(num_layers)]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"ffn_folder is {folder}, which lacks {', '.join(missing[:8])}; want one file for each layer")
+    names = []
+    for layer in range(num_layers):  # one by one: the number is a config's
+        names.append(f"ffn_layer_{layer}.pt")
+        if not (folder / names[-1]).is_file():
+            raise ValueError(f"ffn_folder is {folder}, which lacks {names[-1]}; want one file for each layer")
     return TorchFiles(folder, names, _flatten_experts)
 
 
@@ -121,6 +124,8 @@ def find_experts(source: Path, said: str | None, given: str | Path | None) -> Pa
 
     Raises ValueError, with where it looked, if none has the file.
     """
+    if said is not None and not isinstance(said, str):
+        raise ValueError(f"ffn_folder_path is {said!r}; want a path")
     said = [Path(said), source.parent / Path(said).name] if said else []
     places = [Path(given)] if given is not None else [source, *said]
     for place in places:

@@ -146,13 +146,22 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
     tokenizer, length = stages.tokenizer, stages.recipe.data.max_length
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     found = {"held-out rows": list(_first((row["input_ids"] for row in stages.held_out), tokens))}
-    documents = read_texts() | {Path(path).stem: map(_text, data.read_rows(path)) for path in texts}
+    documents = read_texts()
+    own = {Path(path).stem: map(_text, data.read_rows(path)) for path in texts}
+    if taken := sorted({*own} & {*documents, *found}):
+        raise ValueError(f"data has the name {taken[0]!r}, which is a built-in text's; want another file name")
+    documents |= own
     for name, kind in documents.items():
         pieces = [text[i : i + data.PIECE] for text in kind for i in range(0, len(text), data.PIECE)]
         # neighbours are alike: the halves of a text are drawn from all of it
         random.Random(0).shuffle(pieces)
         ids = (tokenizer.encode(piece, add_special_tokens=False) for piece in pieces if piece.strip())
         found[name] = list(_first(((bos + row)[:length] for row in ids), tokens))
+    for name, pieces in found.items():
+        if len(pieces) < 2:  # the distance between two halves is what a text is judged by
+            raise ValueError(
+                f"tokens is {tokens}, of {name!r} that is {len(pieces)} piece; want two: more tokens or text"
+            )
     return found
 
 

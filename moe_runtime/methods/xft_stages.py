@@ -21,20 +21,21 @@ from pathlib import Path
 import torch
 
 from moe_runtime import data
-from moe_runtime.config import check_choice
+from moe_runtime.config import SHARED_GATES, check_choice
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.hf.averaging import AveragingCallback
 from moe_runtime.hf.modeling import moe_layers
 from moe_runtime.hf.tokenizer import train_tokenizer
-from moe_runtime.methods import baselines, xft, xft_folders
-from moe_runtime.methods.recipe import Pretrain, Recipe, Training, load_recipe, resolve_experts
+from moe_runtime.methods import baselines, stage_rows, xft, xft_folders
+from moe_runtime.methods.recipe import Recipe, Training, load_recipe, resolve_experts
 from moe_runtime.methods.stage_folders import Result, fingerprint, hash_of, made_once, read_result, remove
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
 
-FORMAT = 1  # part of every hash: a change of what a stage does gives new folders
-# how a training is carried out; its result is the same up to rounding
+FORMAT = 2  # part of every hash: a change of what a stage does gives new folders
+# how a training is carried out; the same up to rounding, but for a noisy gate, a balance loss and EWA, whose draws and means
+# are of the rows that a process takes at once
 NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
 
 
@@ -53,8 +54,11 @@ class Stages:
         self.say = say if self.is_main else lambda text: None
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"out is {out}, which is a file; want a folder")
+        for training in (self.recipe.sft, self.recipe.tune, self.recipe.mix, self.recipe.ewa_training):
+            trainers.check_training(**asdict(training))
         trainers.quiet()
         self._rows: dict = {}
+        self._key = ranks.agree(self._data_key())  # once, as the rows are read once
 
     @property
     def tokenizer(self):
@@ -82,7 +86,7 @@ class Stages:
                     model = ranks.load_model(r.base_model, r.dtype)
                     ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(tmp / "model")
-            blocks = data.pack(self.tokenizer, _documents(pretrain), r.data.max_length)
+            blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.data.max_length)
             model = trainers.small_llama(
                 self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
                 num_layers=pretrain.num_layers, max_length=r.data.max_length, seed=pretrain.seed,
@@ -92,8 +96,7 @@ class Stages:
                 optimizer="adamw_torch", max_grad_norm=1.0,
             )  # fmt: skip
             trained = self._train("base", model, blocks, training, folder, seed=pretrain.seed)
-            self._save(model, trained, tmp / "model")
-            return _numbers(model, trained)
+            return self._finish(model, trained, tmp / "model")
 
         settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
         return self._stage("base", "base", settings, [], make, seed=0)
@@ -105,8 +108,7 @@ class Stages:
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             trained = self._train("sft", model, self.train_rows, training, folder)
-            self._save(model, trained, tmp / "model")
-            return _numbers(model, trained)
+            return self._finish(model, trained, tmp / "model")
 
         return self._stage("sft", "sft", self._settings(training), [base], make)
 
@@ -119,8 +121,7 @@ class Stages:
             receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
             trained = self._train("moe", model, self.train_rows, self.recipe.tune, folder)
-            self._save(model, trained, tmp / "model")
-            return _numbers(model, trained)
+            return self._finish(model, trained, tmp / "model")
 
         return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
 
@@ -177,7 +178,9 @@ class Stages:
                 alpha = "uniform" if partition == "router" else None
                 xft_folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
                 shutil.rmtree(tmp / "experts")
-            return self._judge(tmp / "model") | _course(trained)
+            course = _course(trained)
+            del model, trained, callbacks
+            return course | self._judge(tmp / "model")
 
         settings = self._settings(training) | {
             "share": ewa.share, "schedule_of_share": ewa.schedule, "partition": partition, "num_experts": count,
@@ -190,7 +193,7 @@ class Stages:
         """Return the stage of these settings, made by `make(tmp, checkpoints)` if it is not there yet."""
         named = {
             "format": FORMAT, "kind": kind, "settings": settings, "seed": self.seed if seed is None else seed,
-            "data": self._data_key(), "parents": [parent.folder.parent.name for parent in parents],
+            "data": self._key, "parents": [parent.folder.parent.name for parent in parents],
         }  # fmt: skip
         folder = self.out / f"{kind}-{hash_of(named)}"
         checkpoints = folder.with_name(f"{folder.name}.checkpoints")
@@ -200,6 +203,7 @@ class Stages:
             self._data("tokenizer")  # by all processes, before rank 0 does something alone
             self.say(f"{name}, seed {named['seed']}: to {folder}")
             values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
+            ranks.free_memory()
             total = before + values["seconds"]
             rate = values["steps"] / values["seconds"] if values["seconds"] else 0.0
             done = {"name": name, "total_seconds": total, "steps_per_second": rate, "alpha": None} | values
@@ -231,6 +235,13 @@ class Stages:
         if self.is_main:
             ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
 
+    def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:
+        """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
+        self._save(model, trained, folder)
+        if all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters()):
+            return _numbers(model, trained)
+        return _course(trained) | self._judge(folder)
+
     def _merge(self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None) -> list:
         """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
         used = None
@@ -243,6 +254,7 @@ class Stages:
     def _judge(self, folder: Path) -> dict:
         """Load the model of a folder and take the held-out rows' losses; all processes share the rows."""
         ranks.agree()  # until rank 0 has written it
+        ranks.free_memory()
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
@@ -259,7 +271,7 @@ class Stages:
     def _data(self, part: str):
         """Return the tokenizer or rows, read, tokenized and kept on the first use."""
         if part not in self._rows:
-            folder = self.out / f"data-{self._data_key()}"
+            folder = self.out / f"data-{self._key}"
             made_once(folder, "rows.json", self._make_data)
             if part == "tokenizer":
                 self._rows[part] = ranks.load_tokenizer(folder / part)
@@ -272,14 +284,14 @@ class Stages:
             return {}
         r = self.recipe
         if r.pretrain is not None:
-            tokenizer = train_tokenizer(_documents(r.pretrain), r.pretrain.vocab_size)
+            tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
         else:
             tokenizer = ranks.load_tokenizer(r.base_model)
         if r.data.prompt == "magicoder":
             tokenizer.chat_template = data.MAGICODER_CHAT  # the base's own, if any, is not what the model learns
         tokenizer.save_pretrained(tmp / "tokenizer")
         self.say(f"reading and tokenizing {r.data.train}")
-        train, held_out = _tokenized(tokenizer, r)
+        train, held_out = stage_rows.tokenized(tokenizer, r)
         data.save_rows(train, tmp / "train")
         data.save_rows(held_out, tmp / "held_out")
         self.say(f"{len(train):,} rows to tune on, {len(held_out):,} held out")
@@ -292,40 +304,20 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
     `seed` is the recipe's unless given. The last result's folder is the dense model.
     """
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    for training in (recipe.tune, recipe.mix):
-        trainers.split_batch(training.batch_size, training.per_device_batch_size)  # now, not after the base
+    gate = recipe.experts.get("gate", "xft")
+    if gate not in SHARED_GATES:
+        raise ValueError(
+            f"gate is {gate!r}, which has no shared expert; want one of {', '.join(SHARED_GATES)} in experts"
+        )
     stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
     base, moe = stages.base(), stages.moe()
     results = [base, moe, stages.merge(moe), stages.mix(moe)]
     stages.say(f"{'':8s}{'loss':>9s}{'perplexity':>12s}{'parameters':>16s}{'per token':>16s}{'train s':>9s}")
     for r in results:
         sizes = f"{r.parameters:16,}{r.active_parameters:16,}"
-        stages.say(f"{r.name:8s}{r.loss:9.4f}{math.exp(r.loss):12.2f}{sizes}{r.total_seconds:9.0f}")
+        stages.say(f"{r.name:8s}{r.loss:9.4f}{math.exp(min(r.loss, 700)):12.2f}{sizes}{r.total_seconds:9.0f}")
     stages.say(f"the dense model: {results[-1].folder}")
     return results
-
-
-def _tokenized(tokenizer, recipe: Recipe) -> tuple:
-    """Read the rows that a recipe names; return those to tune on and those to judge by, tokenized."""
-    d = recipe.data
-    if d.train == data.BUILT_IN:
-        train, held_out = data.standard_library_pairs()
-    elif d.held_out is not None:
-        train, held_out = data.read_rows(d.train, d.split), data.read_rows(d.held_out, d.held_out_split)
-    else:
-        train, held_out = data.hold_out(data.read_rows(d.train, d.split), d.held_out_rows)
-    parts = []
-    for rows, count in ((train, d.limit), (held_out, d.held_out_rows)):
-        put = (data.put_prompt(row, d.prompt) for row in rows)
-        parts.append(data.tokenize_pairs(tokenizer, put, d.max_length, limit=count))
-    return tuple(parts)
-
-
-def _documents(pretrain: Pretrain) -> list[str]:
-    """The texts that a small base and its tokenizer are trained on, taken evenly from all."""
-    documents = data.standard_library_text()
-    count = pretrain.documents or len(documents)
-    return documents[:: max(len(documents) // count, 1)][:count]
 
 
 def _coefficients(model, shared_rate: float | None, alpha) -> list:

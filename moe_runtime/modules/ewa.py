@@ -18,7 +18,7 @@ class EWAMLP(nn.Module):
     """E stacked MLPs; `config`'s gate, router and top_k play no part.
 
     Padding counts as tokens. The partition comes from the device's default generator, so that a seed repeats it, and so
-    does the recomputation of gradient checkpointing.
+    does gradient checkpointing that preserves the generator (preserve_rng_state) of the device that the input comes from.
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):

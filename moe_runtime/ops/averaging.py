@@ -5,7 +5,7 @@ with m = mean_j W_j:                        W_i <- W_i + c (m - W_i),  c = b E /
 So the mean stays, and what sets an expert apart from it shrinks to 1 - c of what it was; b = (E - 1) / E makes all equal.
 
 m is W_0 + sum_j (W_j - W_0) / E, and c >= 1/2 is computed as m + (1 - c) (W_i - m): equal experts stay what they are, and
-c = 1 makes them equal, to the last bit.
+c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E: equal to float32 rounding.
 """
 
 import torch
@@ -40,7 +40,8 @@ def average_experts_(weight: torch.Tensor, share: float, *, backend: str | None 
             raise ValueError(f"backend is {backend!r}, weight is a DTensor; want 'torch' or None")
         _average_over_ranks(weight, pull)
         return weight
-    if weight.stride(0) == 0:
+    row = weight[0]
+    if weight.stride(0) == 0 or (row.is_contiguous() and weight.stride(0) < row.numel()):
         raise ValueError(f"weight's strides are {weight.stride()}; want experts of their own memory; pass a clone")
     chosen = backends.pick("average_experts", weight, backend)
     torch.ops.moe_runtime.average_experts_(weight, pull, chosen)
@@ -101,7 +102,7 @@ def _average_over_ranks(weight, pull: float) -> None:
     local, E = weight.to_local(), weight.shape[0]
     mean = local.sum(0, dtype=_wide(local.dtype))
     for dim, placement in enumerate(weight.placements):
-        if placement.is_shard(0):
+        if getattr(placement, "dim", None) == 0:  # Shard, and _StridedShard, which is none to is_shard
             dist.all_reduce(mean, group=weight.device_mesh.get_group(dim))
     mean.div_(E)
     for expert in local:

@@ -126,11 +126,19 @@ def test_what_does_not_go_together(train, settings, says, tmp_path):
 
 def test_checkpoints_that_were_cut_off_are_passed_over(train, tmp_path):
     assert fit.last_checkpoint(tmp_path / "none") is None
-    train(save_steps=2)
+    train(steps=5, save_steps=2)
     assert fit.last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-4" / "history.json").unlink()
     assert fit.last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_training_that_ended_is_not_gone_on_from_its_end(train):
+    """Killed before its stage was written: 6 steps of 4 an epoch end within one, where going on would train a step more."""
+    settings = {"steps": 6, "schedule": "constant", "save_steps": 2}
+    (one, first, _), (other, again, watch) = train(**settings), train(**settings)
+    assert len(watch.rates) == 2 and again.losses == first.losses
+    assert all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])

@@ -366,9 +366,10 @@ def test_mutant_of_combine_is_caught(mutant, tolerance):
 @pytest.mark.parametrize(
     "old, new",
     [
-        pytest.param("range(1, weight.shape[0])", "range(1, weight.shape[0] - 1)", id="last expert left out"),
-        pytest.param("mul(alpha[e])", "mul(alpha[e - 1])", id="alpha off by one"),
-        pytest.param("mul_(alpha[0])", "clone()", id="shared expert unscaled"),
+        pytest.param("enumerate(rows)", "enumerate(rows[:-1])", id="last expert left out"),
+        pytest.param("alpha[e], out", "alpha[e - 1], out", id="alpha off by one"),
+        pytest.param("alpha[e], out", "alpha[e] if e else 1.0, out", id="shared expert unscaled"),
+        pytest.param("in blocks(out)", "in list(blocks(out))[:-1]", id="last block left out"),
     ],
 )
 def test_mutant_of_merging_is_caught(old, new, tolerance):

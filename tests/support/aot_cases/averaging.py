@@ -19,7 +19,7 @@ def _average(dtype=BF16, experts=E, size=P, pull=0.34) -> Case:
 CASES = [
     _average()._replace(listed=True),
     _average(FP32),
-    *(_average(experts=experts) for experts in (2, 3, 64, 256)),
+    *(_average(experts=experts) for experts in (2, 3, 64, 128, 256, 300)),
     _average(FP32, experts=64),
     _average(pull=1.0),
     _average(experts=64, pull=1.0),

@@ -1,0 +1,38 @@
+"""The rows and texts that a recipe names: read, told apart from those held out, tokenized."""
+
+from moe_runtime import data
+from moe_runtime.methods.recipe import Pretrain, Recipe
+
+
+def tokenized(tokenizer, recipe: Recipe) -> tuple:
+    """Read the rows that a recipe names; return those to tune on and those to judge by, tokenized."""
+    d = recipe.data
+    built_in = data.standard_library_pairs() if data.BUILT_IN in (d.train, d.held_out) else None
+    if d.held_out is None and built_in is None:
+        train, held_out = data.hold_out(data.read_rows(d.train, d.split), d.held_out_rows)
+    else:
+        train = built_in.train if d.train == data.BUILT_IN else data.read_rows(d.train, d.split)
+        own = d.held_out in (None, data.BUILT_IN)
+        held_out = built_in.held_out if own else data.read_rows(d.held_out, d.held_out_split)
+        train = _without(train, held_out, d.held_out)
+    parts = []
+    for rows, count in ((train, d.limit), (held_out, d.held_out_rows)):
+        put = (data.put_prompt(row, d.prompt) for row in rows)
+        parts.append(data.tokenize_pairs(tokenizer, put, d.max_length, limit=count))
+    return tuple(parts)
+
+
+def _without(train, held_out, source: str | None) -> list:
+    """Return the rows of `train` that are not held out; raises ValueError where none is left."""
+    known = {str(dict(row)) for row in held_out}
+    left = [row for row in train if str(dict(row)) not in known]
+    if not left:
+        raise ValueError(f"held_out is {source!r}, which has every row of train; want other rows")
+    return left
+
+
+def documents(pretrain: Pretrain) -> list[str]:
+    """The texts that a small base and its tokenizer are trained on, taken evenly from all."""
+    documents = data.standard_library_text()
+    count = pretrain.documents or len(documents)
+    return documents[:: max(len(documents) // count, 1)][:count]

@@ -91,6 +91,23 @@ def test_the_difference_is_that_of_the_losses_per_token():
     assert found.difference == pytest.approx(a - b, abs=1e-12)
 
 
+def test_lengths_of_rows_are_no_spread_of_their_differences():
+    tokens = np.random.default_rng(6).integers(1, 300, 256)
+    (found,) = compare({"a": np.full((1, 256), 2.5), "b": np.full((1, 256), 2.0)}, "b", tokens)
+    assert found.low == pytest.approx(0.5, abs=1e-9) and found.high == pytest.approx(0.5, abs=1e-9)
+
+
+def test_the_interval_holds_the_truth_where_long_rows_differ_less():
+    rng, inside = np.random.default_rng(7), 0
+    for _ in range(TABLES):
+        tokens = rng.integers(5, 200, 256)
+        x = rng.normal(0.0, 0.3, (1, 256)) + 10.0 / tokens  # the whole text differs by 10 a row, however long
+        (found,) = compare({"a": 3 + x, "b": np.full((1, 256), 3.0)}, "b", tokens)
+        inside += found.low <= 10.0 / 102.0 <= found.high
+    low, high = stats.binom.ppf((0.001, 0.999), TABLES, 1 - LEVEL)
+    assert low <= inside <= high
+
+
 def test_seeds_are_averaged_and_counted():
     rows = np.linspace(1.0, 2.0, 30)
     losses = {"a": [rows - 0.2, rows + 0.1, rows - 0.3], "b": [rows, rows, rows]}

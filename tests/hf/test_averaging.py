@@ -132,6 +132,15 @@ class MasterCopies:
         self.param_groups = [{"params": [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]}]
 
 
+def flat():
+    """What FSDP1 leaves of the stacks under their names."""
+    model = ewa()
+    for experts in (moe_layers(model)[0].experts, moe_layers(model)[1].experts):
+        for parameter in experts.parameters():
+            parameter.data = parameter.data.flatten()[:7]
+    return model
+
+
 def mergeable():
     model = tiny.upcycled()
     swap.moe_to_mergeable(model)
@@ -149,6 +158,7 @@ def mergeable():
         pytest.param(ewa, None, {"step": -1}, "step is -1", id="step"),
         pytest.param(mergeable, None, {}, "no experts that train", id="frozen experts"),
         pytest.param(tiny.dense, None, {}, "no experts that train", id="a dense model"),
+        pytest.param(flat, None, {}, "want whole stacks [E, ...]; train with FSDP2", id="FSDP1"),
         pytest.param(ewa, MasterCopies, {}, "want the optimizer of this very model", id="copies"),
     ],
 )

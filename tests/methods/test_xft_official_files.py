@@ -193,13 +193,32 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(zipped,
 
 def test_files_that_are_no_dict_of_tensors_are_named(tmp_path):
     file = tmp_path / "file.pt"
-    for content, match in ((b"", "cannot be loaded"), (b"PK\x03\x04 cut off", "cannot be loaded")):
+    for content in (b"", b"PK\x03\x04 cut off", b"\x80\x02.", b"\x80"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match="cannot be loaded"):
             load_tensors(file)
     torch.save([torch.ones(2)], file)
     with pytest.raises(ValueError, match="holds a list; want a dict"):
         load_tensors(file)
+
+
+@pytest.mark.parametrize("content", [{0: torch.ones(2)}, {"a": torch.ones(2, device="meta")}], ids=["key", "meta"])
+def test_a_bin_file_of_other_things_is_named(content, theirs, tmp_path):
+    for file in theirs.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(content, theirs / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="want a dense tensor"):
+        xft_official.import_official(theirs, tmp_path / "out")
+    for weight_map in ({"a": ["x"]}, {"a": "pytorch_model.bin", "b": 3}):
+        (theirs / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match="weight_map of"):
+            xft_official.import_official(theirs, tmp_path / "out")
+
+
+def test_a_folder_of_experts_that_is_no_path_is_named(weighted, tmp_path):
+    edit(weighted, ffn_folder_path=5)
+    with pytest.raises(ValueError, match="ffn_folder_path is 5; want a path"):
+        xft_official.import_official(weighted, tmp_path / "out")
 
 
 # --- what is refused
@@ -215,6 +234,9 @@ def test_files_that_are_no_dict_of_tensors_are_named(tmp_path):
         ({"calculator_type": "SwitchDropTokenCalculator"}, "calculator_type is 'SwitchDropTokenCalculator'; want"),
         ({"add_weight_norm": True}, "add_weight_norm is True; want False"),
         ({"gate_type": "SwitchBalancedGate"}, "gate_type is 'SwitchBalancedGate'; want one of TopKUniversal"),
+        ({"gate_type": ["SwitchBalancedGate"]}, "gate_type is .*want one of TopKUniversal"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is given"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor above 1"),
         ({"gate_network": "attention"}, "router is 'attention'"),
         ({"gate_use_balance": "yes"}, "gate_use_balance is 'yes'"),
         ({"gate_balance_loss_weight": -1.0}, "balance_loss_coef is -1.0"),
@@ -253,6 +275,11 @@ def test_options_that_are_not_computed_here_are_refused(changes, match, theirs, 
             lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()}), r"is \[32, 48\], want \[48, 32\]", id="turned"
         ),
         pytest.param(lambda t: t.update({EXPERT: t[EXPERT].half()}), "of another dtype", id="another dtype"),
+        pytest.param(
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].long()}),
+            "norm.weight is torch.int64",
+            id="int64",
+        ),
         pytest.param(lambda t: t.pop("model.norm.weight"), "1 missing: model.norm.weight", id="a norm missing"),
         pytest.param(
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), "q_proj.bias", id="a bias"

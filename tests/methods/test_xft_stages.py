@@ -19,6 +19,7 @@ from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import recipe as recipe_module
 from moe_runtime.methods import xft, xft_stages
 from moe_runtime.methods.recipe import Recipe, load_recipe
+from moe_runtime.methods.stage_folders import fingerprint, made_once
 from moe_runtime.methods.xft_stages import Stages
 from tests.hf.tiny import distance
 from tests.methods.test_recipe import blocks
@@ -120,6 +121,39 @@ def test_what_a_result_says(made):
 def test_no_row_is_trained_on_and_judged_by(made):
     train, held = ({tuple(row["input_ids"]) for row in rows} for rows in (made.stages.train_rows, made.stages.held_out))
     assert len(train) == 32 and len(held) == 8 and not train & held
+
+
+def test_rows_that_are_held_out_are_taken_out_of_those_to_train_on(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held.jsonl").write_text("".join(rows[::5]))
+    recipe = make_recipe(tmp_path, data__held_out=str(tmp_path / "held.jsonl"), data__held_out_split="train")
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    train, held = ({tuple(row["input_ids"]) for row in rows} for rows in (stages.train_rows, stages.held_out))
+    assert len(train) == 32 and len(held) == 8 and not train & held
+    recipe = recipe.change(data__held_out=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(ValueError, match="which has every row of train; want other rows"):
+        len(Stages(recipe, tmp_path / "out", say=lambda text: None).train_rows)
+
+
+def test_a_gate_that_cannot_be_merged_is_refused_before_anything_is_trained(tmp_path):
+    recipe = make_recipe(tmp_path, experts={"num_experts": 4, "top_k": 2, "gate": "topk_softmax"})
+    with pytest.raises(ValueError, match="gate is 'topk_softmax', which has no shared expert; want one of xft"):
+        xft_stages.run(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_not_finite_is_kept(tmp_path):
+    made_once(tmp_path / "stage", "result.json", lambda folder: {"loss": float("nan"), "losses": [float("inf")]})
+    values = read_json(tmp_path / "stage" / "result.json")
+    assert values["loss"] != values["loss"] and values["losses"] == [float("inf")]
+
+
+def test_a_file_that_was_moved_inside_its_folder_is_noticed(tmp_path):
+    (tmp_path / "data" / "test").mkdir(parents=True)
+    before = write_rows(tmp_path / "data" / "a.jsonl")
+    first = fingerprint(tmp_path / "data")
+    before.rename(tmp_path / "data" / "test" / "a.jsonl")
+    assert fingerprint(tmp_path / "data") != first
 
 
 def test_the_merges_are_xft_merge(made):

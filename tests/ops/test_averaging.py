@@ -155,6 +155,7 @@ class Partitioned(torch.Tensor):
         pytest.param(torch.randn(()), "weight is ()", id="a number"),
         pytest.param(torch.randn(0, 3), "weight is (0, 3)", id="no experts"),
         pytest.param(torch.randn(1, 3).expand(4, 3), "want experts of their own memory", id="experts that overlap"),
+        pytest.param(torch.arange(10.0).as_strided((3, 4), (2, 1)), "experts of their own memory", id="half overlap"),
         pytest.param(torch.empty(0).as_subclass(Partitioned), "ZeRO-3", id="DeepSpeed ZeRO-3"),
     ],
 )

@@ -30,28 +30,28 @@ ShardSize = Annotated[str, typer.Option(help="Largest file of the target, such a
 OUT = Path("runs/xft")
 
 
-@app.command(epilog="Example: moe-runtime xft table1 --seeds 3")
-def table1(
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
-):
-    """Compare base, SFT, EWA, the mixture and XFT's dense model (Tables 1 to 3)."""
-    _table("table1", preset, recipe, out, seeds, overwrite)
+def _without_options(command: str, what: str) -> None:
+    """Add a table's verb that has only the options which all have."""
+
+    def verb(
+        preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
+    ):
+        _table(command, preset, recipe, out, seeds, overwrite)
+
+    app.command(command, help=what, epilog=f"Example: moe-runtime xft {command} --seeds 3")(verb)
 
 
-@app.command(epilog="Example: moe-runtime xft ablate-gate")
-def ablate_gate(
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
-):
-    """Compare the mixture's gate with one without normalization and two without shared expert (Table 4)."""
-    _table("ablate-gate", preset, recipe, out, seeds, overwrite)
-
-
-@app.command(epilog="Example: moe-runtime xft ablate-merge")
-def ablate_merge(
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
-):
-    """Compare ways to merge one mixture: learned, initial, learned soup, uniform (Table 5)."""
-    _table("ablate-merge", preset, recipe, out, seeds, overwrite)
+_without_options("table1", "Compare base, SFT, EWA, the mixture and XFT's dense model (Tables 1 to 3).")
+_without_options(
+    "ablate-gate", "Compare the mixture's gate with one without normalization and two without shared expert (Table 4)."
+)
+_without_options(
+    "ablate-merge", "Compare ways to merge one mixture: learned, initial, learned soup, uniform (Table 5)."
+)
+_without_options(
+    "budget", "Compare XFT with SFT for as many steps, and for as much time (Table 8 of the long version)."
+)
+_without_options("ewa-schedule", "Compare EWA with a constant and a linear share rate, on the way too (Figure 3).")
 
 
 @app.command(epilog="Example: moe-runtime xft sweep-lambda 0 .25 .5 .75 1")
@@ -70,22 +70,6 @@ def sweep_topk(
 ):  # fmt: skip
     """Tune and merge mixtures with several numbers of experts per token (footnote 1)."""
     _table("sweep-topk", preset, recipe, out, seeds, overwrite, **({"top_ks": top_ks} if top_ks else {}))
-
-
-@app.command(epilog="Example: moe-runtime xft budget")
-def budget(
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
-):
-    """Compare XFT with SFT for as many steps, and for as much time (Table 8 of the long version)."""
-    _table("budget", preset, recipe, out, seeds, overwrite)
-
-
-@app.command(epilog="Example: moe-runtime xft ewa-schedule")
-def ewa_schedule(
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
-):
-    """Compare EWA with a constant and a linear share rate, on the way too (Figure 3)."""
-    _table("ewa-schedule", preset, recipe, out, seeds, overwrite)
 
 
 @app.command(epilog="Example: moe-runtime xft routing-stats --data java.jsonl --data rust.jsonl")

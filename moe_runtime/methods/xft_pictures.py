@@ -47,11 +47,14 @@ def dots(report):
             arrow = "  \u2192" if right else "\u2190  "
             text = f"{entry.loss:.3f}{arrow}" if right else f"{arrow}{entry.loss:.3f}"
             place = (0.985, "right") if right else (0.015, "left")
-            axes.text(place[0], y, text, transform=axes.get_yaxis_transform(), ha=place[1], va="center", color=colour)
+            axes.text(
+                place[0], y, text, transform=axes.get_yaxis_transform(), ha=place[1], va="center", color=colour,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
         axes.annotate(_said(one), (1.02, y), xycoords=axes.get_yaxis_transform(), va="center", color=colour, fontsize=9)
     axes.set_yticks(range(len(entries)), [entry.name for entry in entries])
     axes.set_ylim(-0.6, len(entries) - 0.4)
-    axes.set_xlabel(f"{LOSS}\ndiamonds: mean and sd over {_seeds(report)}; rings: seeds; dashed: {report.reference}")
+    axes.set_xlabel(f"{LOSS}\ndiamonds: mean and sd, {_seeds(report)}; rings: seeds; dashed: {report.reference}")
     axes.grid(axis="x", alpha=0.25)
     return figure
 

@@ -36,6 +36,7 @@ from moe_runtime.checkpoint import (
     parse_size,
     read_json,
 )
+from tests.support import limited
 
 ROOT = Path(__file__).parents[1]
 
@@ -1005,20 +1006,17 @@ def test_killed_between_two_renames_the_old_folder_is_whole_again(tmp_path, kill
 # bounded memory
 
 COPY = """
-import re, resource, sys
+import sys
 import torch
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter
+from tests.support.limited import limit_data, memory
 
 MB = 10**6
-def memory(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-
 source, out = sys.argv[1:]
 torch.set_num_threads(1)
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 before = memory("VmRSS")
-limit = memory("VmData") + 80 * MB  # 50 of the shard, 10 of the tensor, 20 of slack
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+limit_data(80 * MB)  # 50 of the shard, 10 of the tensor, 20 of slack
 with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
     for key in reader:
         writer.add(key, reader.get(key))
@@ -1050,8 +1048,7 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
                 stream.write(struct.pack("<f", 1 + shard * 5 + i))
                 weight_map[key] = file.name
     (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    command = [sys.executable, "-c", COPY, str(source), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+    done = limited.run(COPY, source, out)
     assert done.returncode == 0, done.stderr
     growth, *refused = done.stdout.splitlines()
     assert int(growth.split()[1]) < 80 * 10**6

@@ -18,6 +18,7 @@ from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.hf.families import FAMILIES
 from moe_runtime.methods import xft, xft_folders
 from tests.hf.tiny import dense, distance, logits
+from tests.support import limited
 
 SMALL = {"num_experts": 4, "top_k": 3}
 
@@ -244,21 +245,17 @@ def test_an_mlp_that_computes_something_else_is_refused(base, tmp_path, monkeypa
 
 
 CHILD = """
-import resource, sys
-from moe_runtime.methods import xft_folders
+import sys
 import torch; torch.set_num_threads(1)
+from moe_runtime.methods import xft_folders
+from tests.support import limited
+
 source, out, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 xft_folders.upcycle_folder(source + "-warm", out + "-warm", num_experts=4, top_k=3)
-with open("/proc/self/status") as f:
-    used = next(int(line.split()[1]) << 10 for line in f if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (used + limit, used + limit))
+limited.limit_data(limit)
 xft_folders.upcycle_folder(source, out + "-moe", num_experts=4, top_k=3, max_shard_size="16MB")
 xft_folders.merge_folder(out + "-moe", out + "-merged", max_shard_size="16MB")
-try:
-    bytearray(limit + (64 << 20))
-    print("no limit")
-except MemoryError:
-    print("held")
+print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
 
@@ -273,9 +270,7 @@ def test_folders_bigger_than_the_memory_limit(tmp_path):
     size, limit = wide(tmp_path / "dense", 12, 512), 72 << 20
     wide(tmp_path / "dense-warm", 1, 32)
     assert size > 1.5 * limit  # and the upcycled one is three times as large again
-    command = [sys.executable, "-c", CHILD, tmp_path / "dense", tmp_path / "out", str(limit)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    out = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env)
+    out = limited.run(CHILD, tmp_path / "dense", tmp_path / "out", limit)
     assert out.stdout.strip().endswith("held"), out.stderr[-2000:]
     assert sum(file.stat().st_size for file in (tmp_path / "out-moe").glob("*.safetensors")) > 2.9 * size
 

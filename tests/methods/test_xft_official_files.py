@@ -1,10 +1,7 @@
 """moe_runtime.methods.xft_official: the forms that folders come in, and everything that is refused before a byte is written."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.methods import xft, xft_folders, xft_official
 from moe_runtime.methods.xft_official_files import EXPERTS, load_tensors
 from tests.hf import tiny
+from tests.support import limited
 from tests.support import official_xft as released
 
 EXPERT = EXPERTS.format(1, "weight_up", 2)
@@ -121,9 +119,10 @@ def test_the_mixing_logits_are_float32_whatever_they_were(weighted, tmp_path):
 
 
 CHILD = """
-import resource, sys
-from moe_runtime.methods import xft_folders, xft_official
+import sys
 import torch; torch.set_num_threads(1)
+from moe_runtime.methods import xft_folders, xft_official
+from tests.support import limited
 
 def there_and_back(source, out):
     size = {"max_shard_size": "8MB"}
@@ -135,15 +134,9 @@ def there_and_back(source, out):
 
 source, out, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 there_and_back(source + "-warm", out + "-warm")
-with open("/proc/self/status") as f:
-    used = next(int(line.split()[1]) << 10 for line in f if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (used + limit, used + limit))
+limited.limit_data(limit)
 there_and_back(source, out)
-try:
-    bytearray(limit + (64 << 20))
-    print("no limit")
-except MemoryError:
-    print("held")
+print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
 
@@ -153,9 +146,7 @@ def test_folders_bigger_than_the_memory_limit(tmp_path):
     _, tensors = released.write_moe(tmp_path / "theirs", **sizes)
     assert sum(tensor.nbytes for tensor in tensors.values()) > 1.5 * limit
     released.write_moe(tmp_path / "theirs-warm")
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "theirs"), str(tmp_path / "out"), str(limit)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    out = subprocess.run(command, capture_output=True, text=True, env=env)
+    out = limited.run(CHILD, tmp_path / "theirs", tmp_path / "out", limit)
     assert out.stdout.strip().endswith("held"), out.stderr[-2000:]
     want, got = tensors_of(tmp_path / "out-mergeable"), tensors_of(tmp_path / "out-again")
     assert want.keys() == got.keys() and all(torch.equal(got[key], want[key]) for key in want)

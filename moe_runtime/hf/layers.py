@@ -82,6 +82,33 @@ def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
     return layers
 
 
+def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
+    """Return the routed layers of `model` by their number in it, the first in their path (ESFT's files count so).
+
+    Copies that an adapter trains take their originals' place. Raises ValueError where two layers have one number, as in
+    models with several stacks of layers.
+    """
+    numbered: dict[int, RoutedLayer] = {}
+    for layer in routed_layers(model).values():
+        digits = re.search(r"\d+", plain_name(layer.name))
+        if digits is None:
+            raise ValueError(f"layer {layer.name} has no number in its path; want a model with numbered layers")
+        number = int(digits[0])
+        other = numbered.get(number)
+        if other is not None and plain_name(other.name) != plain_name(layer.name):
+            raise ValueError(
+                f"layers {other.name} and {layer.name} have the same number {number}; want a model with one stack of layers"
+            )
+        if other is None or _TRAINED_COPY.search(layer.name):
+            numbered[number] = layer
+    return numbered
+
+
+def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
+    """Return the module that holds a layer's expert stacks: transformers' experts, or our Experts beside our Router."""
+    return layer.module if layer.is_stock else block_of(model, layer).experts
+
+
 def plain_name(name: str) -> str:
     """Return a layer's path without what wrappers put into it: the same in a model and in DDP or PEFT around it."""
     name = ".".join(part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS)

@@ -133,7 +133,10 @@ def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
     assert report.rows_of(out) == report.rows_of(lines)
 
 
-def gpu_rows(share=0.9, ratio=3.0) -> dict:
+ALL = report.GOALS + report.CPU_GOALS
+
+
+def goal_rows(share=0.9, ratio=3.0) -> dict:
     """Rows of every benchmark that a goal asks for."""
     row = {"ms": 1.0, "share": share}
     variants = {
@@ -141,20 +144,22 @@ def gpu_rows(share=0.9, ratio=3.0) -> dict:
         "official": {"ms": ratio}, "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},
         "all experts (floor)": {"ms": ratio},
     }  # fmt: skip
-    return {
-        (name, variant): row for goal in report.GOALS for name in goal.benchmarks for variant, row in variants.items()
-    }
+    return {(name, variant): row for goal in ALL for name in goal.benchmarks for variant, row in variants.items()}
 
 
-def test_goals_met_and_missed():
-    lines = report.goals(gpu_rows()).splitlines()
-    assert len([line for line in lines if line.startswith("| ")]) == len(report.GOALS) + 1
+@pytest.mark.parametrize("goals", [report.GOALS, report.CPU_GOALS], ids=["gpu", "cpu"])
+def test_goals_met(goals):
+    lines = report.goals(goal_rows(), goals).splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == len(goals) + 1
     assert all(
         int(met.split(" of ")[0]) == int(met.split(" of ")[1]) > 0
         for met in (line.split("|")[5] for line in lines[2:-1])
     )
     assert not any(line.startswith("*") for line in lines)
-    missed = report.goals(gpu_rows(share=0.6, ratio=0.9))
+
+
+def test_goals_missed():
+    missed = report.goals(goal_rows(share=0.6, ratio=0.9))
     assert "bench_forward[XFT-DSCoder-1.3B-16384-bf16] is 0.60, 25% off" in missed
     assert "bench_forward_backward[OLMoE-4096-bf16] is 0.90, 55% off" in missed
     empty = report.goals({})
@@ -164,7 +169,7 @@ def test_goals_met_and_missed():
 def test_goals_ask_for_benchmarks_that_exist():
     """Their names, as pytest makes them of the functions and the shapes."""
     layers, gpu = set(shapes.layers()), set(shapes.GPU)
-    for goal in report.GOALS:
+    for goal in ALL:
         for name in goal.benchmarks:
             function, _, rest = name.rstrip("]").partition("[")
             text = "".join(path.read_text() for path in (ROOT / "bench").glob("bench_*.py"))

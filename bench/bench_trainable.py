@@ -1,39 +1,101 @@
-"""Forward and backward of a layer of which a fifth of the experts trains (ESFT), against training all of them."""
+"""A layer of which some experts train (ESFT), against training all: the layer, its backward pass alone, a step."""
 
-import pytest
 import torch
 
 from bench import shapes
 from bench.bench_layer import Layer
-from bench.conftest import DEVICE, fits
+from bench.conftest import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
-pytestmark = pytest.mark.gpu
 GPU_SHAPES = {name: shapes.GPU[name] for name in shapes.FINE}
-SHARE = 5  # every fifth expert trains
+CPU_SHAPES = {"fine": shapes.CPU["fine"]}
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+FIFTH = 5  # every fifth expert trains
+
+
+class Partly(Layer):
+    """The layer with the weights of `experts` beside the frozen stacks."""
+
+    def __init__(self, shape, experts: range):
+        super().__init__(shape, DTYPE)
+        self.buffers.clear()
+        chosen = torch.tensor(experts, device=DEVICE)
+        self.mask = torch.zeros(shape.E, dtype=torch.bool, device=DEVICE)
+        self.mask[chosen] = True
+        self.place = torch.full((shape.E,), -1, dtype=torch.int32, device=DEVICE)
+        self.place[chosen] = torch.arange(len(experts), dtype=torch.int32, device=DEVICE)
+        self.stacks, self.frozen = [self.up, self.down], [self.up.detach(), self.down.detach()]
+        self.apart = [torch.nn.Parameter(weight[chosen]) for weight in self.frozen]
+
+    def ways(self) -> dict:
+        """Return name -> (weights, what to differentiate by, options): all experts train, or some in two ways, or none."""
+        apart = {"trainable": self.place, "trained": tuple(self.apart)}
+        return {
+            "all experts (floor)": (self.stacks, self.stacks, {}),
+            "moe_runtime, a mask": (self.stacks, self.stacks, {"trainable": self.mask}),
+            "moe_runtime, apart": (self.frozen, self.apart, apart),
+            "no expert": (self.frozen, [], {}),
+        }
+
+    def forward_of(self, weights, options):
+        return moe_mlp(self.x, *weights, self.topk_weight, self.topk_idx, **options)
+
+    def both_of(self, weights, inputs, options):
+        out = self.forward_of(weights, options)
+        return torch.autograd.grad(out, [self.x, *inputs, self.topk_weight], self.dout)
+
+    def backward_of(self, weights, inputs, options):
+        """Return a function that is the backward pass of one forward pass, again and again."""
+        out = self.forward_of(weights, options)
+        inputs = [self.x, *inputs, self.topk_weight]
+        return lambda: torch.autograd.grad(out, inputs, self.dout, retain_graph=True)
+
+    def step_of(self, weights, inputs, options):
+        """Return a function that is a training step: forward, backward, AdamW."""
+        optimizer = torch.optim.AdamW(inputs, lr=1e-6, fused=True)
+
+        def step():
+            out = self.forward_of(weights, options)
+            torch.autograd.backward(out, self.dout, inputs=[self.x, *inputs])
+            self.x.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+
+def _fifth(shape) -> Partly:
+    with fits():
+        return Partly(shape, range(0, shape.E, FIFTH))
+
+
+def _functions(layer: Partly, make, names) -> dict:
+    ways = layer.ways()
+    return {name: make(*ways[name]) for name in names}
+
+
+THREE = ("all experts (floor)", "moe_runtime, a mask", "moe_runtime, apart")
+TWO = ("all experts (floor)", "moe_runtime, apart")
 
 
 def bench_partly_trained(interleaved, shape):
+    layer = _fifth(shape)
+    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), THREE))
+
+
+def bench_partly_trained_backward(interleaved, shape):
+    layer = _fifth(shape)
+    interleaved(_functions(layer, layer.backward_of, THREE))
+
+
+def bench_partly_trained_step(interleaved, shape):
+    layer = _fifth(shape)
+    interleaved(_functions(layer, layer.step_of, TWO))
+
+
+def bench_selected_experts(interleaved, shape):
+    """As many as the released selections have of 64: 3.2 to 5.9 a layer."""
+    count = max(1, shape.E * 6 // 64)
     with fits():
-        layer = Layer(shape, torch.bfloat16)
-        layer.buffers.clear()
-    experts = torch.arange(0, shape.E, SHARE, device=DEVICE)
-    mask = torch.zeros(shape.E, dtype=torch.bool, device=DEVICE)
-    mask[experts] = True
-    place = torch.full((shape.E,), -1, dtype=torch.int32, device=DEVICE)
-    place[experts] = torch.arange(len(experts), dtype=torch.int32, device=DEVICE)
-    apart = [torch.nn.Parameter(weight.detach()[experts]) for weight in (layer.up, layer.down)]
-    frozen = [layer.up.detach(), layer.down.detach()]
-
-    def step(weights, inputs, **options):
-        out = moe_mlp(layer.x, *weights, layer.topk_weight, layer.topk_idx, **options)
-        return torch.autograd.grad(out, [layer.x, *inputs, layer.topk_weight], layer.dout)
-
-    stacks = [layer.up, layer.down]
-    interleaved(
-        {
-            "all experts (floor)": lambda: step(stacks, stacks),
-            "moe_runtime, a mask": lambda: step(stacks, stacks, trainable=mask),
-            "moe_runtime, apart": lambda: step(frozen, apart, trainable=place, trained=tuple(apart)),
-        }
-    )
+        layer = Partly(shape, range(shape.E - count, shape.E))
+    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), (*TWO, "no expert")))

@@ -39,7 +39,7 @@ def measure_cpu(variants, rounds: int, pedantic) -> dict[str, list[float]]:
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):
-    """Seconds of every call between CUDA events, and each variant's peak memory and distance from `compare`.
+    """Seconds of every call between CUDA events, and each variant's memory and distance from `compare`.
 
     Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about `seconds` in all.
     """
@@ -47,7 +47,7 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
     names = sorted(variants, key=lambda name: name != compare)  # the one to compare with first
     for name in names:
         try:
-            details[name] = {"peak MiB": _peak(variants[name])}
+            details[name] = _memory(variants[name])
             if compare is not None and name != floor:
                 got = variants[name]()
                 want = got if name == compare else want
@@ -81,15 +81,17 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
     return times, details
 
 
-def _peak(function) -> float:
-    """MiB that a second call takes beyond what was there before it."""
+def _memory(function) -> dict[str, float]:
+    """MiB that a second call takes beyond what was there before it, at most and in what it returns."""
     function()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    function()
+    result = function()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    sizes = {"peak MiB": torch.cuda.max_memory_allocated(), "kept MiB": torch.cuda.memory_allocated()}
+    del result
+    return {name: (size - before) / 2**20 for name, size in sizes.items()}
 
 
 def _check_context(name: str, error: Exception) -> None:

@@ -64,10 +64,11 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
     }
     assert {name: set(seconds) for name, seconds in times.items()} == {"floor": {0.01}, "moe_runtime": {0.02}}
     assert len(times["floor"]) == 10  # 0.31 s of 30 ms a round
-    assert details == {"floor": {"peak MiB": 4.0}, "moe_runtime": {"peak MiB": 4.0}}
+    memory = {"peak MiB": 4.0, "kept MiB": 0.0}
+    assert details == {"floor": memory, "moe_runtime": memory}
     rows = clock.rows_of(times, details, 4e12, 0, {"TFLOP/s": 800.0, "GB/s": 4000.0})
     assert rows["moe_runtime"] == {
-        "ms": 20.0, "ratio": 2.0, "spread": 0.0, "TFLOP/s": 200.0, "peak MiB": 4.0, "share": 0.25
+        "ms": 20.0, "ratio": 2.0, "spread": 0.0, "TFLOP/s": 200.0, **memory, "share": 0.25
     }  # fmt: skip
 
 
@@ -140,9 +141,10 @@ def goal_rows(share=0.9, ratio=3.0) -> dict:
     """Rows of every benchmark that a goal asks for."""
     row = {"ms": 1.0, "share": share}
     variants = {
-        "moe_runtime": row, "moe_runtime triton": row, "moe_runtime, apart": row, "transformers grouped_mm": {"ms": ratio},
-        "official": {"ms": ratio}, "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},
-        "all experts (floor)": {"ms": ratio},
+        "moe_runtime": row, "moe_runtime triton": row, "transformers grouped_mm": {"ms": ratio},
+        "moe_runtime, apart": row | {"kept MiB": 3.0}, "official": {"ms": ratio},
+        "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},
+        "all experts (floor)": {"ms": ratio, "kept MiB": 101.0}, "no expert": {"ms": 1.0, "kept MiB": 1.0},
     }  # fmt: skip
     return {(name, variant): row for goal in ALL for name in goal.benchmarks for variant, row in variants.items()}
 
@@ -168,14 +170,14 @@ def test_goals_missed():
 
 def test_goals_ask_for_benchmarks_that_exist():
     """Their names, as pytest makes them of the functions and the shapes."""
-    layers, gpu = set(shapes.layers()), set(shapes.GPU)
+    whole = set(shapes.GPU) | set(shapes.CPU)
     for goal in ALL:
         for name in goal.benchmarks:
             function, _, rest = name.rstrip("]").partition("[")
             text = "".join(path.read_text() for path in (ROOT / "bench").glob("bench_*.py"))
             assert f"def {function}(" in text
-            shape = rest if rest in gpu else rest.rpartition("-")[0]
-            assert not rest or shape in layers | gpu, name
+            shape = rest if rest in whole else rest.rpartition("-")[0]
+            assert not rest or shape in whole | set(shapes.layers()), name
 
 
 def test_gpu_script_is_a_script():

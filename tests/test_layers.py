@@ -27,6 +27,9 @@ RANK = {
     "demo": 6,
     "cli_tune": 6,
     "cli_xft": 6,
+    "cli_esft": 6,
+    "cli_esft_tables": 6,
+    "cli_tables": 6,
     "cli": 6,
 }
 # third-party package: who may import it

@@ -19,12 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, TrainerCallback
 
-from moe_runtime.hf.experts import is_experts, patch
+from moe_runtime.hf.experts import ADAPTED, is_experts, patch
+from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
-
-# where PEFT puts what it adapts or trains a copy of
-_ADAPTED = {"base_layer", "original_module", "modules_to_save"}
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -53,7 +51,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     for name, module in layers.items():
         _check(name, module, mesh, placements)
     patch(model)
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = _ignored(model)
     for name, module in layers.items():
         setattr(module, GRADIENTS_OF, gradients)
         for parameter_name, parameter in _stacks(module):
@@ -107,7 +105,9 @@ def _stacks(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
     stacks, n = _stacks(module), mesh.size(-1)
-    if _ADAPTED.intersection(name.split(".")):
+    if trainable.split_of(module) is not None:
+        raise ValueError(f"rows of {name} train apart from its stacks; want shard_experts before train_rows")
+    if ADAPTED.intersection(name.split(".")):
         raise ValueError(
             f"{name} lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
         )
@@ -139,6 +139,50 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
     part = part if part.is_meta else part.to(mesh.device_type)
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+@torch.no_grad()
+def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype) -> None:
+    """As modules.trainable.split_rows, of experts that `shard_experts` has spread: each rank holds the rows of its own.
+
+    The parameters are spread as the stacks are, so every rank has as many rows as the one with the most experts that train;
+    those that no expert has stay zero. DDP leaves all of it alone.
+    """
+    module = model.get_submodule(path)
+    stacks = {name: getattr(module, name) for name in names}
+    first = stacks[names[0]]
+    mesh, placements = first.device_mesh, first.placements
+    n, rank, size = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), first.shape[0] // mesh.size(-1)
+    owned = [[e for e in ids if e // size == r] for r in range(n)]
+    most = max(map(len, owned))
+    index = torch.tensor([e - rank * size for e in owned[rank]], dtype=torch.int64, device=first.to_local().device)
+    rows = {}
+    for name, stack in stacks.items():
+        part = stack.detach().to_local()
+        rows[name] = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
+        rows[name][: index.numel()] = part.index_select(0, index)
+    for name, part in rows.items():
+        part = DTensor.from_local(part, mesh, placements, run_check=False)
+        module.register_parameter(trainable.PREFIX + name, nn.Parameter(part))
+    trainable.register_maps(module, size, index)
+    places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
+    trainable.remember(module, stacks, trainable.Split(ids, places, {}))
+    model._ddp_params_and_buffers_to_ignore = sorted({*_ignored(model), *_rows_in(module, path)})
+
+
+def forget_rows(model: nn.Module, path: str) -> None:
+    """Let DDP no longer know of the rows of the experts at `path`, which are about to go."""
+    gone = _rows_in(model.get_submodule(path), path)
+    model._ddp_params_and_buffers_to_ignore = sorted(_ignored(model) - gone)
+
+
+def _ignored(model: nn.Module) -> set[str]:
+    return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _rows_in(module: nn.Module, path: str) -> set[str]:
+    names = [trainable.PREFIX + name for name in trainable.trained_parameters(module)]
+    return {f"{path}.{name}" for name in (*names, trainable.ROW, trainable.EXPERT)}
 
 
 @torch.no_grad()
@@ -179,6 +223,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     alone. `options` go to transformers' save_pretrained.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if any(trainable.split_of(module) is not None for module in model.modules()):
+        raise ValueError(
+            "the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved"
+        )
     writes, gathered = dist.get_rank() == 0, {}
     # the parameters themselves: of tied ones one copy, which transformers then recognises
     tensors = model.state_dict(keep_vars=True)

@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from moe_runtime.hf.gates import gate_of
+from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import MoE, autocast_dtype
 from moe_runtime.ops import all_to_all
 from moe_runtime.ops.activation import Activation
@@ -26,6 +27,8 @@ from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 NAME = "moe_runtime"
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# parts of a path in which PEFT keeps what it adapts or trains a copy of
+ADAPTED = {"base_layer", "original_module", "modules_to_save"}
 # attribute of an experts module that `patch` has changed: its implementation before
 BEFORE = "moe_runtime_replaced"
 
@@ -115,9 +118,16 @@ class Stacks(NamedTuple):
 
 def stacks_of(module: nn.Module) -> Stacks:
     """Read the weights as they are now, under FSDP, PEFT or tensor parallelism too; each once, since a look may compute."""
+    return _as_out_in(module, [None if name is None else getattr(module, name) for name in stack_names(module)])
+
+
+def stack_names(module: nn.Module) -> tuple[str | None, ...]:
+    """Return the names of the up and down projections and of their biases, None where it has none."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    names = [up, "down_proj"] + ([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])
-    tensors = [getattr(module, name) for name in names] + [None] * (4 - len(names))
+    return (up, "down_proj", *((f"{up}_bias", "down_proj_bias") if module.has_bias else (None, None)))
+
+
+def _as_out_in(module: nn.Module, tensors: list) -> Stacks:
     if module.is_transposed:
         tensors[:2] = [weight.transpose(1, 2) for weight in tensors[:2]]
     return Stacks(*tensors)
@@ -131,13 +141,17 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
-    stacks, owners = all_to_all.local_parts(stacks_of(self), self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-    stacks = Stacks(*stacks)
-    _check_dtype(stacks.down.dtype, type(self).__name__)
-    dtype = autocast_dtype(hidden_states) or stacks.down.dtype
-    stacks = Stacks(*(None if tensor is None else tensor.to(dtype) for tensor in stacks))
-    gate = gate_of(self)
-    run = functools.partial(_composed if gate is None else functools.partial(_fused, gate=gate), self, stacks=stacks)
+    rows = trainable.trained_parameters(self)
+    tensors = [*stacks_of(self)] + ([*_as_out_in(self, [rows.get(name) for name in stack_names(self)])] if rows else [])
+    tensors, owners = all_to_all.local_parts(tensors, self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
+    _check_dtype(tensors[1].dtype, type(self).__name__)
+    dtype, options = autocast_dtype(hidden_states) or tensors[1].dtype, {}
+    tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    if rows:
+        tensors[2:4], options = trainable.apart(self, tensors[:4], tensors[4:])
+    gate, stacks = gate_of(self), Stacks(*tensors[:4])
+    run = functools.partial(_composed if gate is None else functools.partial(_fused, gate=gate), self)
+    run = functools.partial(run, stacks=stacks, options=options)
     if owners is not None:  # expert parallelism
         run = functools.partial(all_to_all.run_at_owners, owners=owners, run=run)
     out, expert_offsets = run(hidden_states.to(dtype), top_k_index, top_k_weights)
@@ -155,7 +169,7 @@ def _check_dtype(dtype: torch.dtype, name: str) -> None:
         )
 
 
-def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, gate: Activation):
+def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, options: dict, gate: Activation):
     return moe_mlp_with_offsets(
         x,
         stacks.up,
@@ -169,17 +183,19 @@ def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, gate: Activation):
         interleaved=gate.interleaved,
         gate_up_bias=stacks.up_bias,
         down_bias=stacks.down_bias,
+        **options,
     )
 
 
-def _composed(module, x, topk_idx, topk_weight, stacks: Stacks):
+def _composed(module, x, topk_idx, topk_weight, stacks: Stacks, options: dict):
     """Two grouped products with the class's own code between them."""
+    place, (up, down) = options.get("trainable"), options.get("trained", (None, None))
     E = stacks.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
     rows = gather_rows(x, row_token, slot_row)
-    z = grouped_gemm(rows, stacks.up, expert_offsets, stacks.up_bias)
+    z = grouped_gemm(rows, stacks.up, expert_offsets, stacks.up_bias, trainable=place, trained=up)
     h = module._apply_gate(z) if module.has_gate else module.act_fn(z)
-    y = grouped_gemm(h.to(x.dtype), stacks.down, expert_offsets, stacks.down_bias)
+    y = grouped_gemm(h.to(x.dtype), stacks.down, expert_offsets, stacks.down_bias, trainable=place, trained=down)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y).to(x.dtype)
     # a norm may make something of the rows behind the last expert

@@ -23,6 +23,7 @@ from moe_runtime.hf.rope import legacy_rope
 from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router
+from moe_runtime.modules.trainable import split_of
 from moe_runtime.ops.activation import activate
 
 
@@ -226,6 +227,11 @@ def _swappable(model: nn.Module) -> dict[int, nn.Module]:
             raise ValueError(
                 f"layer {layer}'s experts are {type(module.experts).__name__}; want Experts; merge adapters "
                 "(merge_and_unload)"
+            )
+        if split_of(module.experts) is not None:
+            raise ValueError(
+                f"experts of layer {layer} train apart from their stacks; want them folded in; "
+                "moe_runtime.hf.trainable.fold_rows(model)"
             )
     return modules
 

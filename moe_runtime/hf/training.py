@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from moe_runtime.hf import outputs
+from moe_runtime.hf import adapters, outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
 from moe_runtime.modules.moe import Router
@@ -184,6 +184,41 @@ class _MoETrainer:
             if bad is not None:
                 raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
         super()._save_checkpoint(model, trial)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Save as transformers does; of a model that trains experts apart, those alone, under FSDP too."""
+        if self.is_fsdp_enabled and adapters.training_of(self.model) is not None:
+            # where Trainer writes what it split, and no model
+            adapters.save_trained(self.model, output_dir or self.args.output_dir, is_main_process=self.args.should_save)
+        super().save_model(output_dir, _internal_call)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """Load as transformers does; of a model that trains experts apart, what such a model saves: those alone."""
+        if not self._load_adapter(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        """Load as transformers does, or as `_load_from_checkpoint`."""
+        if not self._load_adapter(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_adapter(self, folder: str | Path) -> bool:
+        """Load the checkpoint of a model that trains experts apart; False, with nothing done, for another model.
+
+        Raises ValueError for a checkpoint of the other kind.
+        """
+        if self.is_fsdp_enabled:  # whose checkpoints hold all parameters, under their own names
+            return False
+        trains_apart = adapters.training_of(self.model) is not None
+        if trains_apart != (Path(folder) / adapters.CONFIG).is_file():
+            kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
+            raise ValueError(
+                f"checkpoint is {folder}, of a model that trains {kinds[trains_apart]}, this one trains "
+                f"{kinds[not trains_apart]}; want both alike"
+            )
+        if trains_apart:
+            adapters.load_trained(self.model, folder)
+        return trains_apart
 
     def _not_finite(self, what: str, want: str) -> str:
         rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_runtime.config import MoEConfig
+from moe_runtime.modules import trainable
 from moe_runtime.ops import all_to_all
 from moe_runtime.ops.balance import balance_loss
 from moe_runtime.ops.moe_layer import moe_layer
@@ -109,26 +110,33 @@ class Experts(nn.Module):
 
         Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
         """
-        dtype = autocast_dtype(x) or self.down_proj.dtype
-        names, weights = zip(*self.named_parameters())
-        weights, owners = all_to_all.local_parts(list(weights), self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-        weights = {name: weight.to(dtype) for name, weight in zip(names, weights)}
+        dtype, rows = autocast_dtype(x) or self.down_proj.dtype, trainable.trained_parameters(self)
+        names = self.stacks()
+        absent = [None] * (4 - len(names))
+        tensors = [getattr(self, name) for name in names] + absent
+        tensors += [rows[name] for name in names] + absent if rows else []
+        tensors, owners = all_to_all.local_parts(tensors, self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
+        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+        stacks, options = tensors[:4], {}
+        if rows:
+            stacks[2:], options = trainable.apart(self, stacks, tensors[4:])
+        run = functools.partial(self._run, stacks=stacks, options=options)
         if owners is None:
-            return self._run(x.to(dtype), topk_idx, topk_weight, weights)[0]
-        run = functools.partial(self._run, weights=weights, shared="group")
+            return run(x.to(dtype), topk_idx, topk_weight)[0]
+        run = functools.partial(run, shared="group")
         return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run)[0]
 
-    def _run(self, x, topk_idx, topk_weight, weights, **options):
+    def _run(self, x, topk_idx, topk_weight, *, stacks, options, **more):
+        up, down, up_bias, down_bias = stacks
+        options = self.options() | options | more
         return moe_mlp_with_offsets(
-            x,
-            weights[self.up_name],
-            weights["down_proj"],
-            topk_weight,
-            topk_idx,
-            gate_up_bias=weights.get(f"{self.up_name}_bias"),
-            down_bias=weights.get("down_proj_bias"),
-            **self.options() | options,
+            x, up, down, topk_weight, topk_idx, gate_up_bias=up_bias, down_bias=down_bias, **options
         )
+
+    def stacks(self) -> tuple[str, ...]:
+        """Return the names of what has a row for each expert."""
+        up = self.up_name
+        return (up, "down_proj", f"{up}_bias", "down_proj_bias") if self.config.bias else (up, "down_proj")
 
     def options(self) -> dict:
         """Return what `moe_mlp` needs to know of the config."""
@@ -136,7 +144,8 @@ class Experts(nn.Module):
         return {
             "act": config.hidden_act,
             "gated": config.gated,
-            "shared": config.shared,
+            # a dense expert 0 is for layers that train whole
+            "shared": "group" if trainable.split_of(self) else config.shared,
             "recompute": config.recompute,
         }
 
@@ -189,7 +198,7 @@ class MoE(nn.Module):
             return False
         if not (is_plain(self.gate, Router) and is_plain(self.experts, Experts)):
             return False
-        if all_to_all.is_distributed(self.experts.down_proj):
+        if all_to_all.is_distributed(self.experts.down_proj) or trainable.split_of(self.experts):
             return False
         dtypes = {x.dtype, self.gate.weight.dtype, self.experts.down_proj.dtype}
         return len(dtypes) == 1 or autocast_dtype(x) is not None

@@ -2,7 +2,8 @@
 
     y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 behind the last expert
 
-The step under `moe_mlp`, for those who put another computation between dispatch and combine.
+The step under `moe_mlp`, for those who put another computation between dispatch and combine. As there, the weights of experts
+that train may lie apart: trained[trainable[e]] is then the weight of e where trainable[e] >= 0.
 """
 
 import itertools
@@ -19,11 +20,16 @@ def grouped_gemm(
     expert_offsets: torch.Tensor,
     bias: torch.Tensor | None = None,
     backend: str | None = None,
+    *,
+    trainable: torch.Tensor | None = None,
+    trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x` [R, in], `weight` [E, out, in], `expert_offsets` [E + 1] integers, `bias` [E, out] -> [R, out].
 
-    Differentiable in x, weight and bias. Raises ValueError for shapes, dtypes or offsets' size that do not fit; offsets that
-    do not ascend from 0 to at most R are seen by the torch backend only, the kernels do not wait for the GPU to tell.
+    Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32, an expert's row there or -1, it
+    is so in trained in place of weight, and a frozen expert's bias gets zero. Raises ValueError for shapes, dtypes or offsets'
+    size that do not fit; offsets that do not ascend from 0 to at most R are seen by the torch backend only, the kernels do not
+    wait for the GPU to tell.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; want [R, in] and [E, out, in]")
@@ -35,14 +41,34 @@ def grouped_gemm(
         )
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
         raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}; want {tuple(weight.shape[:2])} {x.dtype}")
+    _check_trained(weight, trainable, trained)
     return torch.ops.moe_runtime.grouped_gemm(
-        x, weight, expert_offsets, bias, backends.pick("grouped_gemm", x, backend)
+        x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
     )
 
 
-LIB.define("grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, str backend) -> Tensor")
+def _check_trained(weight, trainable, trained) -> None:
+    if trainable is None and trained is None:
+        return
+    E = weight.shape[0]
+    if trainable is None or trainable.shape != (E,) or trainable.dtype != torch.int32 or trained is None:
+        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype}"
+        raise ValueError(f"trainable is {got}; want [{E}] int32, and trained with it")
+    if trained.shape[1:] != weight.shape[1:] or trained.dtype != weight.dtype or trained.device != weight.device:
+        raise ValueError(
+            f"trained is {tuple(trained.shape)} {trained.dtype} on {trained.device}; want [n, *{list(weight.shape[1:])}] "
+            f"{weight.dtype} on {weight.device}"
+        )
+    if weight.requires_grad:
+        raise ValueError("weight requires a gradient; want it frozen where `trained` holds what trains")
+
+
+_TRAINED = "Tensor? trainable, Tensor? trained"
 LIB.define(
-    "grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, bool[3] needs, str backend) "
+    f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str backend) -> Tensor"
+)
+LIB.define(
+    f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, bool[3] needs, str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
@@ -62,84 +88,128 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
     return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
-def _forward_triton(x, weight, expert_offsets, bias):
+def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
+    """Return both with equal inner strides; the stack, which is large, is copied only if it is neither way contiguous."""
+    if apart is None or apart.stride()[1:] == stack.stride()[1:]:
+        return stack, apart
+    if stack[0].is_contiguous():
+        return stack, apart.contiguous()
+    if stack[0].t().is_contiguous():
+        return stack, apart.transpose(1, 2).contiguous().transpose(1, 2)
+    return stack.contiguous(), apart.contiguous()
+
+
+def _apart(weight, trainable, trained):
+    """Return the weights as the kernels take them: the stack, and what lies apart from it."""
+    if trained is None:
+        return weight, None
+    from moe_runtime.kernels.grouped_gemm import Trained
+
+    weight, trained = one_layout(weight, trained)
+    return weight, Trained(trainable.contiguous(), trained)
+
+
+def _forward_triton(x, weight, expert_offsets, bias, trainable, trained):
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
 
     E, N, K = weight.shape
     tile, tile_map = _tile("down", x, N, K, E, expert_offsets)
-    bias = None if bias is None else bias.contiguous()
-    return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, y=x.new_zeros(x.shape[0], N))
+    bias, (weight, trained) = None if bias is None else bias.contiguous(), _apart(weight, trainable, trained)
+    y = x.new_zeros(x.shape[0], N)
+    return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, trained, y=y)
 
 
-def _backward_triton(dy, x, weight, expert_offsets, needs):
+def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     from moe_runtime.kernels import tiles
     from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward
     from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
 
     (R, K), (E, N, _) = x.shape, weight.shape
+    weight, apart = _apart(weight, trainable, trained)
+    place, n = (None, None) if apart is None else (apart.place, trained.shape[0])
     dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
     if needs[0]:
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)
-        dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, y=torch.zeros_like(x))
+        dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, apart, y=torch.zeros_like(x))
     if needs[1]:
-        dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E))
+        dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n)
     if needs[2]:
-        dbias = bias_backward(dy, None, None, offsets, 1, False)
+        dbias = bias_backward(dy, None, None, offsets, 1, False, place)
     return dx, dweight, dbias
 
 
-def _forward(x, weight, expert_offsets, bias, backend):
+def _rows(E: int, trainable) -> list[int]:
+    """Return for each expert the row of the weights that train, -1 if it is frozen."""
+    return list(range(E)) if trainable is None else trainable.tolist()
+
+
+def _at(e: int, row: int, weight, trained):
+    return weight[e] if trained is None or row < 0 else trained[row]
+
+
+def _forward(x, weight, expert_offsets, bias, trainable, trained, backend):
     if backend == "triton":
-        return _forward_triton(x, weight, expert_offsets, bias)
+        return _forward_triton(x, weight, expert_offsets, bias, trainable, trained)
     segments, end = _segments(expert_offsets, x.shape[0])
+    rows = _rows(weight.shape[0], trainable)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, (a, b) in enumerate(segments):
         if a < b:
-            torch.mm(x[a:b], weight[e].t(), out=y[a:b])
+            torch.mm(x[a:b], _at(e, rows[e], weight, trained).t(), out=y[a:b])
             if bias is not None:
                 y[a:b].add_(bias[e])
     y[end:].zero_()
     return y
 
 
-def _backward(dy, x, weight, expert_offsets, needs, backend):
-    """Gradients of x [R, in], weight [E, out, in] and bias [E, out]; an empty tensor where `needs` says no."""
+def _shapes(x, weight, trained) -> tuple:
+    return x.shape, weight.shape if trained is None else trained.shape, weight.shape[:2]
+
+
+def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
+    """Gradients of x [R, in], weight [E, out, in] (or trained's) and bias [E, out]; an empty tensor where `needs` says no."""
     if backend == "triton":
-        return _backward_triton(dy, x, weight, expert_offsets, needs)
+        return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
     segments, end = _segments(expert_offsets, x.shape[0])
-    shapes = (x.shape, weight.shape, weight.shape[:2])
+    shapes, rows = _shapes(x, weight, trained), _rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
     for e, (a, b) in enumerate(segments):
+        row = rows[e]
         if needs[0] and a < b:
-            torch.mm(dy[a:b], weight[e], out=dx[a:b])
-        if needs[1]:
-            dweight[e].zero_() if a == b else torch.mm(dy[a:b].t(), x[a:b], out=dweight[e])
+            torch.mm(dy[a:b], _at(e, row, weight, trained), out=dx[a:b])
+        if needs[1] and row >= 0:
+            dweight[row].zero_() if a == b else torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
         if needs[2]:
-            dbias[e].copy_(dy[a:b].sum(0))
+            dbias[e].zero_() if row < 0 else dbias[e].copy_(dy[a:b].sum(0))
     if needs[0]:
         dx[end:].zero_()
     return dx, dweight, dbias
 
 
-def _backward_fake(dy, x, weight, expert_offsets, needs, backend):
-    shapes = (x.shape, weight.shape, weight.shape[:2])
+def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
+    shapes = _shapes(x, weight, trained)
     return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, expert_offsets, _, ctx.backend = inputs
-    ctx.save_for_backward(x, weight, expert_offsets)
+    x, weight, expert_offsets, _, trainable, trained, ctx.backend = inputs
+    ctx.apart = trained is not None
+    ctx.save_for_backward(x, weight, expert_offsets, trainable, trained)
 
 
 def _autograd(ctx, dy):
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grads = torch.ops.moe_runtime.grouped_gemm_backward(dy, *ctx.saved_tensors, needs, ctx.backend)
-    dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return dx, dweight, None, dbias, None
+    # where in the op's arguments the weight is that may get a gradient
+    place = 5 if ctx.apart else 1
+    needs = [ctx.needs_input_grad[i] for i in (0, place, 3)]
+    found = torch.ops.moe_runtime.grouped_gemm_backward(dy, *ctx.saved_tensors, needs, ctx.backend)
+    grads = [None] * 7
+    for i, need, grad in zip((0, place, 3), needs, found, strict=True):
+        grads[i] = grad if need else None
+    return tuple(grads)
 
 
-def _fake(x, weight, expert_offsets, bias, backend):
+def _fake(x, weight, expert_offsets, bias, trainable, trained, backend):
     return x.new_empty(x.shape[0], weight.shape[1])
 
 

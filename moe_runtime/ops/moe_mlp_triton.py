@@ -10,6 +10,7 @@ import torch
 
 from moe_runtime.kernels import combine, dispatch, grouped_gemm, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
+from moe_runtime.ops.grouped_gemm import one_layout
 from moe_runtime.ops.moe_mlp_torch import Experts, Gradients
 
 
@@ -98,22 +99,11 @@ class _Layer:
 
 def _in_order(experts: Experts) -> Experts:
     """Give the kernels what they read without strides of its own: biases, the map, weights apart in the stacks' layout."""
-    up, up_trained = _one_layout(experts.up, experts.up_trained)
-    down, down_trained = _one_layout(experts.down, experts.down_trained)
+    up, up_trained = one_layout(experts.up, experts.up_trained)
+    down, down_trained = one_layout(experts.down, experts.down_trained)
     flat = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "trainable")}
     flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in flat.items()}
     return experts._replace(up=up, down=down, up_trained=up_trained, down_trained=down_trained, **flat)
-
-
-def _one_layout(stack, apart):
-    """Return both with equal inner strides; the stack, which is large, is copied only if it is neither way contiguous."""
-    if apart is None or apart.stride()[1:] == stack.stride()[1:]:
-        return stack, apart
-    if stack[0].is_contiguous():
-        return stack, apart.contiguous()
-    if stack[0].t().is_contiguous():
-        return stack, apart.transpose(1, 2).contiguous().transpose(1, 2)
-    return stack.contiguous(), apart.contiguous()
 
 
 def _product(x, weight, bias, out) -> None:

@@ -172,9 +172,9 @@ def test_opcheck(layout, bias):
     weight = torch.randn(3, 2, 4) if layout == "plain" else torch.randn(3, 4, 2).transpose(1, 2)
     offsets, b = torch.tensor([0, 3, 3, 6]), torch.randn(3, 2) if bias else None
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
-    torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm, (*leaves, offsets, b, "torch"))
+    torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm, (*leaves, offsets, b, None, None, "torch"))
     for needs in ([True, True, bias], [False, True, False], [True, False, False]):
-        args = (torch.randn(7, 2), x, weight, offsets, needs, "torch")
+        args = (torch.randn(7, 2), x, weight, offsets, None, None, needs, "torch")
         torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm_backward, args)
 
 
@@ -187,3 +187,78 @@ def test_compiles_without_a_graph_break():
     got = run(torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager"), leaves, offsets, dy)
     want = run(grouped_gemm, leaves, offsets, dy)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+PLACE = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)  # experts 3 and 1 train
+
+
+def split(leaves, layout: str = "plain"):
+    """The leaves with the weights of the experts that train apart, and something wrong in their place in the stack."""
+    weight, turned = leaves["weight"], layout == "transposed"
+    frozen, apart = weight.masked_fill((PLACE >= 0)[:, None, None], 7.0), weight[[3, 1]]
+    if turned:
+        frozen, apart = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (frozen, apart))
+    return frozen, apart.requires_grad_()
+
+
+def check_apart(backend: str, layout: str, bias: bool, dtype, tolerance, device="cpu"):
+    """Expert 1, which trains, and expert 2 have no row."""
+    offsets = torch.tensor([0, 5, 5, 5, 9], dtype=torch.int32)
+    leaves = {"x": torch.randn(11, 33), "weight": torch.randn(4, 17, 33)} | (
+        {"bias": torch.randn(4, 17)} if bias else {}
+    )
+    leaves, dy = {name: leaf.to(dtype) for name, leaf in leaves.items()}, torch.randn(11, 17).to(dtype)
+    want = run(by_rows, {name: leaf.double() for name, leaf in leaves.items()}, offsets, dy)
+    want["dweight"] = want["dweight"][[3, 1]]
+    if bias:
+        want["dbias"].masked_fill_((PLACE < 0)[:, None], 0)
+    on = {name: leaf.to(device).detach().requires_grad_() for name, leaf in leaves.items()}
+    frozen, apart = split({name: leaf.to(device) for name, leaf in leaves.items()}, layout)
+    y = grouped_gemm(
+        on["x"], frozen, offsets.to(device), on.get("bias"), backend, trainable=PLACE.to(device), trained=apart
+    )
+    inputs = {"x": on["x"], "weight": apart} | ({"bias": on["bias"]} if bias else {})
+    grads = torch.autograd.grad(y, list(inputs.values()), dy.to(device))
+    got = {"y": y.detach()} | {f"d{name}": grad for name, grad in zip(inputs, grads)}
+    assert_parity({name: t.cpu() for name, t in got.items()}, want, tolerance[dtype] / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+def test_weights_that_train_lie_apart(layout, bias, dtype, tolerance):
+    check_apart("torch", layout, bias, dtype, tolerance)
+
+
+def test_opcheck_of_weights_apart():
+    x, weight, offsets = torch.randn(9, 33), torch.randn(4, 17, 33), torch.tensor([0, 5, 5, 5, 9])
+    frozen, apart = split({"weight": weight})
+    torch.library.opcheck(
+        torch.ops.moe_runtime.grouped_gemm,
+        (x.clone().requires_grad_(), frozen, offsets, torch.randn(4, 17), PLACE, apart, "torch"),
+    )
+    args = (torch.randn(9, 17), x, frozen, offsets, PLACE, apart.detach(), [True] * 3, "torch")
+    torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm_backward, args)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param({"trainable": None}, "trainable is None; want [4] int32, and trained with it", id="no map"),
+        pytest.param({"trained": None}, "trainable is (4,) torch.int32; want [4] int32, and", id="no weights"),
+        pytest.param({"trainable": PLACE >= 0}, "trainable is (4,) torch.bool; want [4] int32", id="a mask"),
+        pytest.param({"trained": torch.randn(2, 3, 17)}, "trained is (2, 3, 17)", id="another shape"),
+        pytest.param({"trained": torch.randn(2, 17, 3).double()}, "trained is (2, 17, 3) torch.float64", id="dtype"),
+        pytest.param(
+            {"weight": torch.randn(4, 17, 3, requires_grad=True)}, "weight requires a gradient", id="not frozen"
+        ),
+    ],
+)
+def test_refuses_weights_apart_that_do_not_fit(change, words):
+    args = {
+        "x": torch.randn(7, 3), "weight": torch.randn(4, 17, 3), "expert_offsets": torch.tensor([0, 3, 3, 6, 7]),
+        "trainable": PLACE, "trained": torch.randn(2, 17, 3),
+    }  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        grouped_gemm(**args | change)
+    assert words in str(error.value)

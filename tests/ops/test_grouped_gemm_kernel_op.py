@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.grouped_gemm import grouped_gemm
-from tests.ops.test_grouped_gemm import by_rows, run
+from tests.ops.test_grouped_gemm import by_rows, check_apart, run
 from tests.support.oracle import assert_parity
 
 pytest.importorskip("triton")
@@ -64,6 +64,13 @@ def test_opcheck(needs, device):
     x, weight, bias = (torch.randn(s, device=device) for s in ((7, 4), (3, 2, 4), (3, 2)))
     offsets = torch.tensor([0, 3, 3, 6], device=device)
     leaves = [t.clone().requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)]
-    torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm, (*leaves[:2], offsets, leaves[2], "triton"))
-    args = (torch.randn(7, 2, device=device), x, weight, offsets, needs, "triton")
+    torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm, (*leaves[:2], offsets, leaves[2], None, None, "triton"))
+    args = (torch.randn(7, 2, device=device), x, weight, offsets, None, None, needs, "triton")
     torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm_backward, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+def test_weights_that_train_lie_apart(layout, bias, dtype, tolerance, device):
+    check_apart("triton", layout, bias, dtype, tolerance, device)

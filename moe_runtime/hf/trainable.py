@@ -1,0 +1,336 @@
+"""Training some experts of a model and nothing else of their layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
+
+    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves all else as it is
+    ...                                             # any training loop: what requires a gradient is what trains
+    fold_rows(model)                                # the trained experts are in the stacks; drop_rows: the base again
+
+The experts that train lie apart from their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that the layers
+read in place of the stacks' rows. Layers are numbered as `hf.layers.numbered_layers` does, experts as in their stacks: the
+shared expert of our own layers is expert 0. Experts are spread over ranks (`shard_experts`) before, DDP and fully_shard come
+after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the gradient of the
+embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the reentrant kind).
+"""
+
+import operator
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from moe_runtime.hf import experts as stock
+from moe_runtime.hf.layers import experts_module, forget_compiled, numbered_layers, plain_name
+from moe_runtime.modules import trainable
+from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
+
+STATE = "moe_runtime_trainable"  # attribute of a model whose rows train: what it was before
+# MLPs that every token goes through, beside the experts; the gate in front of one is a gate
+SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
+# what routers choose by: no gradient reaches it
+CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$")
+
+
+class _Before(NamedTuple):
+    """How a model was."""
+
+    patched: bool  # its experts ran through moe_runtime
+    requires_grad: dict[str, bool]  # of the parameters where freeze_for_esft set it, by plain name
+
+
+class _Layer(NamedTuple):
+    """The experts of a layer and where they are."""
+
+    name: str
+    module: nn.Module
+    names: tuple[str, ...]  # of its stacks
+    num_experts: int
+    num_shared: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainableReceipt:
+    """What trains from now on."""
+
+    experts: dict[int, tuple[int, ...]]  # layer -> ids, in the order that was asked for; without layers of none
+    shared_experts: tuple[str, ...]  # paths of the shared MLPs that train
+    row_parameters: int  # numbers in the experts that train, on all ranks together
+    trainable_parameters: int  # these and all else that requires a gradient
+    total_parameters: int  # the model's own
+
+    @property
+    def share(self) -> float:
+        """Trainable numbers over all."""
+        return self.trainable_parameters / self.total_parameters
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedLayer:
+    """The experts of a layer that train. Rows are in the order of `ids`, but where experts are spread over ranks."""
+
+    ids: tuple[int, ...]
+    stacks: dict[str, torch.Tensor]  # by the stack's name, [n, ...] in its layout
+
+
+def train_rows(
+    model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
+) -> TrainableReceipt:
+    """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the others of these layers.
+
+    Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
+    beside a bfloat16 model they are cast where they are used, and their gradients are float32. The model runs through
+    moe_runtime from now on (`hf.experts.patch`) and refuses other implementations. Call it before DDP, FSDP2, torch.compile or
+    the optimizer see the model, and after `shard_experts`; where experts that are spread are all that trains, DDP has nothing
+    to do and says so: call the model itself.
+
+    Raises ValueError, before anything is changed, for unknown layers or ids, experts that are sharded, adapted or quantized,
+    and a model whose rows train already.
+    """
+    layers = _layers_of(model)
+    experts = _checked(layers, experts, dtype)
+    _split(model, layers, experts, dtype, {})
+    return _receipt(model, ())
+
+
+def freeze_for_esft(
+    model: nn.Module,
+    experts: Mapping[int, Sequence[int]],
+    shared_experts: bool = False,
+    non_expert_modules: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> TrainableReceipt:
+    """`train_rows`, and decide of all else whether it trains: the settings of ESFT's Table 3. By default, none of it.
+
+    `shared_experts`: the MLPs beside the experts that every token goes through, and expert 0 of our own layers that have a
+    shared one, which `experts` must not name. `non_expert_modules`: all that is neither a routed expert nor a shared MLP:
+    routers and the gates of shared MLPs, attention, norms, embeddings, head, dense layers. Raises ValueError as train_rows.
+    """
+    layers = _layers_of(model)
+    experts = _checked(layers, _with_shared(layers, experts, shared_experts), dtype)
+    shared = tuple(name for name, _ in model.named_modules() if SHARED.search(plain_name(name)))
+    stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
+    trains, parameters = {}, dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        asked = shared_experts if any(name.startswith(f"{path}.") for path in shared) else non_expert_modules
+        trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
+        if trains[name] and parameter.dtype not in stock.FLOATS:
+            raise ValueError(f"{name} is {parameter.dtype}; want floats in what is to train, or it frozen")
+    before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
+    _split(model, layers, experts, dtype, before)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(trains[name])
+    return _receipt(model, shared if shared_experts else ())
+
+
+def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
+    """Return the layers whose experts train, and their parameters themselves: under FSDP2 and expert parallelism DTensors.
+
+    Raises ValueError for a model without; `gathered_rows` gives whole tensors anywhere.
+    """
+    return {
+        number: TrainedLayer(split.ids, trainable.trained_parameters(module))
+        for number, (module, split) in _split_modules(model).items()
+    }
+
+
+@torch.no_grad()
+def gathered_rows(model: nn.Module, device: str | torch.device | None = "cpu") -> dict[int, TrainedLayer]:
+    """Return copies of `trained_rows`, whole and in the order of their ids, on `device` (None: where they are).
+
+    Every rank must call it: rows that are spread are gathered one stack at a time. Raises ValueError as trained_rows.
+    """
+    return {
+        number: TrainedLayer(
+            split.ids, {n: _gathered(p, split, device) for n, p in trainable.trained_parameters(m).items()}
+        )
+        for number, (m, split) in _split_modules(model).items()
+    }
+
+
+def _gathered(rows: nn.Parameter, split: trainable.Split, device) -> torch.Tensor:
+    whole = rows.detach().full_tensor() if is_distributed(rows) else rows.detach()
+    index = torch.tensor(split.places, dtype=torch.int64, device=whole.device)
+    return whole.index_select(0, index).to(device or whole.device)
+
+
+def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
+    """Return the experts modules whose rows lie apart, by number."""
+    _state_of(model)
+    found = {
+        number: (layer.module, trainable.split_of(layer.module)) for number, layer in _layers_of(model, False).items()
+    }
+    return {number: (module, split) for number, (module, split) in found.items() if split is not None}
+
+
+def fold_rows(model: nn.Module) -> None:
+    """Write the experts that train into their stacks, rounded to the stacks' dtype, and undo `train_rows` in all else.
+
+    The model is what it was, with its own implementation of experts and what required a gradient then. Under expert parallelism
+    every rank folds its own. Raises ValueError for a model without such rows, and one that FSDP2 or DDP hold.
+    """
+    _undo(model, trainable.fold_rows)
+
+
+def drop_rows(model: nn.Module) -> None:
+    """Undo `train_rows` without keeping what was trained: the base, bit by bit. Raises ValueError as fold_rows."""
+    _undo(model, trainable.drop_rows)
+
+
+def _layers_of(model: nn.Module, fresh: bool = True) -> dict[int, _Layer]:
+    """Return the layers with experts by number; with `fresh`, raise ValueError if rows of `model` train already."""
+    if fresh and any(STATE in module.__dict__ for module in model.modules()):
+        raise ValueError("the model trains rows already; want fold_rows(model) or drop_rows(model) first")
+    paths, layers = {module: name for name, module in model.named_modules()}, {}
+    for number, layer in numbered_layers(model).items():
+        module = experts_module(model, layer)
+        names = tuple(name for name in stock.stack_names(module) if name) if layer.is_stock else module.stacks()
+        layers[number] = _Layer(paths[module], module, names, layer.num_experts, layer.num_shared)
+    return layers
+
+
+def _with_shared(layers: dict[int, _Layer], experts: Mapping, shared_experts: bool) -> dict:
+    """Add our own shared experts to `experts`, which must not name them."""
+    experts = {number: tuple(ids) for number, ids in experts.items()}
+    for number, layer in layers.items():
+        if layer.num_shared and 0 in experts.get(number, ()):
+            raise ValueError(
+                f"experts of layer {number} are {list(experts[number])}, of which 0 is the shared one; want routed ones alone; "
+                "shared_experts=True trains it"
+            )
+    shared = {number: (0,) for number, layer in layers.items() if layer.num_shared} if shared_experts else {}
+    return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
+
+
+def _checked(layers: dict[int, _Layer], experts: Mapping, dtype: torch.dtype | None) -> dict[int, tuple[int, ...]]:
+    """Return `experts` without layers of none; raise ValueError for what cannot be trained."""
+    if dtype is not None and dtype not in stock.FLOATS:
+        raise ValueError(f"dtype is {dtype}; want one of {', '.join(map(str, stock.FLOATS))}")
+    checked = {}
+    for number, ids in experts.items():
+        ids = tuple(operator.index(e) for e in ids)
+        if number not in layers:
+            raise ValueError(f"experts name layer {number!r}; want layers with experts: {', '.join(map(str, layers))}")
+        E = layers[number].num_experts
+        if len(set(ids)) < len(ids) or any(not 0 <= e < E for e in ids):
+            raise ValueError(
+                f"experts of layer {number} are {list(ids)}; want ids from 0 to {E - 1}, none of them twice"
+            )
+        if ids:
+            _check_stacks(layers[number])
+            checked[number] = ids
+    return checked
+
+
+def _check_stacks(layer: _Layer) -> None:
+    if stock.ADAPTED.intersection(layer.name.split(".")):
+        raise ValueError(f"{layer.name} lies in PEFT's adapters; want adapters of other modules, or none")
+    for name in layer.names:
+        stack = layer.module._parameters.get(name)
+        if stack is None or not stack.is_floating_point():
+            got = "no parameter" if stack is None else str(stack.dtype)
+            raise ValueError(
+                f"{layer.name}.{name} is {got}; want one of floats, neither quantized nor held by an engine"
+            )
+        if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
+            raise ValueError(f"{layer.name}.{name} is sharded; want train_rows before FSDP2, and after shard_experts")
+    if getattr(layer.module, "_is_expert_parallel", False):
+        raise ValueError(
+            f"{layer.name} holds a part of its experts; want shard_experts in place of transformers' expert-parallel plan"
+        )
+
+
+def _split(model: nn.Module, layers: dict[int, _Layer], experts: dict, dtype, before: dict[str, bool]) -> None:
+    """Put the rows apart, all of them or, where one does not fit into the memory, none."""
+    _check_unwrapped(model)
+    patched = all(not stock.is_experts(m) or m.config._experts_implementation == stock.NAME for m in model.modules())
+    if experts:
+        stock.patch(model)
+        forget_compiled()
+    setattr(model, STATE, _Before(patched, before))
+    try:
+        for number, ids in experts.items():
+            _split_layer(model, layers[number], ids, dtype)
+    except BaseException:
+        drop_rows(model)
+        raise
+
+
+def _split_layer(model: nn.Module, layer: _Layer, ids: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    if is_distributed(layer.module.down_proj):
+        from moe_runtime.hf.expert_parallel import split_spread_rows
+
+        split_spread_rows(model, layer.name, layer.names, ids, dtype)
+    else:
+        trainable.split_rows(layer.module, layer.names, ids, dtype)
+    if stock.is_experts(layer.module):
+        layer.module.register_forward_pre_hook(_refuse_others)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raise ValueError for a model whose parameters others hold: DDP, FSDP2, transformers' tensor parallelism."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import; nobody holds anything without it
+    held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
+        (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1
+        for m in model.modules()
+    )
+    if held:
+        raise ValueError(
+            f"model is {type(model).__name__}, whose parameters an engine holds; want it as it was before that"
+        )
+
+
+def _refuse_others(module: nn.Module, args) -> None:
+    """A hook of a stock experts module with rows apart, which transformers' implementations would not see."""
+    implementation = module.config._experts_implementation
+    if implementation != stock.NAME:
+        raise ValueError(
+            f"experts_implementation is {implementation!r}, some of {type(module).__name__}'s experts train apart; want "
+            f"{stock.NAME!r}, or fold_rows(model) first"
+        )
+
+
+def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
+    for module in model.modules():
+        if STATE in module.__dict__:
+            return module, module.__dict__[STATE]
+    raise ValueError(f"model is {type(model).__name__}, of which no rows train; want one that train_rows has changed")
+
+
+def _undo(model: nn.Module, rejoin) -> None:
+    _check_unwrapped(model)
+    inner, before = _state_of(model)
+    forget_compiled()
+    for name, module in inner.named_modules():
+        if trainable.split_of(module) is None:
+            continue
+        if is_distributed(module.down_proj):
+            from moe_runtime.hf.expert_parallel import forget_rows
+
+            forget_rows(inner, name)
+        rejoin(module)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others]:
+            del module._forward_pre_hooks[key]
+    if not before.patched:
+        stock.unpatch(inner)
+    for name, parameter in inner.named_parameters():
+        parameter.requires_grad_(before.requires_grad.get(plain_name(name), parameter.requires_grad))
+    delattr(inner, STATE)
+
+
+def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
+    rows, experts, apart = 0, {}, set()
+    for number, (module, split) in _split_modules(model).items():
+        experts[number] = split.ids
+        apart |= {id(p) for p in trainable.trained_parameters(module).values()}
+        rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
+    others = [p for p in model.parameters() if id(p) not in apart]
+    return TrainableReceipt(
+        experts=experts,
+        shared_experts=shared,
+        row_parameters=rows,
+        trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
+        total_parameters=sum(p.numel() for p in others),
+    )

@@ -1,0 +1,139 @@
+"""ESFT, expert-specialized fine-tuning (arXiv 2407.01906): tune only the experts that a task uses, and ship those alone.
+
+    score_experts   how much each expert does for a task, from its router's weights        Sec. 3.2, Eq. (6) and (7)
+    select_experts  the smallest set of each layer whose scores reach p                    Sec. 3.2, Eq. (8)
+    train_only      the selected experts become parameters of their own, all else is frozen  Sec. 3.3, Table 3
+    (tune)          by any trainer
+    save_adapter    the selected experts alone, in a folder; at any time while they train
+    apply, remove   the folder into a base, and out of it; `merge` into the base's folder
+
+    selection = esft.select_experts(esft.score_experts(model, dataloader), p=0.1, score="gate")
+    esft.train_only(model, selection)
+    trainer.train()
+    esft.save_adapter(model, "law")
+
+From folders and files of rows, as the command line does it: `moe_runtime.methods.esft_runs`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_runtime.files import check_out_dir
+from moe_runtime.hf import adapters, trainable
+from moe_runtime.hf.adapters import load_trained as load_trained
+from moe_runtime.hf.layers import plain_name
+from moe_runtime.methods.esft_adapters import APPLIED, Adapter, apply, from_config, load_adapter, remove, to_config
+from moe_runtime.methods.esft_base import base_of
+from moe_runtime.methods.esft_folders import merge_folder as merge
+from moe_runtime.methods.esft_scores import ExpertScores, score_experts
+from moe_runtime.methods.esft_selection import ExpertSelection, check_selection, random_experts, select_experts
+
+__all__ = [
+    "Adapter", "ExpertScores", "ExpertSelection", "adapter_of", "apply", "drop", "fold", "load_adapter", "load_trained",
+    "merge", "random_experts", "remove", "save_adapter", "score_experts", "select_experts", "train_only",
+]  # fmt: skip
+
+
+def train_only(
+    model: nn.Module,
+    selection: ExpertSelection,
+    shared_experts: bool | None = None,
+    non_expert_modules: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> trainable.TrainableReceipt:
+    """Make `model` train the experts of `selection` alone, in place: they lie apart from the stacks, all else is frozen.
+
+    The two flags, the selection's unless given, add the paper's other settings (Table 3): the MLPs that all tokens go
+    through, and all that is no expert. `dtype` is that of the trained experts, the stacks' unless given: float32 beside
+    a bfloat16 model. Call it after `shard_experts`, and before DDP, FSDP2 or the optimizer see the model. Until `fold`
+    or `drop`, save_pretrained writes the adapter, in a Trainer's checkpoints too. Raises ValueError, with the model
+    untouched, for unknown layers or ids, and for a model that trains experts already or has an adapter in it.
+    """
+    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
+    selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
+    if (there := adapters.holder(model, APPLIED)) is not None:
+        raise ValueError(
+            f"model has the adapter {getattr(there, APPLIED).source} in it; want the base; esft.remove it, or merge"
+        )
+    if adapters.training_of(model) is not None:
+        raise ValueError("model trains experts apart already; want esft.fold or esft.drop before")
+    check_selection(model, selection)
+    if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
+        raise ValueError(
+            "selection has no experts, shared_experts and non_expert_modules are False; want something to train"
+        )
+    base = base_of(model)
+    receipt = trainable.freeze_for_esft(
+        model, selection.experts, selection.shared_experts, selection.non_expert_modules, dtype=dtype
+    )
+    rows = {id(p) for module in adapters.split_modules(model).values() for p in module.parameters(recurse=False)}
+    others = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in rows]
+    adapters.mark(model, to_config(selection, base), tuple(others))
+    return receipt
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    """Return a copy of what a model that `train_only` made ready has learned so far.
+
+    Of a model that is split over processes, every process must call. Raises ValueError for any other model.
+    """
+    return _adapter(model, {name: tensor.clone() for name, tensor in _trained(model).items()})
+
+
+def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Write what `model` has learned so far to a folder, whole or not at all; training may go on.
+
+    Its size is that of the selected experts and of what trains beside them. In a run of several processes rank 0
+    writes, and where the model is split every one must call. Raises ValueError for a model that `train_only` has not
+    made ready, and for a folder that exists.
+    """
+    is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    # elsewhere only before a gathering: rank 0 may have written it already
+    if is_main or any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        check_out_dir(folder, overwrite)
+    tensors = _trained(model)
+    if is_main:
+        _adapter(model, tensors).save(folder, overwrite=overwrite)
+    return Path(folder)
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    if adapters.training_of(model) is None:
+        raise ValueError(
+            f"model is {type(model).__name__}, which trains no experts apart; want one after esft.train_only"
+        )
+    return adapters.trained_tensors(model)
+
+
+def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
+    selection, base = from_config(adapters.training_of(model).config, "model")
+    return Adapter(selection=selection, tensors=tensors, base=base, source="model")
+
+
+def fold(model: nn.Module) -> None:
+    """End the training: the experts go into their stacks, and save_pretrained writes `model` whole again.
+
+    Raises ValueError for a model that `train_only` has not made ready, and for one that FSDP2 or DDP hold.
+    """
+    _end(model, trainable.fold_rows)
+
+
+def drop(model: nn.Module) -> None:
+    """End the training and forget it: the experts are the base's, bit by bit.
+
+    What trained beside experts, by the two flags, stays as it is. Raises ValueError as `fold`.
+    """
+    _end(model, trainable.drop_rows)
+
+
+def _end(model: nn.Module, how: Callable[[nn.Module], None]) -> None:
+    if adapters.training_of(model) is None:
+        raise ValueError(
+            f"model is {type(model).__name__}, which trains no experts apart; want one after esft.train_only"
+        )
+    how(model)
+    adapters.unmark(model)

@@ -1,0 +1,187 @@
+"""An ESFT adapter merged into its base's folder, tensor by tensor: the whole tuned model, in the base's own form.
+
+What comes out is what `esft.apply` and save_pretrained would write, for models that do not fit into memory: it holds a
+tensor of the base, one shard of the target, and the adapter. The target appears whole or not at all.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from moe_runtime.hf import folders
+from moe_runtime.hf.configuration import SHIM
+from moe_runtime.hf.experts import FLOATS
+from moe_runtime.hf.saved_form import skeleton, to_saved
+from moe_runtime.methods.esft_adapters import Adapter, Change, as_adapter, changes_of
+from moe_runtime.methods.esft_base import check_base, describe, sample_weights
+from moe_runtime.methods.xft_folders import SHARD, Progress
+
+_FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
+
+
+class MergeReceipt(NamedTuple):
+    """What `merge_folder` wrote."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    side_files: list[str]  # config, tokenizer and the like, copied
+    experts: int  # replaced, over all layers
+    changed: int  # tensors of the folder that the adapter changed
+
+
+class _Rows(NamedTuple):
+    """From which rows of a stack of the model a tensor of the folder is made."""
+
+    change: Change
+    ids: tuple[int, ...]
+    saved: str | None  # the tensor's name where there is one row; None where it is as the model has it
+    stacked: bool  # within a stack of all experts, or one expert's tensor
+
+
+def merge_folder(
+    base: str | Path,
+    adapter: Adapter | str | Path,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    check_weights: bool = True,
+    progress: Progress | None = None,
+) -> MergeReceipt:
+    """Write the model folder `base` with the experts of `adapter` to the folder `out`, in base's names, layouts and dtypes.
+
+    Raises ValueError, with nothing written, for another base than the adapter's (`check_weights=False` allows other
+    weights), unknown ids or shapes, a folder whose tensors are quantized or not as transformers names them, an existing
+    target or too little disk space.
+    """
+    adapter = as_adapter(adapter)
+    model = skeleton(folders.read_config(base))
+    with Checkpoint(base) as checkpoint:
+        specs = checkpoint.specs()
+        plan = _planned(model, adapter, checkpoint, check_weights)
+        total, done = sum(spec.nbytes for spec in specs.values()), 0
+        with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
+            names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
+            for name in names:
+                writer.copy_file(Path(base) / name)
+            names += folders.copy_side_files(Path(base), writer)
+            for key in checkpoint.keys():
+                writer.add(key, plan.tensor(checkpoint, key))
+                done += specs[key].nbytes
+                if progress is not None:
+                    progress(done, total)
+    experts = sum(len(ids) for ids in adapter.experts.values())
+    return MergeReceipt(Path(out), len(specs), total, names, experts, len(plan))
+
+
+def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights: bool = True) -> int:
+    """Return how many tensors of the folder `base` an adapter changes; raises ValueError as `merge_folder` does."""
+    adapter = as_adapter(adapter)
+    model = skeleton(folders.read_config(base))
+    with Checkpoint(base) as checkpoint:
+        return len(_planned(model, adapter, checkpoint, check_weights))
+
+
+def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_weights: bool) -> "_Plan":
+    """Check an adapter against its base's folder and return what it changes there."""
+    if adapter.base is not None:
+        weights = _sample(model, adapter, checkpoint) if check_weights else {}
+        check_base(adapter.base, describe(model) | {"weights": weights}, adapter.source)
+    return _Plan(model, adapter, checkpoint.specs(), str(checkpoint.path))
+
+
+def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
+    """Take from the folder the weights that the adapter tells of its base, where it has them as the model does."""
+    parameters, specs, keys = dict(model.named_parameters()), checkpoint.specs(), {}
+    for name in adapter.base.get("weights", {}):
+        saved = list(to_saved(model, {name: parameters[name]})) if name in parameters else []
+        if len(saved) == 1 and saved[0] in specs and specs[saved[0]].shape == parameters[name].shape:
+            keys[name] = saved[0]
+    read = {name: specs[key] for name, key in keys.items()}
+    return sample_weights(read, lambda name: checkpoint.get_rows(keys[name], read[name].shape[0] // 2))
+
+
+class _Plan:
+    """Which tensors of a folder an adapter changes, and to what."""
+
+    def __init__(self, model: nn.Module, adapter: Adapter, specs: dict[str, TensorSpec], source: str):
+        self.model, self.adapter, self.specs, self.source = model, adapter, specs, source
+        self.rows: dict[str, _Rows] = {}
+        changes = list(changes_of(model, adapter))
+        for change in changes:
+            if change.ids is not None:
+                self.rows |= self._rows(change)
+        self.others = self._others([change.name for change in changes if change.ids is None])
+        for key in (*self.rows, *self.others):
+            if specs[key].dtype not in FLOATS:
+                raise ValueError(
+                    f"{key} in {source} is {specs[key].dtype}; want float16, bfloat16, float32 or float64 weights"
+                )
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
+        """Return what the tensor `key` of the folder becomes."""
+        if key in self.others:
+            return self.others[key].to(self.specs[key].dtype)
+        if key not in self.rows:
+            return checkpoint.get(key)
+        rows = self.rows[key]
+        if not rows.stacked:
+            return self._row(rows, rows.ids[0]).to(self.specs[key].dtype)
+        tensor = checkpoint.get(key)
+        for e in rows.ids:
+            tensor[e] = self._row(rows, e)
+        return tensor
+
+    def _row(self, rows: _Rows, expert: int) -> torch.Tensor:
+        """Return one expert's values as the folder has them."""
+        row = rows.change.values(self.adapter, expert)
+        saved = row if rows.saved is None else to_saved(self.model, {rows.change.name: row})[rows.saved]
+        return saved[0] if rows.stacked else saved
+
+    def _rows(self, change: Change) -> dict[str, _Rows]:
+        """Find the tensors of the folder in which the rows of a stack lie."""
+        name, stack, ids, *_ = change
+        found, shapes = {}, {}
+        one = torch.empty(1, *stack.shape[1:], device="meta")
+        for saved, tensor in to_saved(self.model, {name: one}).items():
+            stacked = _FIRST.search(saved) is None
+            keys = {saved: ids} if stacked else {_FIRST.sub(rf"\g<1>{e}\g<2>", saved): (e,) for e in ids}
+            found |= {key: _Rows(change, own, saved, stacked) for key, own in keys.items()}
+            shapes |= dict.fromkeys(keys, (stack.shape[0], *tensor.shape[1:]) if stacked else tuple(tensor.shape))
+        whole = {name: tuple(stack.shape)}
+        return {name: _Rows(change, ids, None, True)} if self._choose(shapes, whole) is whole else found
+
+    def _others(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of the folder that stand for parameters that are no experts."""
+        if not names:
+            return {}
+        own = {name: self.adapter.others[name] for name in names}
+        saved = to_saved(self.model, own)
+        shapes, whole = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own))
+        found = own if self._choose(shapes, whole) is whole else saved
+        # a folder may hold both names of one weight
+        for pair in getattr(self.model, "all_tied_weights_keys", {}).items():
+            for name, twin in (pair, pair[::-1]):
+                if name in found and twin in self.specs:
+                    found.setdefault(twin, found[name])
+        return found
+
+    def _choose(self, saved: dict[str, tuple], whole: dict[str, tuple]) -> dict[str, tuple]:
+        """Return which of two sets of names and shapes the folder has: as transformers saves, or as the model is."""
+        for shapes in (saved, whole):
+            if all(key in self.specs and self.specs[key].shape == shape for key, shape in shapes.items()):
+                return shapes
+        key = next(key for key, shape in saved.items() if key not in self.specs or self.specs[key].shape != shape)
+        there = f"has it as {list(self.specs[key].shape)}" if key in self.specs else "lacks it"
+        raise ValueError(
+            f"{self.source} should have {key} {list(saved[key])}, and {there}; want a folder that transformers' "
+            "save_pretrained wrote, or the hub's of that model"
+        )

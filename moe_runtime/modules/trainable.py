@@ -1,0 +1,103 @@
+"""Experts of a layer that train, their weights apart from the stacks of those that do not.
+
+    W_e = trained_<stack>[trained_row[e]]  where trained_row[e] >= 0,   <stack>[e]  elsewhere
+
+ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an experts module, ours or
+transformers', are frozen, and beside each lies a parameter [n, ...] of the n experts that train, in the stack's own layout:
+gradients and an optimizer's states are those of n experts, and weight decay cannot reach the others. Biases are done alike.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+PREFIX = "trained_"
+ROW, EXPERT = "trained_row", "trained_expert"  # buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
+SPLIT = "moe_runtime_split"  # attribute of an experts module whose rows lie apart
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which experts of a module train, and what is to be given back when they no longer do."""
+
+    ids: tuple[int, ...]  # in the order that was asked for
+    places: tuple[int, ...]  # their rows in the whole parameters; all, in order, unless experts are spread over ranks
+    requires_grad: dict[str, bool]  # of the stacks, before
+
+
+def split_of(module: nn.Module) -> Split | None:
+    """Return which experts of `module` train apart from its stacks; None if it has no such."""
+    return module.__dict__.get(SPLIT)
+
+
+@torch.no_grad()
+def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtype: torch.dtype | None = None) -> None:
+    """Put the rows `ids` of the stacks `names` into parameters of their own, in `dtype` or the stack's; freeze the stacks."""
+    stacks = {name: getattr(module, name) for name in names}
+    first = next(iter(stacks.values()))
+    index = torch.tensor(ids, dtype=torch.int64, device=first.device)
+    rows = {name: stack.detach().index_select(0, index).to(dtype or stack.dtype) for name, stack in stacks.items()}
+    for name, part in rows.items():
+        module.register_parameter(PREFIX + name, nn.Parameter(part))
+    register_maps(module, first.shape[0], index)
+    remember(module, stacks, Split(tuple(ids), tuple(range(len(ids))), {}))
+
+
+def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
+    """Keep where the experts `index` [n] int64 have their rows; not in state_dict, which holds weights."""
+    row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
+    row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
+    module.register_buffer(ROW, row, persistent=False)
+    module.register_buffer(EXPERT, index, persistent=False)
+
+
+def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -> None:
+    """Freeze `stacks` and note in `module` what was done."""
+    before = {name: stack.requires_grad for name, stack in stacks.items()}
+    for stack in stacks.values():
+        stack.requires_grad_(False)
+    setattr(module, SPLIT, Split(split.ids, split.places, before))
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the experts that train, by their stacks' names; {} without such."""
+    split = split_of(module)
+    return {} if split is None else {name: getattr(module, PREFIX + name) for name in split.requires_grad}
+
+
+@torch.no_grad()
+def drop_rows(module: nn.Module) -> None:
+    """Remove the rows that lie apart: the stacks are as they were, bit by bit."""
+    for name, required in module.__dict__.pop(SPLIT).requires_grad.items():
+        delattr(module, PREFIX + name)
+        getattr(module, name).requires_grad_(required)
+    delattr(module, ROW)
+    delattr(module, EXPERT)
+
+
+@torch.no_grad()
+def fold_rows(module: nn.Module) -> None:
+    """Write the rows that lie apart into their stacks, rounded to the stacks' dtype, and remove them."""
+    index = getattr(module, EXPERT)
+    for name, rows in trained_parameters(module).items():
+        stack, rows = (
+            tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (getattr(module, name), rows)
+        )
+        stack.index_copy_(0, index, rows[: index.numel()].to(stack.dtype))
+    drop_rows(module)
+
+
+def apart(module: nn.Module, stacks: Sequence, trained: Sequence) -> tuple[list, dict]:
+    """Return biases and the options `trainable`, `trained` of `moe_mlp` from (up, down, up_bias, down_bias), twice.
+
+    `stacks` [E, ...] are frozen, `trained` [n, ...] or longer, None where a layer has no bias. Biases are small: they are put
+    together, [E, ...], differentiable in the trained ones.
+    """
+    index = getattr(module, EXPERT)
+    n = index.numel()
+    # on a rank that has fewer experts that train than others, the last rows are nobody's
+    up, down, *biases = (part if part is None or part.shape[0] == n else part[:n] for part in trained)
+    whole = [None if bias is None else stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)]
+    return whole, {"trainable": getattr(module, ROW), "trained": (up, down)}

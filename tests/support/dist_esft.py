@@ -1,0 +1,56 @@
+"""One of the ranks of tests/methods/test_esft_distributed.py: `dist_esft.py RENDEZVOUS OUT ENGINE`."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.hf.training import MoETrainer
+from moe_runtime.methods import esft
+from tests.methods.test_esft_train import SELECTION, trainer_of
+from tests.support.dist_launch import leave, start
+from tests.support.dist_stages import use_fsdp2
+from tests.support.stock_moe import stock
+
+torch.set_num_threads(1)
+
+
+def spread(out: str) -> None:
+    """Expert parallelism: the experts of a layer lie on both ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from moe_runtime.hf.expert_parallel import shard_experts
+
+    model = stock("deepseek_v2")
+    shard_experts(model, init_device_mesh("cpu", (2,)))
+    esft.train_only(model, SELECTION)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+    esft.save_adapter(model, f"{out}/spread")
+
+
+def train(out: str) -> None:
+    """A trainer of both ranks, its checkpoint, and its adapter at the end."""
+    trainer = trainer_of(
+        MoETrainer, f"{out}/run", per_device_train_batch_size=1, max_steps=4, save_steps=2, optim="sgd"
+    )
+    trainer.train()
+    esft.save_adapter(trainer.model, f"{out}/adapter")
+    trainer.save_model(f"{out}/last")
+
+
+def main(rendezvous: str, out: str, engine: str) -> None:
+    start(rendezvous)
+    if engine == "fsdp2":
+        use_fsdp2()
+    train(out)
+    if engine == "ddp":
+        spread(out)
+    dist.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""One of the ranks of tests/methods/test_esft_scores.py: scores of shared-out data, FSDP2 too; arguments RENDEZVOUS OUT."""
+
+import os
+import sys
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from moe_runtime.methods.esft_scores import score_experts
+from tests.hf.test_stack import ids, stock
+from tests.support.dist_launch import leave, start
+
+torch.set_num_threads(1)
+SAMPLES = ids(rows=7)
+
+
+def make():
+    return stock("mixtral", "eager")
+
+
+def shared_out(rank: int) -> list[torch.Tensor]:
+    """The first rank has more batches than the second."""
+    return list((SAMPLES[:4] if rank == 0 else SAMPLES[4:]).split(1))
+
+
+def main(rendezvous: str, out: str) -> None:
+    start(rendezvous)
+    rank = int(os.environ["RANK"])
+    model = make()
+    whole = score_experts(model, shared_out(rank), pairs=True, log_dir=f"{out}/logs")
+    cut = score_experts(model, shared_out(rank), n_tokens=25)
+    errors = []
+    for batches, options in (
+        (shared_out(rank), {"n_tokens": 1}),
+        (shared_out(rank), {"log_dir": f"{out}/logs"}),
+    ):
+        try:
+            score_experts(model, batches, **options)
+        except ValueError as error:
+            errors.append(str(error))
+    alone = score_experts(model, shared_out(rank) if rank else [])
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    split = score_experts(model, shared_out(rank))
+    try:
+        score_experts(model, shared_out(rank) if rank else [])
+    except ValueError as error:
+        errors.append(str(error))
+    found = {"whole": whole, "cut": cut, "alone": alone, "split": split}
+    torch.save({name: scores.to_dict() for name, scores in found.items()} | {"errors": errors}, f"{out}/{rank}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

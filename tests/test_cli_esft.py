@@ -1,0 +1,285 @@
+"""moe-runtime esft as a user types it: from scores to a merged folder, official files, and one clear error for bad input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from moe_runtime import cli, cli_esft
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.files import read_json
+from moe_runtime.hf.layers import numbered_layers
+from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.methods import esft, esft_runs
+from moe_runtime.methods.esft_scores import ExpertScores
+from tests.support.esft_adapter import random_adapter, same
+from tests.support.stock_moe import stock
+
+VERBS = ("score", "select", "train", "apply", "merge")
+ROWS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(40)]
+TRAIN = ("--steps", 8, "--batch-size", 4, "--max-length", 32, "--learning-rate", 1e-2, "--save-steps", 3)
+
+
+def invoke(*arguments, app=cli_esft.app):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with a base, rows, and what score and select make of them."""
+    home = tmp_path_factory.mktemp("esft")
+    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
+    stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
+    tokenizer.save_pretrained(home / "base")
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    sample = ("--data", home / "rows.jsonl", "--n-tokens", 256, "--max-length", 32)
+    out = invoke(
+        "score", home / "base", *sample, "--out", home / "made" / "summary.json", "--logs", home / "logs", "--pairs"
+    )
+    assert out.exit_code == 0, out.exception
+    assert "256 tokens, 2 layers of 8 experts" in out.output
+    out = invoke("select", "--summary", home / "made" / "summary.json", "--p", 0.4, "--out", home / "config.json")
+    assert out.exit_code == 0, out.exception
+    return home
+
+
+@pytest.fixture(scope="module")
+def adapter(home) -> Path:
+    out = invoke(
+        "train",
+        home / "base",
+        "--config",
+        home / "config.json",
+        "--data",
+        home / "rows.jsonl",
+        "--out",
+        home / "law",
+        *TRAIN,
+    )
+    assert out.exit_code == 0, out.exception
+    before, after = map(float, re.search(r"held-out loss: ([\d.]+) -> ([\d.]+)", out.output).groups())
+    assert after < before and f"next: moe-runtime esft merge {home / 'base'} {home / 'law'}" in out.output
+    return home / "law"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example(verb):
+    out = invoke("esft", verb, "--help", app=cli.app)
+    assert out.exit_code == 0 and f"Example: moe-runtime esft {verb}" in out.output
+
+
+def test_the_summary_is_the_official_one_and_follows_from_the_logs(home):
+    values = read_json(home / "made" / "summary.json")
+    assert set(values["gate_scores"]) == set(values["token_scores"]) == {"1", "2"}
+    assert [sum(row.values()) for row in values["token_scores"].values()] == pytest.approx([1, 1])
+    scores, logged = ExpertScores.load(home / "made" / "summary.json"), ExpertScores.from_logs(home / "logs")
+    torch.testing.assert_close(scores.gate, logged.gate, atol=5e-5, rtol=0)  # logs have 4 digits
+    assert scores.n_tokens == logged.n_tokens == 256
+
+
+@pytest.mark.parametrize(
+    "options, select",
+    [
+        pytest.param(("--score", "gate", "--p", 0.1), {"p": 0.1}, id="gate"),
+        pytest.param(("--score", "token", "--p", 0.2), {"p": 0.2, "score": "token"}, id="token"),
+        pytest.param(("--variant", "normalized", "--p", 0.5), {"p": 0.5, "variant": "normalized"}, id="variant"),
+        pytest.param(("--group-size", 2, "--p", 0.3), {"p": 0.3, "group_size": 2}, id="groups"),
+        pytest.param(
+            ("--p", 0.3, "--shared-experts", "--non-expert-modules", "--round", 4),
+            {"p": 0.3, "shared_experts": True, "non_expert_modules": True, "round": 4},
+            id="flags",
+        ),
+    ],
+)
+def test_select_from_a_summary(home, tmp_path, options, select):
+    out = invoke(
+        "select", "--summary", home / "made" / "summary.json", *options, "--out", tmp_path / "new" / "config.json"
+    )
+    assert out.exit_code == 0, out.exception
+    want = esft.select_experts(ExpertScores.load(home / "made" / "summary.json"), **select)
+    assert esft.ExpertSelection.load(tmp_path / "new" / "config.json") == want
+    assert f"{want.num_experts} experts in 2 layers" in out.output
+
+
+@pytest.mark.parametrize("variant", [None, "v1", "paper", "normalized", "head"])
+def test_select_from_official_files_alone(home, tmp_path, variant):
+    options = () if variant is None else ("--variant", variant)
+    out = invoke("select", "--logs", home / "logs", *options, "--p", 0.3, "--out", tmp_path / "config.json")
+    assert out.exit_code == 0, out.exception
+    config = read_json(tmp_path / "config.json")
+    assert config["variant"] == (variant or "v1") and set(config["experts"]) == {"1", "2"}
+    summary = read_json(home / "made" / "summary.json")
+    official = {name: summary[name] for name in ("token_scores", "gate_scores")}
+    (tmp_path / "official.json").write_text(json.dumps(official))
+    if variant != "paper":  # which does not follow from it
+        options = (*options, "--p", 0.3, "--out", tmp_path / "again.json")
+        out = invoke("select", "--summary", tmp_path / "official.json", *options)
+        assert out.exit_code == 0, out.exception
+        assert read_json(tmp_path / "again.json")["experts"] == config["experts"]
+
+
+def test_train_apply_and_merge(home, adapter, tmp_path):
+    made = esft.load_adapter(adapter)
+    assert made.selection.experts == esft.ExpertSelection.load(home / "config.json").experts
+    assert made.num_parameters == made.selection.num_experts * 3 * 32 * 24
+    assert not (home / "law-checkpoints").exists()
+    out = invoke("apply", home / "base", adapter, "--data", home / "rows.jsonl", "--max-length", 32, "--limit", 9)
+    assert out.exit_code == 0, out.exception
+    assert f"{made.num_parameters:,} parameters" in out.output and f"it belongs to {home / 'base'}" in out.output
+    without, with_it = map(float, re.search(r"loss of 9 rows: ([\d.]+) without, ([\d.]+) with it", out.output).groups())
+    assert with_it < without
+    out = invoke("merge", home / "base", adapter, tmp_path / "tuned")
+    assert out.exit_code == 0, out.exception
+    assert f"the {made.selection.num_experts} experts of {adapter}" in out.output and "tokenizer.json" in out.output
+    model = AutoModelForCausalLM.from_pretrained(home / "base")
+    esft.apply(model, adapter)
+    assert same(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "options, trains",
+    [
+        pytest.param(("--shared-experts",), "model.layers.1.mlp.shared_experts.up_proj.weight", id="shared"),
+        pytest.param(("--non-expert-modules", "--no-pack"), "model.norm.weight", id="non-expert"),
+    ],
+)
+def test_train_with_the_flags_and_from_an_adapter_s_own_config(home, adapter, tmp_path, options, trains):
+    out = invoke(
+        "train", home / "base", "--config", adapter / "expert_cfg.json", "--data", home / "rows.jsonl", "--out",
+        tmp_path / "more", *TRAIN, "--held-out", home / "rows.jsonl", "--prompt", "deepseek", *options,
+    )  # fmt: skip
+    assert out.exit_code == 0, out.exception
+    assert trains in esft.load_adapter(tmp_path / "more").tensors
+
+
+class Killed(Exception):
+    pass
+
+
+def test_the_same_call_goes_on_after_a_crash(home, adapter, tmp_path, monkeypatch):
+    arguments = ["train", home / "base", "--config", home / "config.json", "--data", home / "rows.jsonl", *TRAIN]
+    real = esft_runs.train_folder
+
+    def stop(step, steps, loss):
+        if step == 5:
+            raise Killed
+
+    monkeypatch.setattr(
+        esft_runs, "train_folder", lambda *args, **settings: real(*args, **settings | {"on_step": stop})
+    )
+    out = invoke(*arguments, "--out", tmp_path / "law")
+    assert isinstance(out.exception, Killed) and not (tmp_path / "law").exists()
+    assert (tmp_path / "law-checkpoints" / "checkpoint-3" / "expert_cfg.json").is_file()
+    monkeypatch.setattr(esft_runs, "train_folder", real)
+    out = invoke(*arguments, "--out", tmp_path / "law", "--seed", 1)
+    assert isinstance(out.exception, ValueError) and "has checkpoints of another training, whose seed differs" in str(
+        out.exception
+    )
+    steps = []
+    monkeypatch.setattr(
+        esft_runs, "train_folder", lambda *a, **s: real(*a, **s | {"on_step": lambda step, *_: steps.append(step)})
+    )
+    out = invoke(*arguments, "--out", tmp_path / "law")
+    assert out.exit_code == 0, out.exception
+    assert steps == [4, 5, 6, 7, 8] and not (tmp_path / "law-checkpoints").exists()
+    assert same(dict(esft.load_adapter(tmp_path / "law").tensors), dict(esft.load_adapter(adapter).tensors))
+
+
+def test_an_adapter_of_another_base(home, adapter, tmp_path):
+    other = stock("deepseek_v2", vocab_size=270)
+    other.save_pretrained(tmp_path / "other")
+    for verb in (("apply",), ("merge", tmp_path / "out")):
+        out = invoke(verb[0], tmp_path / "other", adapter, *verb[1:])
+        assert isinstance(out.exception, ValueError) and "is for a base whose vocab_size is" in str(out.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_weights_if_asked_for(home, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(home / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    random_adapter(model).save(tmp_path / "adapter")
+    out = invoke("merge", home / "base", tmp_path / "adapter", tmp_path / "out")
+    assert isinstance(out.exception, ValueError) and "for a base with other weights" in str(out.exception)
+    out = invoke("merge", home / "base", tmp_path / "adapter", tmp_path / "out", "--any-weights")
+    assert out.exit_code == 0, out.exception
+    with Checkpoint(tmp_path / "out") as merged:
+        name = f"model.layers.{min(numbered_layers(model))}.mlp.experts.1.up_proj.weight"
+        assert torch.equal(merged.get(name), esft.load_adapter(tmp_path / "adapter").tensors[name])
+
+
+BAD = {
+    "p above 1": (
+        ("select", "--summary", "made/summary.json", "--p", 1.5, "--out", "new.json"),
+        "p is 1.5; want a number above 0",
+    ),
+    "p of 0": (("select", "--summary", "made/summary.json", "--p", 0, "--out", "new.json"), "p is 0"),
+    "no source": (("select", "--p", 0.1, "--out", "new.json"), "summary is None, logs is None; want one of the two"),
+    "both": (
+        ("select", "--p", 0.1, "--summary", "made/summary.json", "--logs", "logs", "--out", "new.json"),
+        "want one of the two",
+    ),
+    "no summary": (
+        ("select", "--p", 0.1, "--summary", "none.json", "--out", "new.json"),
+        "none.json, which cannot be read",
+    ),
+    "unknown score": (
+        ("select", "--p", 0.1, "--summary", "made/summary.json", "--score", "x", "--out", "new.json"),
+        "score is 'x'",
+    ),
+    "existing file": (
+        ("select", "--p", 0.1, "--summary", "made/summary.json", "--out", "config.json"),
+        "config.json, which exists",
+    ),
+    "score: existing": (("score", "base", "--data", "rows.jsonl", "--out", "config.json"), "config.json, which exists"),
+    "score: logs": (
+        ("score", "base", "--data", "rows.jsonl", "--out", "new.json", "--logs", "logs"),
+        "logs, which exists",
+    ),
+    "score: no data": (
+        ("score", "base", "--data", "none.jsonl", "--out", "new.json"),
+        "none.jsonl', which does not exist",
+    ),
+    "score: no tokens": (
+        ("score", "base", "--data", "rows.jsonl", "--out", "new.json", "--n-tokens", 0),
+        "n_tokens is 0",
+    ),
+    "score: no model": (("score", "nowhere", "--data", "rows.jsonl", "--out", "new.json"), "has no config.json"),
+    "train: no config": (
+        ("train", "base", "--config", "none.json", "--data", "rows.jsonl", "--out", "new"),
+        "none.json, which cannot be read",
+    ),
+    "train: unknown expert": (
+        ("train", "base", "--config", "bad.json", "--data", "rows.jsonl", "--out", "new", *TRAIN),
+        "expert 99 of layer 1, num_experts is 8",
+    ),
+    "train: existing": (
+        ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "base"),
+        "which exists",
+    ),
+    "train: dtype": (
+        ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "new", "--dtype", "int8"),
+        "dtype is 'int8'",
+    ),
+    "train: prompt": (
+        ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "new", "--prompt", "x", *TRAIN),
+        "prompt is 'x'",
+    ),
+    "apply: no adapter": (("apply", "base", "base"), "has no expert_cfg.json"),
+    "merge: no adapter": (("merge", "base", "base", "new"), "has no expert_cfg.json"),
+}
+
+
+@pytest.mark.parametrize("arguments, match", BAD.values(), ids=BAD)
+def test_bad_input_is_one_error_and_nothing_is_written(home, monkeypatch, arguments, match):
+    monkeypatch.chdir(home)
+    Path("bad.json").write_text(json.dumps({"experts": {"1": [99]}}))
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*")}
+    out = invoke(*arguments)
+    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception
+    assert {path: path.stat().st_mtime_ns for path in home.rglob("*")} == before

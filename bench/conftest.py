@@ -121,7 +121,8 @@ def fits():
 def interleaved(benchmark, request):
     """Call as interleaved({name: function}, flops=..., bytes=..., notes={name: why it is missing}).
 
-    The first name is the floor of the ratios. `compare` names the variant from whose result the others' is measured.
+    The first name is the floor of the ratios. `compare` names the variant from whose result the others' is measured. `details`
+    {name: {column: value}} is what a benchmark measured itself on the CPU.
     """
     option = request.config.getoption
     records: Records = request.config.records
@@ -129,10 +130,10 @@ def interleaved(benchmark, request):
     if CUDA:
         clock.ceilings()  # once, while the memory is empty
 
-    def run(variants, *, flops=0, bytes=0, notes=None, compare=None):
+    def run(variants, *, flops=0, bytes=0, notes=None, compare=None, details=None):
         info = dict(_machine())
         if not CUDA:
-            times, details = clock.measure_cpu(variants, rounds, benchmark.pedantic), {}
+            times, details = clock.measure_cpu(variants, rounds, benchmark.pedantic), details or {}
         else:
             broken = records.broken(request.node.name)
             variants = {name: function for name, function in variants.items() if name not in broken}

@@ -99,6 +99,8 @@ def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
 
 
 HF = "transformers grouped_mm"
+NAIVE = "sum of logits, cross_entropy (naive)"
+FUSED = [f"bench_fused_loss[V=32000-{train}]" for train in ("all", "gate")]
 GOALS = (
     Goal("forward, share of the matmul ceiling, T >= 16384", _layers("bench_forward", 16384, 65536), _share, 0.80),
     Goal(
@@ -142,6 +144,11 @@ GOALS = (
         "6 of 64 experts train: memory of their gradients, times of all", ["bench_selected_experts[DeepSeek-V2-Lite]"],
         _gradients, most=0.10,
     ),
+    Goal(
+        "UltraFuser's loss, 3 x Llama-2-13B, times faster than the naive",
+        [f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]" for T in (2048, 8192) for train in ("all", "gate")],
+        lambda rows: rows[NAIVE]["ms"] / rows["moe_runtime triton"]["ms"], 1.0,
+    ),
 )  # fmt: skip
 CPU_GOALS = (
     Goal(
@@ -155,6 +162,18 @@ CPU_GOALS = (
     Goal(
         "a fifth of the experts trains: forward + backward, and a step with AdamW, times of training all",
         ["bench_partly_trained[fine]", "bench_partly_trained_step[fine]"], _of_all, most=1.0,
+    ),
+    Goal(
+        "UltraFuser's loss, forward + backward, times of the naive", FUSED[:1],
+        lambda rows: rows["moe_runtime torch"]["ms"] / rows[NAIVE]["ms"], most=1.0,
+    ),
+    Goal(
+        "its stage 1, times of the naive", FUSED[1:],
+        lambda rows: rows["moe_runtime torch"]["ms"] / rows[NAIVE]["ms"], most=0.6,
+    ),
+    Goal(
+        "its peak memory, share of the naive", FUSED,
+        lambda rows: rows["moe_runtime torch"]["peak MiB"] / rows[NAIVE]["peak MiB"], most=0.35,
     ),
 )  # fmt: skip
 

@@ -36,6 +36,20 @@ STEPS = {  # what a training step is measured at; its optimizer's state wants me
     "XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"],
 }
 MIXING = {"XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"]}
+
+
+class Fusion(NamedTuple):
+    """T response tokens, S specialists of hidden size H, V ids."""
+
+    T: int
+    H: int
+    S: int = 3
+    V: int = 32000
+
+
+FUSION_CPU = {"V=32000": Fusion(1024, 256)}  # a twentieth of Llama-2-13B's hidden size
+FUSION_GPU = {f"3xLlama-2-13B-{T}": Fusion(T, 5120) for T in (2048, 8192)}
+FUSION_TINY = {"tiny": Fusion(24, 16, V=100)}
 TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests
 
 

@@ -142,6 +142,7 @@ def goal_rows(share=0.9, ratio=3.0) -> dict:
     row = {"ms": 1.0, "share": share}
     variants = {
         "moe_runtime": row, "moe_runtime triton": row, "transformers grouped_mm": {"ms": ratio},
+        "moe_runtime torch": row | {"peak MiB": 1.0}, report.NAIVE: {"ms": ratio, "peak MiB": 10.0},
         "moe_runtime, apart": row | {"kept MiB": 3.0}, "official": {"ms": ratio},
         "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},
         "all experts (floor)": {"ms": ratio, "kept MiB": 101.0}, "no expert": {"ms": 1.0, "kept MiB": 1.0},
@@ -170,7 +171,7 @@ def test_goals_missed():
 
 def test_goals_ask_for_benchmarks_that_exist():
     """Their names, as pytest makes them of the functions and the shapes."""
-    whole = set(shapes.GPU) | set(shapes.CPU)
+    whole = {*shapes.GPU, *shapes.CPU, *shapes.FUSION_GPU, *shapes.FUSION_CPU}
     for goal in ALL:
         for name in goal.benchmarks:
             function, _, rest = name.rstrip("]").partition("[")

@@ -1,0 +1,67 @@
+"""UltraFuser's loss of three specialists: the formula in torch against the op, everything trained or the gate alone.
+
+Memory on the CPU is that of tests/ops/test_fusion_memory.py, whose step runs in a process of its own.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import shapes
+from bench.conftest import CUDA, DEVICE
+from moe_runtime.ops.fusion import fused_cross_entropy
+from tests.ops.test_fusion_memory import peak
+
+BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+NAIVE = "sum of logits, cross_entropy (naive)"
+
+
+@pytest.fixture
+def step(size):
+    """A function of a loss: its gradients in what trains."""
+    T, H, S, V = size
+    like = {"device": DEVICE, "dtype": DTYPE}
+    hidden, heads = (
+        [torch.randn(T, H, **like) for _ in range(S)],
+        [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)],
+    )
+    gate, labels = torch.randn(T, S, device=DEVICE).softmax(-1), torch.randint(0, V, (T,), device=DEVICE)
+
+    def gradients(loss, frozen):
+        for t in (*hidden, *heads):
+            t.requires_grad_(not frozen)
+        gate.requires_grad_()
+        return torch.autograd.grad(loss(hidden, heads, gate, labels), [gate] if frozen else [gate, *hidden, *heads])
+
+    return gradients
+
+
+def pytest_generate_tests(metafunc):
+    if "size" in metafunc.fixturenames:
+        tiny = metafunc.config.getoption("--tiny")
+        table = shapes.FUSION_TINY if tiny else shapes.FUSION_GPU if CUDA else shapes.FUSION_CPU
+        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
+
+
+def _naive(hidden, heads, gate, labels):
+    logits = sum(gate[:, s : s + 1] * F.linear(h, head).float() for s, (h, head) in enumerate(zip(hidden, heads)))
+    return F.cross_entropy(logits, labels)
+
+
+def _variants(step, frozen) -> dict:
+    ours = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in BACKENDS}
+    return {name: functools.partial(step, loss, frozen) for name, loss in {NAIVE: _naive, **ours}.items()}
+
+
+@pytest.mark.parametrize("train", ["all", "gate"])
+def bench_fused_loss(interleaved, step, size, train, request):
+    """Forward and backward; "gate" is stage 1, whose backward pass has no products in either variant."""
+    flops = 2 * size.T * size.V * size.S * size.H * (1 if train == "gate" else 3)
+    peaks = {}
+    if not CUDA and not request.config.getoption("--tiny"):
+        for which, name in (("naive", NAIVE), ("ours", "moe_runtime torch")):
+            peaks[name] = {"peak MiB": peak(which, train == "gate", **size._asdict())[0] / 2**20}
+    interleaved(_variants(step, train == "gate"), flops=flops, details=peaks)

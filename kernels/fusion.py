@@ -1,0 +1,265 @@
+"""Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue. The equations: `moe_runtime.ops.fusion`.
+
+No specialist's logits are ever in memory, the mixture's only where their gradient follows. A program takes BLOCK_M tokens
+by BLOCK_N ids of the common vocabulary and goes over all specialists. What a row's softmax needs from each tile (highest
+logit, sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.tiles import SHARED_MEMORY, nearest, precision, tile_of
+
+ROWS = 8192  # of tokens whose partial sums are in memory together
+BLOCK_V = 4096
+
+
+@triton.jit
+def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, PRECISION: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """One specialist's logits [BLOCK_M, BLOCK_N] of tokens t and ids v; 0 outside."""
+    k = tl.arange(0, BLOCK_K)
+    hidden = hidden_ptr + (t.to(tl.int64)[:, None] * H + k[None, :])
+    head = head_ptr + (v.to(tl.int64)[None, :] * H + k[:, None])
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, H, BLOCK_K):
+        rows, columns = (t < T)[:, None], (v < V)[None, :]
+        if H % BLOCK_K != 0:
+            rows, columns = rows & (k0 + k < H)[None, :], columns & (k0 + k < H)[:, None]
+        a = tl.load(hidden, mask=rows, other=0.0)
+        b = tl.load(head, mask=columns, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        hidden += BLOCK_K
+        head += BLOCK_K
+    return acc
+
+
+@triton.jit(do_not_specialize=["T"])
+def _fused_logits_fwd_kernel(
+    hidden_ptrs,  # S of [T, SIZES[s]], one float dtype
+    head_ptrs,  # S of [V or more, SIZES[s]], the same dtype
+    gate_ptr,  # [T, S] float32
+    labels_ptr,  # [T] int32 or int64
+    logits_ptr,  # [T, V] float32 or None
+    partial_ptr,  # [2, or 2 + S if EXPECT, T, tiles] float32: highest logit, sum of exp, and of exp times o_s
+    target_ptr,  # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; written where there is one
+    T,
+    V,
+    tiles,
+    S: tl.constexpr,
+    SIZES: tl.constexpr,
+    EXPECT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_M), tiles, GROUP_M)
+    t = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    v = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, live = t.to(tl.int64), t < T
+    logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    parts = ()
+    for s in tl.static_range(S):
+        part = _logits_of(hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        if EXPECT:
+            parts = parts + (part,)
+        else:
+            logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * part
+    if EXPECT:  # not before all are there: an accumulator less in the loops
+        for s in tl.static_range(S):
+            logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * parts[s]
+    if logits_ptr is not None:
+        at = logits_ptr + (row[:, None] * V + v[None, :])
+        tl.store(at, logits, mask=live[:, None] & (v < V)[None, :])
+    logits = tl.where((v < V)[None, :], logits, float("-inf"))
+    top = tl.max(logits, 1)
+    p = tl.exp(logits - top[:, None])
+    label = tl.load(labels_ptr + row, mask=live, other=-1)
+    hit = v[None, :] == label[:, None]
+    found = live & (label >= tile_n * BLOCK_N) & (label < tl.minimum(tile_n * BLOCK_N + BLOCK_N, V))
+    partial = partial_ptr + row * tiles + tile_n
+    field = T.to(tl.int64) * tiles
+    WIDTH: tl.constexpr = 1 + S if EXPECT else 1
+    target = target_ptr + row * WIDTH
+    tl.store(partial, top, mask=live)
+    tl.store(partial + field, tl.sum(p, 1), mask=live)
+    tl.store(target, tl.sum(tl.where(hit, logits, 0.0), 1), mask=found)
+    if EXPECT:
+        for s in tl.static_range(S):
+            tl.store(partial + field * (2 + s), tl.sum(p * parts[s], 1), mask=live)
+            tl.store(target + 1 + s, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=found)
+
+
+@triton.jit
+def _fused_logits_bwd_kernel(
+    logits_ptr,  # [T, V] float32
+    lse_ptr,  # [T] float32
+    scale_ptr,  # [T] float32: gradient of the token's loss
+    labels_ptr,  # [T] int32 or int64
+    dlogits_ptr,  # [T, V], any float; may be logits_ptr
+    V,
+    BLOCK_V: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = tl.load(logits_ptr + (t * V + v), mask=v < V, other=0.0)
+    scale = tl.load(scale_ptr + t)
+    p = tl.exp(logits - tl.load(lse_ptr + t))
+    dlogits = tl.where(v == tl.load(labels_ptr + t), p - 1, p) * scale
+    dlogits = tl.where(scale == 0, 0.0, dlogits)  # an ignored token: also where its logits overflowed
+    tl.store(dlogits_ptr + (t * V + v), dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _fused_hidden_bwd_kernel(
+    dx_ptr,  # [T, H]: dlogits times one specialist's head
+    hidden_ptr,  # [T, H]
+    gate_ptr,  # [T] float32, stride_gate apart
+    dgate_ptr,  # [T] float32, stride_gate apart
+    dhidden_ptr,  # [T, H] or None: gate * dx
+    scaled_ptr,  # [T, H] or None: gate * hidden
+    T,
+    H,
+    stride_gate,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row, live = t.to(tl.int64), t < T
+    gate = tl.load(gate_ptr + row * stride_gate, mask=live, other=0.0)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    for h0 in range(0, H, BLOCK_H):
+        h = h0 + tl.arange(0, BLOCK_H)
+        mask = live[:, None] & (h < H)[None, :]
+        at = row[:, None] * H + h[None, :]
+        dx = tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        hidden = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(dx * hidden, 1)
+        if dhidden_ptr is not None:
+            tl.store(dhidden_ptr + at, (gate[:, None] * dx).to(dhidden_ptr.dtype.element_ty), mask=mask)
+        if scaled_ptr is not None:
+            tl.store(scaled_ptr + at, (gate[:, None] * hidden).to(scaled_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * stride_gate, total, mask=live)
+
+
+def fused_loss_forward(
+    gate: torch.Tensor,
+    labels: torch.Tensor,
+    hidden: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    V: int,
+    ignore_index: int,
+    need_score: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each token [T] and, if asked for, its gradient in the gate's weights [T, S], else [0]; float32.
+
+    `gate` [T, S] float32, `labels` [T], `hidden` S of [T, H_s], `heads` S of [V or more, H_s].
+    """
+    T, S = gate.shape
+    nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
+    for start in range(0, T, ROWS):
+        rows = slice(start, start + ROWS)
+        found = _forward(gate[rows], labels[rows], [h[rows] for h in hidden], heads, V, ignore_index, need_score)
+        nll[rows] = found[0]
+        if need_score:
+            score[rows] = found[2]
+    return nll, score
+
+
+def fused_logits_backward(
+    gate: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    hidden: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    V: int,
+    ignore_index: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V]."""
+    logits = gate.new_empty(gate.shape[0], V)
+    nll, lse, _ = _forward(gate, labels, hidden, heads, V, ignore_index, False, logits)
+    dlogits = logits if hidden[0].dtype == logits.dtype else torch.empty_like(logits, dtype=hidden[0].dtype)
+    with torch.cuda.device_of(gate):  # Triton launches on the current device
+        _fused_logits_bwd_kernel[(gate.shape[0], triton.cdiv(V, BLOCK_V))](
+            logits, lse, scale.contiguous(), labels.contiguous(), dlogits, V, BLOCK_V=BLOCK_V, num_warps=8,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return nll, dlogits
+
+
+def fused_hidden_backward(
+    dx: torch.Tensor,
+    hidden: torch.Tensor,
+    gate: torch.Tensor,
+    dgate: torch.Tensor,
+    dhidden: torch.Tensor | None,
+    scaled: torch.Tensor | None,
+) -> None:
+    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into `scaled` [T, H].
+
+    `gate` and `dgate` are columns of tensors [T, S] float32 with the same strides.
+    """
+    T, H = dx.shape
+    assert gate.stride() == dgate.stride()
+    with torch.cuda.device_of(dx):
+        _fused_hidden_bwd_kernel[(triton.cdiv(T, 8),)](
+            dx, hidden, gate, dgate, dhidden, scaled, T, H, gate.stride(0), BLOCK_T=8,
+            BLOCK_H=min(512, triton.next_power_of_2(H)), num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=None, config=None):
+    """Return loss, log of the softmax's sum, and gradient in the gate's weights or None, of tokens of one pass.
+
+    `config` takes the place of `fusion_config`'s.
+    """
+    (T, S), sizes = gate.shape, tuple(h.shape[1] for h in hidden)
+    x = hidden[0]
+    if config is None:
+        major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+        config = fusion_config(10 * major + minor, x.dtype, precision(x), sizes, need_score)
+    tiles = triton.cdiv(V, config["BLOCK_N"])
+    partial = gate.new_empty(2 + S * need_score, T, tiles)
+    # no label's logit, no loss: NaN says so where asking would wait for the GPU
+    target = gate.new_full((T, 1 + S * need_score), float("nan"))
+    with torch.cuda.device_of(x):
+        _fused_logits_fwd_kernel[(triton.cdiv(T, config["BLOCK_M"]) * tiles,)](
+            tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads), gate.contiguous(),
+            labels.contiguous(), logits, partial, target, T, V, tiles, S=S, SIZES=sizes, EXPECT=need_score, **config,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    top = partial[0].amax(1, keepdim=True)
+    share = (partial[0] - top).exp_()
+    total = (partial[1] * share).sum(1)
+    lse, valid = top[:, 0] + total.log(), labels != ignore_index
+    nll = torch.where(valid, lse - target[:, 0], 0.0)
+    if not need_score:
+        return nll, lse, None
+    mean = (partial[2:] * share).sum(2) / total
+    return nll, lse, torch.where(valid[:, None], mean.t() - target[:, 1:], 0.0)
+
+
+def fusion_config(arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool) -> dict:
+    """Return blocks, precision, warps and stages of the forward kernel on sm_`arch` (0: the interpreter).
+
+    With expectations every specialist has an accumulator, beside the mixture's: more of them make the tile narrower.
+    """
+    wide = min(128, max(16, 512 // triton.next_power_of_2(len(sizes) + 1))) if expect else 64
+    if arch == 0:
+        block_m, block_n, block_k, warps, stages = 16, 32, 32, 4, 1
+    elif dtype == torch.float32 or any(size % 16 for size in sizes):
+        # unaligned, every load is element by element, and a wide tile of pointers spills
+        block_m, block_n, block_k, warps, stages = 64, min(wide, 64), 32, 8, 2
+    elif SHARED_MEMORY[nearest(arch)] < 128 << 10:
+        block_m, block_n, block_k, warps, stages = 64 if expect else 128, min(wide, 64), 32, 8, 4
+    elif expect or nearest(arch) == 80:
+        block_m, block_n, block_k, warps, stages = 64 if expect else 128, wide, 64, 8, 4
+    else:
+        block_m, block_n, block_k, warps, stages = 128, 128, 64, 8, 4
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "PRECISION": precision,
+        "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip

@@ -1,0 +1,279 @@
+"""Logits of several language models mixed token by token, and the cross-entropy of the mixture without it in memory.
+
+UltraFuser, Eq. (1):  o = sum_s w_s o_s,  o_s = h_s W_s^T;  w is the softmax of the gate's scores (`modules.fuser`)
+UltraFuser, Eq. (2):  L = sum_t CE(o_t, y_t)
+
+`hidden` h_s [..., H_s] are the specialists' last hidden states, those whose logits predict the label; `heads` W_s
+[V_s, H_s]; `gate_weight` w [..., S]. Vocabularies of several sizes are cut to the ids that all have. With p = softmax(o)
+and do the gradient of a token's loss times (p - onehot(y)):
+
+  dw_s = E_p[o_s] - o_s[y] = <do W_s, h_s>      dh_s = w_s do W_s      dW_s = do^T (w_s h_s)
+
+The first form of dw is a by-product of the softmax. It is what frozen specialists' gates learn from (stage 1 of the
+paper): there is no product in the backward pass. Where specialists train, chunks of tokens go forward and backward while
+their logits are there: at once where the loss is one number, which the backward pass scales; in the backward pass if
+reduction is "none", where the forward pass does not know the gradient.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from moe_runtime import backends
+from moe_runtime.config import check_choice
+from moe_runtime.ops.fusion_gradients import common_vocabulary, gradients, kept, kernels_of, wide
+from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.merging import compute_dtype
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def fuse_logits(
+    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor
+) -> torch.Tensor:
+    """Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] -> logits [..., V] float32.
+
+    For generation, where few positions are asked for: each specialist's logits are in memory, first on its own device,
+    then on gate_weight's. Differentiable.
+    """
+    _check(hidden, heads, gate_weight)
+    V = common_vocabulary(heads)
+    fused = None
+    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
+        logits = F.linear(h, head if len(head) == V else head[:V])
+        part = gate_weight[..., s : s + 1] * logits.to(gate_weight.device, wide(logits.dtype))
+        fused = part if fused is None else fused + part
+    return fused
+
+
+def fused_cross_entropy(
+    hidden: Sequence[torch.Tensor],
+    heads: Sequence[torch.Tensor],
+    gate_weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """F.cross_entropy of `fuse_logits` and `labels` [...]: a number, [...] if reduction is "none"; float32.
+
+    Differentiable in hidden, heads and gate_weight; autocast as for F.linear. Raises ValueError for shapes, dtypes and
+    devices that do not fit and for labels behind the common vocabulary; those make the loss NaN on a GPU.
+    """
+    _check(hidden, heads, gate_weight, labels)
+    check_choice("reduction", reduction, REDUCTIONS)
+    S, shape = len(hidden), labels.shape
+    hidden = [h.to(compute_dtype(h)).reshape(shape.numel(), h.shape[-1]) for h in hidden]
+    heads = [head.to(compute_dtype(head)) for head in heads]
+    gate = gate_weight.to(wide(hidden[0].dtype)).reshape(shape.numel(), S)
+    labels, chosen = labels.reshape(-1).long(), backends.pick("fused_cross_entropy", hidden[0], backend)
+    grad = torch.is_grad_enabled()
+    needs = [[grad and t.requires_grad for t in tensors] for tensors in (hidden, heads)]
+    if reduction != "none" and any(needs[0] + needs[1]):
+        total = torch.ops.moe_runtime.fused_loss(gate, labels, hidden, heads, ignore_index, *needs, chosen)[0]
+    else:
+        need_score = grad and gate.requires_grad and not any(needs[0] + needs[1])
+        nll, _ = torch.ops.moe_runtime.fused_nll(gate, labels, hidden, heads, ignore_index, need_score, chosen)
+        if reduction == "none":
+            return nll.view(shape)
+        total = nll.sum()
+    if reduction == "sum":
+        return total
+    count = (labels != ignore_index).sum()
+    # of no labels NaN, whose gradients are 0, as in torch
+    return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
+
+
+def _check(hidden, heads, gate_weight, labels=None) -> None:
+    """Raise ValueError unless shapes, dtypes and devices fit."""
+    if not len(hidden) or len(hidden) != len(heads):
+        raise ValueError(f"hidden has {len(hidden)} tensors, heads {len(heads)}; want one of each per specialist")
+    shape = hidden[0].shape[:-1]
+    want = f"want hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
+    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
+        fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
+        if not fits or h.shape[:-1] != shape:
+            raise ValueError(f"hidden[{s}] is {tuple(h.shape)}, heads[{s}] {tuple(head.shape)}; {want}")
+    if gate_weight.shape != (*shape, len(hidden)):
+        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, hidden {tuple(hidden[0].shape)}; {want}")
+    if labels is None:
+        return
+    if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"labels is {labels.dtype} {tuple(labels.shape)}, hidden {tuple(hidden[0].shape)}; want an int64 or int32 of "
+            "each position"
+        )
+    dtypes = {compute_dtype(t) for t in (*hidden, *heads)}
+    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"hidden and heads are {names}; want one floating dtype; cast the specialists")
+    devices = {t.device for t in (*hidden, *heads, gate_weight, labels)}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"hidden, heads, gate_weight and labels are on {names}; want one device; move the heads there")
+
+
+LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
+NEEDS = "bool[] need_hidden, bool[] need_heads, str backend"
+LIB.define(f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool need_score, str backend) -> (Tensor, Tensor)")
+LIB.define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
+LIB.define(
+    f"fused_nll_backward(Tensor dnll, Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor[], Tensor[])"
+)
+LIB.define(f"fused_loss(Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor, Tensor[], Tensor[])")
+LIB.define(
+    "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor dgate, Tensor[] dhidden, "
+    "Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
+)
+
+
+def _check_labels(labels, ignore_index, V) -> None:
+    """Raise ValueError for a label that not all specialists have; on the CPU alone: a GPU would have to be waited for."""
+    if labels.device.type == "cpu":
+        bad = (labels != ignore_index) & ((labels < 0) | (labels >= V))
+        if bad.any():
+            raise ValueError(
+                f"labels hold {int(labels[bad][0])}, ignore_index is {ignore_index}; want ids below {V}, the smallest "
+                "vocabulary's size"
+            )
+
+
+def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
+    V = common_vocabulary(heads)
+    _check_labels(labels, ignore_index, V)
+    return kernels_of(backend).fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score)
+
+
+def _nll_fake(gate, labels, hidden, heads, ignore_index, need_score, backend):
+    return gate.new_empty(gate.shape[0]), gate.new_empty(gate.shape if need_score else 0)
+
+
+def _nll_setup_context(ctx, inputs, output):
+    gate, labels, hidden, heads, ctx.ignore_index, ctx.need_score, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.S = len(hidden)
+    ctx.save_for_backward(*(output[1], gate) if ctx.need_score else (gate, labels, *hidden, *heads))
+
+
+def _nll_autograd(ctx, dnll, _):
+    S, saved = ctx.S, ctx.saved_tensors
+    if dnll is None:
+        return None, None, [None] * S, [None] * S, None, None, None
+    if ctx.need_score:
+        dgate = torch.ops.moe_runtime.fused_nll_backward_gate(dnll, *saved, ctx.backend)
+        return dgate, None, [None] * S, [None] * S, None, None, None
+    gate, labels, *tensors = saved
+    needs = ctx.needs_input_grad[2:4]
+    dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
+        dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, *needs, ctx.backend
+    )
+    return dgate, None, *_wanted((dhidden, dheads), needs), None, None, None
+
+
+def _wanted(grads, needs) -> list[list]:
+    return [
+        [grad if need else None for grad, need in zip(*pair, strict=True)] for pair in zip(grads, needs, strict=True)
+    ]
+
+
+def _nll_backward(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+    scale = torch.where(labels != ignore_index, dnll, 0.0)
+    _, *grads, sums = gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend)
+    return *grads, [total.to(head.dtype) for total, head in zip(sums, heads, strict=True)]
+
+
+def _gate_backward(dnll, score, gate, backend):
+    return dnll[:, None] * score
+
+
+def _gate_backward_fake(dnll, score, gate, backend):
+    return torch.empty_like(score)
+
+
+def _gradients_fake(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+    pairs = zip((hidden, heads), (need_hidden, need_heads), strict=True)
+    return torch.empty_like(gate), *(
+        [torch.empty_like(t, memory_format=torch.contiguous_format) if need else t.new_empty(0) for t, need in zip(*p)]
+        for p in pairs
+    )
+
+
+def _loss(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+    _check_labels(labels, ignore_index, common_vocabulary(heads))
+    valid = (labels != ignore_index).to(gate.dtype)
+    nll, *grads, sums = gradients(gate, labels, valid, hidden, heads, ignore_index, need_hidden, need_heads, backend)
+    return nll.sum(), *grads, [total.to(kept(head.dtype)) for total, head in zip(sums, heads, strict=True)]
+
+
+def _loss_fake(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+    *grads, dheads = _gradients_fake(None, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend)
+    return gate.new_empty(()), *grads, [grad.to(kept(grad.dtype)) for grad in dheads]
+
+
+def _loss_setup_context(ctx, inputs, output):
+    gate, _, hidden, heads = inputs[:4]
+    _, dgate, dhidden, dheads = output
+    ctx.needs, ctx.S, ctx.backend = inputs[5:7], len(hidden), inputs[7]
+    ctx.mark_non_differentiable(dgate, *dhidden, *dheads)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dgate, *dhidden, *dheads, gate, *hidden, *heads)
+
+
+def _loss_autograd(ctx, dloss, *_):
+    S = ctx.S
+    none = [None] * S
+    if dloss is None:
+        return None, None, none, none, None, None, None, None
+    saved = list(ctx.saved_tensors)
+    grads, (gate, *inputs) = saved[: 1 + 2 * S], saved[1 + 2 * S :]
+    if torch.is_grad_enabled() or _is_traced() or _graph_is_kept():
+        dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
+            dloss, gate, inputs[:S], inputs[S:], grads[0], grads[1 : 1 + S], grads[1 + S :], ctx.backend
+        )
+    else:  # nobody asks again: the heads' gradients need not be in memory twice
+        dgate, *rest = (_scale_in_place(grad, dloss) for grad in grads)
+        dhidden, dheads = rest[:S], [grad.to(head.dtype) for grad, head in zip(rest[S:], inputs[S:], strict=True)]
+    return dgate, None, *_wanted((dhidden, dheads), ctx.needs), None, None, None, None
+
+
+def _scale_in_place(grad, dloss):
+    return torch.mul(grad, _factor(dloss, grad), out=grad)
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+# whether backward() was called with retain_graph=True
+_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
+    pairs = [([dgate], [gate]), (dhidden, hidden), (dheads, heads)]
+    (dgate,), *rest = (
+        [(grad * _factor(dloss, grad)).to(t.dtype) for grad, t in zip(*pair, strict=True)] for pair in pairs
+    )
+    return dgate, *rest
+
+
+def _factor(dloss, grad):
+    """Return `dloss` [] such that a product is rounded once: a number alone torch would take in `grad`'s narrow dtype."""
+    return dloss.view([1] * grad.dim())
+
+
+def _loss_backward_fake(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
+    return torch.empty_like(dgate), *(
+        [grad.new_empty(grad.shape, dtype=t.dtype) for grad, t in zip(*pair, strict=True)]
+        for pair in ((dhidden, hidden), (dheads, heads))
+    )
+
+
+register("fused_nll", _nll, _nll_fake, _nll_autograd, _nll_setup_context)
+register_backward("fused_nll_backward", _nll_backward, _gradients_fake)
+register_backward("fused_nll_backward_gate", _gate_backward, _gate_backward_fake)
+register("fused_loss", _loss, _loss_fake, _loss_autograd, _loss_setup_context)
+register_backward("fused_loss_backward", _loss_backward, _loss_backward_fake)

@@ -1,0 +1,147 @@
+"""The torch backend of `moe_runtime.ops.fusion`: the loss goes over blocks of the vocabulary, its gradients have a chunk of
+tokens.
+
+Products go into memory that is used again; what is elementwise is done on pieces that stay in the cache. The functions
+have the signatures of those in kernels/fusion.py.
+"""
+
+import math
+
+import torch
+
+from moe_runtime.ops.workspace import scratch
+
+ROWS = 256  # of tokens that go over the vocabulary together
+CACHED = 1 << 20  # logits of all specialists that are in the cache together
+ON_GPU = 1 << 26  # the same where a launch costs more than the memory
+
+
+def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score):
+    """Return the loss of each token [T] and, if asked for, its gradient in the gate's weights [T, S], else [0]."""
+    T, S = gate.shape
+    nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
+    on_cpu = gate.device.type == "cpu"
+    step = ROWS if on_cpu else max(ON_GPU // (S * 1024), 1)
+    width = max((CACHED if on_cpu else ON_GPU) // (S * step) // 64 * 64, 64)
+    for start in range(0, T, step):
+        rows = slice(start, start + step)
+        sums = _Sums(gate[rows], need_score)
+        states = [h[rows] for h in hidden]
+        for first in range(0, V, width):
+            parts = _parts(states, heads, slice(first, min(first + width, V)), gate)
+            sums.add(parts, gate[rows], labels[rows] - first)
+        valid = labels[rows] != ignore_index
+        nll[rows] = torch.where(valid, sums.nll(), 0.0)
+        if need_score:
+            score[rows] = torch.where(valid[:, None], sums.score(), 0.0)
+    return nll, score
+
+
+class _Sums:
+    """The softmax of some tokens' mixed logits as blocks of the vocabulary come along."""
+
+    def __init__(self, gate, need_score):
+        T, S = gate.shape
+        self.top, self.total = gate.new_full((T, 1), -math.inf), gate.new_zeros(T, 1)
+        self.target = gate.new_full((T, 1), math.nan)  # of a label that no block has
+        # E_p[o_s] times the total, and o_s of the label
+        self.mean, self.targets = (
+            (gate.new_zeros(S, T), gate.new_full((S, T), math.nan)) if need_score else (None, None)
+        )
+
+    def add(self, parts, gate, labels):
+        """Take a block: `parts` [S, T, n] is overwritten, `labels` count from its first id."""
+        n = parts.shape[2]
+        mix = torch.mul(parts[0], gate[:, :1], out=scratch("fusion mix", parts.shape[1:], parts))
+        for s in range(1, len(parts)):
+            mix.addcmul_(parts[s], gate[:, s : s + 1])
+        inside, label = ((labels >= 0) & (labels < n))[:, None], labels.clamp(0, n - 1)[:, None]
+        self.target = torch.where(inside, mix.gather(1, label), self.target)
+        top = torch.maximum(self.top, mix.amax(1, keepdim=True))
+        shrink = torch.exp(self.top - top)
+        mix.sub_(top).exp_()
+        self.top, self.total = top, self.total * shrink + mix.sum(1, keepdim=True)
+        if self.mean is not None:
+            found = parts.gather(2, label.expand(len(parts), *label.shape))[:, :, 0]
+            self.targets = torch.where(inside[:, 0], found, self.targets)
+            self.mean = self.mean * shrink[:, 0] + parts.mul_(mix).sum(2)
+
+    def nll(self):
+        """Return the loss of each token [T]; NaN without its label."""
+        return (self.top + self.total.log() - self.target)[:, 0]
+
+    def score(self):
+        """Return its gradient in the gate's weights [T, S]: E_p[o_s] - o_s[y]."""
+        return (self.mean / self.total[:, 0] - self.targets).t()
+
+
+def _parts(hidden, heads, ids, gate):
+    """Return each specialist's logits [S, T, n] of a slice of ids, in gate's dtype."""
+    T, n = len(hidden[0]), ids.stop - ids.start
+    parts = scratch("fusion parts", (len(heads), T, n), gate)
+    for part, h, head in zip(parts, hidden, heads, strict=True):
+        if h.dtype == part.dtype:
+            torch.mm(h, head[ids].t(), out=part)
+        else:
+            part.copy_(torch.mm(h, head[ids].t(), out=scratch("fusion part", (T, n), h)))
+    return parts
+
+
+def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
+    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V].
+
+    The gradient has hidden's dtype and is scratch memory: the next call overwrites it.
+    """
+    T = len(labels)
+    logits, dlogits = _mixed_logits(gate, hidden, heads, V)
+    nll, label = gate.new_empty(T), labels.clamp(0, V - 1)[:, None]
+    inside = (labels >= 0) & (labels < V)
+    for rows in _cached_rows(T, V, gate.device):
+        block, y, weight = logits[rows], label[rows], scale[rows, None]
+        target = block.gather(1, y)
+        top = block.amax(1, keepdim=True)
+        total = block.sub_(top).exp_().sum(1, keepdim=True)
+        nll[rows] = (top + total.log() - target)[:, 0]
+        block.mul_(weight / total).scatter_add_(1, y, -weight)
+        if dlogits is not logits:
+            dlogits[rows] = block
+    nll = torch.where(inside, nll, math.nan)
+    return torch.where(labels != ignore_index, nll, 0.0), dlogits
+
+
+def _mixed_logits(gate, hidden, heads, V):
+    """Return the mixture's logits [T, V] in gate's dtype, and memory for their gradient in hidden's dtype: maybe the same."""
+    T = len(gate)
+    logits = scratch("fusion logits", (T, V), gate)
+    if hidden[0].dtype == logits.dtype:
+        for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
+            x = torch.mul(h, gate[:, s : s + 1], out=scratch("fusion x", h.shape, h))
+            torch.addmm(logits, x, head[:V].t(), beta=0 if s == 0 else 1, out=logits)
+        return logits, logits
+    part = scratch("fusion dlogits", (T, V), hidden[0])
+    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
+        torch.mm(h, head[:V].t(), out=part)
+        for rows in _cached_rows(T, V, gate.device):
+            block, weight = logits[rows], gate[rows, s : s + 1]
+            if s == 0:
+                torch.mul(part[rows], weight, out=block)
+            else:
+                wide = scratch("fusion wide", block.shape, block).copy_(part[rows])
+                block.addcmul_(wide, weight)
+    return logits, part
+
+
+def _cached_rows(T, V, device):
+    """Return slices of rows of V numbers that the cores' caches hold; all rows on a GPU."""
+    step = max((1 << 17) * torch.get_num_threads() // V, 1) if device.type == "cpu" else max(T, 1)
+    return (slice(start, min(start + step, T)) for start in range(0, T, step))
+
+
+def fused_hidden_backward(dx, hidden, gate, dgate, dhidden, scaled):
+    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into `scaled` [T, H]."""
+    product = scratch("fusion product", dx.shape, gate).copy_(dx)
+    torch.sum(product.mul_(hidden), 1, out=dgate)
+    if dhidden is not None:
+        torch.mul(dx, gate[:, None], out=dhidden)
+    if scaled is not None:
+        torch.mul(hidden, gate[:, None], out=scaled)

@@ -75,7 +75,7 @@ bench() {
         mkdir -p "$XDG_CACHE_HOME/moe_runtime"
         cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
     fi
-    for file in layer step routing merging mixing averaging trainable fusion kernels; do
+    for file in layer step routing merging mixing averaging trainable fusion lora expansion kernels; do
         seconds=1
         case $file in layer | step) seconds=3 ;; esac
         for try in 1 2 3 4; do

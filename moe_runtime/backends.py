@@ -14,8 +14,11 @@ BACKENDS = ("torch", "triton", "cuda")
 MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
-OPS = ("route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts", "average_experts")
-TRITON_OPS = ("route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts", "average_experts")
+OPS = (
+    "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts", "average_experts", "lora_mlp", "gram",
+    "dare_merge", "fused_cross_entropy",
+)  # fmt: skip
+TRITON_OPS = OPS
 CUDA_OPS = ()
 
 SUPPORTED = {  # package: versions that the test suite runs on

@@ -7,7 +7,10 @@ from moe_runtime import backends
 from moe_runtime.ops.averaging import average_experts_
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.expansion import dare_merge, gram
+from moe_runtime.ops.fusion import fused_cross_entropy
 from moe_runtime.ops.grouped_gemm import grouped_gemm
+from moe_runtime.ops.lora import LoRA, lora_mlp
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
@@ -24,6 +27,20 @@ CALLS = {
     ),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
     "average_experts": lambda **b: average_experts_(torch.randn(2, 3), 0.3, **b),
+    "lora_mlp": lambda **b: lora_mlp(
+        torch.randn(3, 4),
+        *torch.randn(2, 5, 4),
+        torch.randn(4, 5),
+        torch.rand(3, 2),
+        IDX,
+        up=LoRA(torch.randn(2, 1, 4), torch.randn(2, 1, 5)),
+        **b,
+    ),
+    "gram": lambda **b: gram(torch.randn(2, 3), **b).float(),
+    "dare_merge": lambda **b: dare_merge(*torch.randn(2, 3), weights=(0.5, 0.5), seed=0, tensor=0, **b),
+    "fused_cross_entropy": lambda **b: fused_cross_entropy(
+        [torch.randn(3, 4)], [torch.randn(5, 4)], torch.rand(3, 1), torch.arange(3), **b
+    ),
 }
 
 

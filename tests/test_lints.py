@@ -17,6 +17,8 @@ MAY_SYNC = {
     "all_to_all.py:_split_sizes": "torch.distributed takes split sizes from the host",
     "grouped_gemm.py:_segments": "the torch backend's offsets",
     "merging.py:soup_logits": "numbers for an initialization",
+    "lora_torch.py": "the torch backend: it loops over experts on the host",
+    "expansion.py:farthest_pair": "its result is a decision of the host",
 }
 SYNC = {
     "item",

@@ -52,13 +52,38 @@ def steps() -> None:
     triton("dispatch", slots, 4)
     triton("combine", rows, gates, meta(80, **integers))
     triton("combine_backward", meta(40, 64), rows, gates, meta(80, **integers))
-    triton("grouped_gemm", rows, stack, offsets, meta(4, 48))
-    triton("grouped_gemm_backward", meta(80, 48), rows, stack, offsets, (True,) * 3)
+    for apart in ((None, None), (meta(4, dtype=torch.int32), meta(2, *stack.shape[1:]))):
+        triton("grouped_gemm", rows, stack, offsets, meta(4, 48), *apart)
+        triton("grouped_gemm_backward", meta(80, 48), rows, stack, offsets, *apart, (True,) * 3)
     triton("merge_experts", stack, alpha)
     triton("merge_experts_backward_alpha", meta(48, 64), stack)
     triton("average_experts_", stack, 0.34)
     triton("merged_linear", rows, stack, alpha, meta(48, 64), None)
     triton("merged_linear_backward", meta(80, 48), rows, stack, meta(48, 64), False)
+    lora_and_expansion()
+    fused_loss()
+
+
+def lora_and_expansion() -> None:
+    T, H, I, E, rank = 40, 64, 48, 4, 8
+    base = (meta(I, H), meta(I, H), meta(H, I), None, None)
+    pairs = [meta(E, rank, n) for n in (H, I, H, I, I, H)]
+    shared = (meta(T, H), *base, meta(T, 2, dtype=torch.float32), meta(T, 2, dtype=torch.int32), *pairs)
+    out, z, low = triton("lora_mlp", *shared, E, 2.0, "silu", True)
+    triton("lora_mlp_backward", out, *shared, z, low, (True,) * 8, E, 2.0, "silu")
+    triton("gram", meta(4, 3072), meta(3072))
+    triton("dare_merge", base[0], base[1], base[0], 1, 2, 1 << 31, 0.5, 0.5)
+
+
+def fused_loss() -> None:
+    """Two specialists, with vocabularies of two sizes."""
+    gate, labels, nll = meta(40, 2, dtype=torch.float32), meta(40, dtype=torch.int64), meta(40, dtype=torch.float32)
+    models, needs = ([meta(40, 64), meta(40, 48)], [meta(100, 64), meta(120, 48)]), ([True] * 2, [True, False])
+    _, score = triton("fused_nll", gate, labels, *models, -100, True)
+    triton("fused_nll_backward_gate", nll, score, gate)
+    triton("fused_nll_backward", nll, gate, labels, *models, -100, *needs)
+    loss, *grads = triton("fused_loss", gate, labels, *models, -100, *needs)
+    triton("fused_loss_backward", loss, gate, *models, *grads)
 
 
 def whole_layer(shared: str) -> None:
@@ -110,4 +135,4 @@ def test_a_value_asked_for_is_seen(ask: Callable):
 
 def test_the_backend_that_loops_on_the_host_is_seen():
     with pytest.raises((RuntimeError, TypeError)):
-        triton("grouped_gemm", meta(80, 64), meta(4, 48, 64), meta(5, dtype=torch.int32), None, backend="torch")
+        triton("grouped_gemm", meta(80, 64), meta(4, 48, 64), meta(5, dtype=torch.int32), *[None] * 3, backend="torch")

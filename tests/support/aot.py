@@ -43,7 +43,8 @@ class Case(NamedTuple):
     """A kernel with the types, constants and launch options that a launcher of ours gives it."""
 
     kernel: str  # module.name, such as "routing._route_fwd_kernel"
-    signature: dict[str, str]  # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"
+    # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"; a tuple's as one of these each
+    signature: dict[str, str | tuple[str, ...]]
     constants: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
@@ -117,7 +118,7 @@ def record(step: Callable[[], object]) -> list[Case]:
         given = dict(zip(parameters, args)) | kwargs
         assert given.keys() == parameters.keys(), given.keys() ^ parameters.keys()
         types = {name: v if parameters[name] else _type(v, name not in plain) for name, v in given.items()}
-        signature = {name: t for name, t in types.items() if isinstance(t, str) and not parameters[name]}
+        signature = {name: t for name, t in types.items() if isinstance(t, str | tuple) and not parameters[name]}
         constants = {name: t for name, t in types.items() if name not in signature}
         found.append(Case(kernel, signature, constants, num_warps, num_stages))
 
@@ -131,8 +132,10 @@ def record(step: Callable[[], object]) -> list[Case]:
     return found
 
 
-def _type(value, specialise: bool = True) -> str | int | None:
+def _type(value, specialise: bool = True) -> str | int | tuple | None:
     """The type that the JIT would give an argument; itself where the JIT makes a constant of it."""
+    if isinstance(value, tuple):  # of tensors
+        return tuple(_type(v, specialise) for v in value)
     if value is None or (isinstance(value, int) and value == 1 and specialise):
         return value
     if isinstance(value, int):
@@ -165,7 +168,7 @@ def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
     for i, case in enumerate(cases):
         every = case.capabilities != CAPABILITIES or case.listed
         pairs += [(i, capability) for capability in (case.capabilities if every else (80, 90))]
-        if 80 in case.capabilities and not any(t.startswith("tensordesc") for t in case.signature.values()):
+        if 80 in case.capabilities and not any("tensordesc" in t for t in case.signature.values()):
             first.setdefault(case.kernel, i)
     return pairs + [(i, AMD) for i in first.values()]
 
@@ -213,11 +216,16 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     from triton.backends.compiler import GPUTarget
 
     fn = kernels()[case.kernel]
-    attrs = {
-        (fn.arg_names.index(a),): [["tt.divisibility", 16]] for a, t in case.signature.items() if t.endswith(":16")
-    }
-    types = {a: case.signature.get(a, "constexpr").removesuffix(":16") for a in fn.arg_names}
-    source = triton.compiler.ASTSource(fn, types, constexprs=case.constants, attrs=attrs)
+    types, attrs = {a: "constexpr" for a in fn.arg_names}, {}
+    for a, given in case.signature.items():
+        place = (fn.arg_names.index(a),)
+        members = {place: given} if isinstance(given, str) else {(*place, i): t for i, t in enumerate(given)}
+        attrs |= {place: [["tt.divisibility", 16]] for place, t in members.items() if t.endswith(":16")}
+        plain = [t.removesuffix(":16") for t in members.values()]
+        types[a] = plain[0] if isinstance(given, str) else tuple(plain)
+    # JSON has no tuples
+    constants = {a: tuple(v) if isinstance(v, list) else v for a, v in case.constants.items()}
+    source = triton.compiler.ASTSource(fn, types, constexprs=constants, attrs=attrs)
     gpu = GPUTarget("hip", target, 64) if target == AMD else GPUTarget("cuda", target, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=gpu, options=options)

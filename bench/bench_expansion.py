@@ -1,0 +1,44 @@
+"""UpIT's expansion of one layer's projection: Gram matrix of its experts and the child of two, against a copy of the bytes."""
+
+import torch
+
+from bench.conftest import CUDA, DEVICE
+from moe_runtime.ops.expansion import dare_merge, gram
+
+BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+
+
+def copies(elements: int):
+    source, target = torch.empty(2, elements, dtype=torch.bfloat16, device=DEVICE)
+    return lambda: target.copy_(source)
+
+
+def bench_gram(interleaved, shape):
+    P = shape.H * shape.I
+    base = torch.randn(P, dtype=torch.bfloat16, device=DEVICE)
+    experts = base + 0.01 * torch.randn(shape.E, P, dtype=torch.bfloat16, device=DEVICE)
+
+    def pairs():
+        rows = [expert.float() - base.float() for expert in experts]
+        return torch.stack([torch.stack([a.dot(b) for b in rows]) for a in rows])
+
+    variants = {f"moe_runtime {b}": lambda b=b: gram(experts, base, backend=b) for b in BACKENDS}
+    interleaved(
+        {"copy (floor)": copies((shape.E + 1) * P // 2), **variants, "pair by pair": pairs}, bytes=2 * (shape.E + 1) * P
+    )
+
+
+def bench_dare_merge(interleaved, shape):
+    P = shape.H * shape.I
+    base, first, second = torch.randn(3, P, dtype=torch.bfloat16, device=DEVICE)
+
+    def eager():
+        out = base.float()
+        for parent, weight in ((first, 0.3), (second, 0.7)):
+            delta = parent.float() - base.float()
+            out = out + weight * delta * (torch.rand_like(delta) >= 0.5) / 0.5
+        return out.to(base.dtype)
+
+    args = {"weights": (0.3, 0.7), "drop": 0.5, "seed": 1, "tensor": "w"}
+    variants = {f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b) for b in BACKENDS}
+    interleaved({"copy (floor)": copies(2 * P), **variants, "float, rand, where": eager}, bytes=8 * P)

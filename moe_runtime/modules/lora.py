@@ -1,0 +1,207 @@
+"""Experts that are low-rank changes of one dense MLP, which stays as it is and serves all of them.
+
+UpIT's LoRA experts: FFN_e = base + scaling B_e A_e in each projection, a router picks top_k of them. LoRAMoE (arXiv
+2312.09979) picks every expert. The equations, and why the base runs once per token: `moe_runtime.ops.lora`.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from moe_runtime.config import ACTIVATIONS, MoEConfig, check_choice, check_number, check_positive
+from moe_runtime.modules.moe import MoE, Router, autocast_dtype
+from moe_runtime.ops.lora import LoRA, lora_mlp
+
+TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+
+class LoRAExperts(nn.Module):
+    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS, which is kept by reference and frozen.
+
+    `lora_a[target]` [E, r, in] is drawn as nn.Linear draws, `lora_b[target]` [E, r, out] is zero: at first every expert is
+    the base. What is added is alpha / rank times b^T a. They may be of another dtype than the base, whose dtype is computed in.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        num_experts: int,
+        rank: int = 8,
+        *,
+        alpha: float = 16.0,
+        hidden_act: str = "silu",
+        targets: tuple[str, ...] = TARGETS,
+        recompute: bool = False,
+        dtype=None,
+    ):
+        super().__init__()
+        check_positive("num_experts", num_experts)
+        check_positive("rank", rank)
+        check_number("alpha", alpha, positive=True)
+        check_choice("hidden_act", hidden_act, ACTIVATIONS)
+        _check_base(base)
+        if not targets or set(targets) - set(TARGETS):
+            raise ValueError(f"targets is {targets!r}; want some of {', '.join(TARGETS)}")
+        self.base = base.requires_grad_(False)
+        self.num_experts, self.rank, self.alpha, self.hidden_act, self.recompute = (
+            num_experts, rank, alpha, hidden_act, recompute
+        )  # fmt: skip
+        self.targets = tuple(target for target in TARGETS if target in targets)
+        self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
+        for target in self.targets:
+            weight = self._weight(target)
+            where = {"dtype": dtype or weight.dtype, "device": weight.device}
+            out, size = weight.shape
+            self.lora_a[target] = nn.Parameter(torch.empty(num_experts, rank, size, **where))
+            self.lora_b[target] = nn.Parameter(torch.empty(num_experts, rank, out, **where))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw every a from U(-1, 1) / sqrt(in), nn.Linear's own distribution; set every b to zero."""
+        for target in self.targets:
+            bound = 1 / math.sqrt(self.lora_a[target].shape[2])
+            self.lora_a[target].uniform_(-bound, bound, generator=generator)
+            self.lora_b[target].zero_()
+
+    @property
+    def scaling(self) -> float:
+        """What b^T a is multiplied by: alpha / rank."""
+        return self.alpha / self.rank
+
+    def _weight(self, target: str) -> torch.Tensor:
+        return getattr(self.base, target).weight
+
+    def forward(self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor) -> torch.Tensor:
+        """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H].
+
+        `topk_idx` None: every expert, with weights [T, E]. Computes in the base's dtype or, under autocast, in autocast's.
+        """
+        dtype = autocast_dtype(x) or self._weight("down_proj").dtype
+        weights = [self._weight(target).to(dtype) for target in TARGETS]
+        biases = [getattr(getattr(self.base, target), "bias", None) for target in TARGETS]
+        gate_bias, up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in biases)
+        pairs = {
+            target.removesuffix("_proj"): LoRA(self.lora_a[target].to(dtype), self.lora_b[target].to(dtype))
+            for target in self.targets
+        }
+        return lora_mlp(
+            x.to(dtype), *weights, topk_weight, topk_idx, **pairs, scaling=self.scaling, act=self.hidden_act,
+            gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias, recompute=self.recompute,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def whole_weight(self, target: str, expert: int) -> torch.Tensor:
+        """Return the weight [out, in] that `expert` has in the projection `target`, summed in float32, in the base's dtype."""
+        weight = self._weight(target)
+        if target not in self.targets:
+            return weight.clone()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        a, b = (half[target][expert].to(wide) for half in (self.lora_a, self.lora_b))
+        return torch.addmm(weight.to(wide), b.t(), a, alpha=self.scaling).to(weight.dtype)
+
+    @torch.no_grad()
+    def merged_experts(self) -> dict[str, torch.Tensor]:
+        """Return the experts made whole, as `modules.moe.Experts` names them: gate_up_proj [E, 2I, H], down_proj [E, H, I].
+
+        With the base's biases, if it has any, an equal one for each: gate_up_proj_bias [E, 2I], down_proj_bias [E, H].
+        """
+        gate, _, down = (self._weight(target) for target in TARGETS)
+        (I, H), E = gate.shape, self.num_experts
+        stacks = {"gate_up_proj": gate.new_empty(E, 2 * I, H), "down_proj": down.new_empty(E, H, I)}
+        for e in range(E):
+            stacks["gate_up_proj"][e, :I] = self.whole_weight("gate_proj", e)
+            stacks["gate_up_proj"][e, I:] = self.whole_weight("up_proj", e)
+            stacks["down_proj"][e] = self.whole_weight("down_proj", e)
+        if self.has_bias():
+            gate, up, down = (_bias(getattr(self.base, target)) for target in TARGETS)
+            stacks["gate_up_proj_bias"] = torch.cat([gate, up]).repeat(E, 1)
+            stacks["down_proj_bias"] = down.repeat(E, 1)
+        return stacks
+
+    def has_bias(self) -> bool:
+        """Whether a projection of the base has a bias."""
+        return any(getattr(getattr(self.base, target), "bias", None) is not None for target in TARGETS)
+
+    @torch.no_grad()
+    def merge_into_base(self, expert: int = 0) -> nn.Module:
+        """Add one expert's pairs to the base's weights, in place, and return the base. The experts then no longer fit it."""
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(f"expert is {expert}; want 0 to {self.num_experts - 1}")
+        for target in self.targets:
+            self._weight(target).copy_(self.whole_weight(target, expert))
+        return self.base
+
+    def extra_repr(self) -> str:
+        """Show the sizes in print(model)."""
+        return (
+            f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, targets={', '.join(self.targets)}"
+        )
+
+
+class LoRAMoE(MoE):
+    """A router and LoRA experts; takes the place of the dense MLP `base`, and takes and returns what that did.
+
+    `config.top_k` of the experts see a token; with gate="softmax_topk" and top_k = num_experts all do, each by its softmax
+    (LoRAMoE). `config`'s sizes and activation are the base's.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        config: MoEConfig,
+        rank: int = 8,
+        *,
+        alpha: float = 16.0,
+        targets: tuple[str, ...] = TARGETS,
+        dtype=None,
+    ):
+        nn.Module.__init__(self)  # MoE's own experts are full ones
+        _check_base(base)
+        sizes = (config.intermediate_size, config.hidden_size)
+        if base.gate_proj.weight.shape != sizes or not config.gated:
+            raise ValueError(
+                f"gate_proj of base is {tuple(base.gate_proj.weight.shape)}, config has {sizes}, gated={config.gated}; want "
+                "the same [I, H], gated"
+            )
+        weight = base.gate_proj.weight
+        self.config = config
+        self.gate = Router(config, dtype=weight.dtype, device=weight.device)
+        self.experts = LoRAExperts(
+            base, config.num_experts, rank, alpha=alpha, hidden_act=config.hidden_act, targets=targets,
+            recompute=config.recompute, dtype=dtype,
+        )  # fmt: skip
+        self.records = None
+
+    @torch.no_grad()
+    def to_moe(self) -> MoE:
+        """Return the layer with experts made whole, and a copy of the router: the same outputs but for rounding."""
+        config = MoEConfig.from_dict(self.config.to_dict() | {"bias": self.experts.has_bias()})
+        weight = self.experts.base.down_proj.weight
+        with torch.device("meta"):
+            moe = MoE(config, dtype=weight.dtype)
+        state = {f"gate.{name}": value.clone() for name, value in self.gate.state_dict().items()}
+        state |= {f"experts.{name}": value for name, value in self.experts.merged_experts().items()}
+        moe.load_state_dict(state, assign=True)
+        return moe.train(self.training)
+
+
+def _check_base(base: nn.Module) -> None:
+    """Raise ValueError unless `base` is a gated MLP of linear layers, of one dtype on one device."""
+    layers = [getattr(base, target, None) for target in TARGETS]
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    shapes = [tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights]
+    if None in shapes or shapes[0] != shapes[1] or shapes[0] != shapes[2][::-1] or len(shapes[0]) != 2:
+        raise ValueError(
+            f"base is a {type(base).__name__} with {', '.join(TARGETS)} of {shapes}; want linear layers [I, H], [I, H], [H, I]"
+        )
+    if len({(weight.dtype, weight.device) for weight in weights}) != 1 or not weights[0].is_floating_point():
+        kinds = [f"{weight.dtype} on {weight.device}" for weight in weights]
+        raise ValueError(f"base's weights are {', '.join(kinds)}; want one floating dtype on one device")
+
+
+def _bias(linear: nn.Module) -> torch.Tensor:
+    """Return the layer's bias, zeros if it has none."""
+    bias = getattr(linear, "bias", None)
+    return linear.weight.new_zeros(linear.weight.shape[0]) if bias is None else bias.detach()

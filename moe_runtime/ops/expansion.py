@@ -1,0 +1,223 @@
+"""More experts out of a few: which two differ most, and a child of theirs.
+
+UpIT, Algorithm 2 (its body is missing in the paper; what is a guess is an option of whoever calls):
+    G_ij = <d_i, d_j>,  d_i = W_i - W_base over all tensors       distance: cosine 1 - G_ij / sqrt(G_ii G_jj),
+                                                                  l2 sqrt(G_ii + G_jj - 2 G_ij)
+    child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  (j, k) the farthest pair, a + b = 1
+DARE (arXiv 2311.03099, Eq. 1):  D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) for each element;  D(d) = 0 for p = 1
+
+Element i of a tensor has one 64-bit number of Philox 4x64-10 (Salmon et al., 2011): output i % 4 at the counter
+(i // 4 + 1, 0, 0, 0), key (seed, stream), the stream being the tensor's own. Its low 32 bits decide for j, the high ones for
+k: dropped if below p 2^32. So a child does not depend on the order of tensors, on blocks, or on the device, to the last bit.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from moe_runtime import backends
+from moe_runtime.config import check_choice, check_number
+from moe_runtime.ops.library import LIB, register
+
+METRICS = ("cosine", "l2")
+FEW = 64  # experts of one Gram matrix
+BLOCK = 1 << 17  # elements of all experts that are looked at together on the CPU
+WHOLE = 1 << 24  # on a GPU, where experts are apart and are put side by side
+
+
+@torch.no_grad()
+def gram(
+    experts: torch.Tensor | Sequence[torch.Tensor], base: torch.Tensor | None = None, *, backend: str | None = None
+) -> torch.Tensor:
+    """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each is read once.
+
+    Products and short sums are in float32, long sums in float64 (all of it for float64). Add up the matrices of a model's
+    tensors to compare its experts as a whole. No gradient. Raises ValueError for shapes, dtypes, devices that differ.
+    """
+    first = experts[0] if len(experts) else None
+    tensors = [] if first is None else [*([experts] if isinstance(experts, torch.Tensor) else experts)]
+    if first is None or len(experts) > FEW:
+        raise ValueError(f"experts are {len(experts)}; want 1 to {FEW}")
+    shape = experts.shape[1:] if isinstance(experts, torch.Tensor) else first.shape
+    for name, tensor in [*(("experts", t) for t in tensors), *([] if base is None else [("base", base)])]:
+        stack = tensor is experts
+        if tensor.shape != (experts.shape if stack else shape) or (tensor.dtype, tensor.device) != (
+            first.dtype,
+            first.device,
+        ):
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {tuple(shape)} {first.dtype} on "
+                f"{first.device}, as the first expert"
+            )
+    if not first.is_floating_point():
+        raise ValueError(f"experts are {first.dtype}; want a floating dtype")
+    chosen = backends.pick("gram", first, backend)
+    base = None if base is None else base.reshape(-1)
+    if isinstance(experts, torch.Tensor):
+        return torch.ops.moe_runtime.gram(experts.reshape(len(experts), first.numel()), base, chosen)
+    rows = [tensor.reshape(-1) for tensor in experts]
+    step = WHOLE if first.device.type != "cpu" else max(BLOCK // len(rows), 1024)
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=first.device)
+    for start in range(0, first.numel(), step):
+        part = slice(start, start + step)
+        stack = torch.stack([row[part] for row in rows])
+        total += torch.ops.moe_runtime.gram(stack, None if base is None else base[part], chosen)
+    return total
+
+
+def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
+    """Return the distance [n, n] float64 of each pair, 0 on the diagonal. A zero vector is at cosine distance 1 from others."""
+    check_choice("metric", metric, METRICS)
+    if gram.dim() != 2 or gram.shape[0] != gram.shape[1]:
+        raise ValueError(f"gram is {tuple(gram.shape)}; want [n, n]")
+    gram = gram.double()
+    square = gram.diagonal().clamp_min(0)
+    if metric == "l2":
+        found = (square[:, None] + square[None, :] - 2 * gram).clamp_min(0).sqrt()
+    else:
+        norm = square.sqrt()
+        norm = norm[:, None] * norm[None, :]
+        found = 1 - torch.where(norm > 0, gram / norm, 0).clamp(-1, 1)
+    return found.fill_diagonal_(0)
+
+
+def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
+    """Return the pair i < j of `distance` [n, n] that is farthest apart, the first of equals; ValueError for NaN."""
+    values = distance.detach().double().cpu().numpy()
+    if values.ndim != 2 or values.shape[0] != values.shape[1] or len(values) < 2:
+        raise ValueError(f"distance is {values.shape}; want [n, n], n >= 2")
+    i, j = np.triu_indices(len(values), 1)
+    if np.isnan(values[i, j]).any():
+        raise ValueError("distance has NaN; want numbers: an expert is not finite")
+    best = int(values[i, j].argmax())
+    return int(i[best]), int(j[best])
+
+
+@torch.no_grad()
+def dare_merge(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    base: torch.Tensor | None = None,
+    *,
+    weights: tuple[float, float],
+    drop: float = 0.5,
+    seed: int,
+    tensor: str | int,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the child [...] of `first` and `second` [...], trained from `base` (None: zero, as of LoRA's halves).
+
+    `weights` are a and b, `drop` is p. `tensor` names the stream of random numbers under `seed`: a tensor's name, or a
+    number of one's own. Computed in float32 (float64 for float64) and rounded once. No gradient. Raises ValueError for
+    shapes, dtypes, devices that differ and numbers out of range.
+    """
+    for name, other in (("second", second), ("base", base)):
+        if other is not None and (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(
+                f"{name} is {tuple(other.shape)} {other.dtype} on {other.device}; want {tuple(first.shape)} {first.dtype} on "
+                f"{first.device}, as first"
+            )
+    if not first.is_floating_point():
+        raise ValueError(f"first is {first.dtype}; want a floating dtype")
+    check_number("drop", drop)
+    if drop > 1:
+        raise ValueError(f"drop is {drop}; want 0 to 1, the probability that a difference is dropped")
+    if len(weights) != 2 or not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"weights is {weights!r}; want two finite numbers")
+    stream = stream_of(tensor)
+    for name, number in (("seed", seed), ("tensor", stream)):
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
+            raise ValueError(f"{name} is {number!r}; want an integer from 0 to 2^63 - 1")
+    threshold, rescale = round(drop * (1 << 32)), 1.0 if drop == 1 else 1 / (1 - drop)
+    scales = [weight * rescale for weight in weights]
+    backend = backends.pick("dare_merge", first, backend)
+    return torch.ops.moe_runtime.dare_merge(first, second, base, seed, stream, threshold, *scales, backend)
+
+
+def stream_of(tensor: str | int) -> int:
+    """Return the number of a tensor's stream: itself, or 63 bits of its name's BLAKE2b."""
+    if not isinstance(tensor, str):
+        return tensor
+    return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
+    """Return elements [start, start + count)'s random numbers [count, 2] uint32, for first and second; 4 divides `start`."""
+    bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[start // 4, 0, 0, 0])
+    return bits.random_raw(-(-count // 4) * 4)[:count].astype("<u8", copy=False).view("<u4").reshape(count, 2)
+
+
+LIB.define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
+LIB.define(
+    "dare_merge(Tensor first, Tensor second, Tensor? base, int seed, int stream, int threshold, float first_scale, "
+    "float second_scale, str backend) -> Tensor"
+)
+
+
+def _gram(experts, base, backend):
+    rows = experts if experts.stride(1) == 1 else experts.contiguous()
+    base = None if base is None else base.contiguous()
+    if backend == "triton":
+        from moe_runtime.kernels.expansion import gram_forward
+
+        found = gram_forward(rows, base)
+    else:
+        found = _gram_by_blocks(rows, base)
+    return (found + found.t()) / 2
+
+
+def _gram_by_blocks(rows, base):
+    n, P = rows.shape
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
+    step = max(BLOCK // n, 1024)
+    for start in range(0, P, step):
+        part = rows[:, start : start + step].to(wide)
+        if base is not None:
+            part = part - base[start : start + step].to(wide)
+        total += (part @ part.t()).double()
+    return total
+
+
+def _dare_merge(first, second, base, seed, stream, threshold, first_scale, second_scale, backend):
+    first, second, base = (None if t is None else t.contiguous() for t in (first, second, base))
+    if backend == "triton":
+        from moe_runtime.kernels.expansion import dare_merge_forward
+
+        return dare_merge_forward(first, second, base, seed, stream, threshold, first_scale, second_scale)
+    out = torch.empty_like(first)
+    flat = [None if t is None else t.view(-1) for t in (first, second, base)]
+    for start in range(0, first.numel(), BLOCK):
+        part = [None if t is None else t[start : start + BLOCK] for t in flat]
+        block = _dare_merge_block(
+            *part, draws(seed, stream, start, part[0].numel()), threshold, first_scale, second_scale
+        )
+        out.view(-1)[start : start + BLOCK] = block
+    return out
+
+
+def _dare_merge_block(first, second, base, numbers, threshold, first_scale, second_scale):
+    wide = torch.promote_types(first.dtype, torch.float32)
+    origin, total = None if base is None else base.to(wide), None
+    for parent, column, scale in ((first, 0, first_scale), (second, 1, second_scale)):
+        delta = parent.to(wide, copy=True)
+        delta = (delta if origin is None else delta.sub_(origin)).mul_(scale)
+        drop = torch.from_numpy(numbers[:, column] < threshold).to(delta.device)
+        delta.masked_fill_(drop, 0.0)
+        total = delta if total is None else total.add_(delta)
+    return total if origin is None else total.add_(origin)
+
+
+def _gram_fake(experts, base, backend):
+    return experts.new_empty(experts.shape[0], experts.shape[0], dtype=torch.float64)
+
+
+def _dare_fake(first, *_):
+    return first.new_empty(first.shape)
+
+
+register("gram", _gram, _gram_fake)
+register("dare_merge", _dare_merge, _dare_fake)

@@ -1,0 +1,165 @@
+"""The torch backend of `lora_mlp`'s mixed activation: a block of tokens at a time, in memory that is used again.
+
+A row is a token with an expert that it chose. A block's rows are gathered in the order of experts, so that each expert's
+products are over neighbours; what they add to their tokens is summed by one `embedding_bag`, with no scatter. Experts that no
+token of a block chose cost nothing, and are not read.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moe_runtime.ops.activation import ACT, ACT_BACKWARD
+from moe_runtime.ops.lora import Base, Gradients, Pairs, mixed_weight
+from moe_runtime.ops.workspace import lease, scratch
+
+# rows of one expert in a block, times I: fewer cost more in calls than the cache saves; one core with 2 MB of L2, 2026-11-21
+EXPERT_ELEMENTS = 1 << 19
+BLOCK_ELEMENTS = 1 << 22  # rows of a block times I, at most
+
+
+class Block(NamedTuple):
+    """Neighbouring tokens, and their rows in the order of experts."""
+
+    tokens: slice
+    token: torch.Tensor  # [n] of each row
+    expert: torch.Tensor  # [n]
+    members: list[tuple[int, slice]]  # the experts that have rows, and which
+    bag: torch.Tensor  # [n] rows in the order of tokens
+    bounds: torch.Tensor  # where a token's rows begin in `bag`
+
+    def total(self, rows: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of each token's `rows` [n, ...], times their `weight` [n]."""
+        if not rows.numel():
+            return rows.new_zeros(self.bounds.numel(), rows.shape[1])
+        weight = None if weight is None else weight[self.bag]
+        return F.embedding_bag(self.bag, rows, self.bounds, mode="sum", per_sample_weights=weight)
+
+
+def _blocks(topk_idx, T: int, E: int, I: int, device) -> Iterator[Block]:
+    """Yield the tokens in blocks of which an expert has rows that, times I, are about EXPERT_ELEMENTS."""
+    chosen = torch.ones(T, E, dtype=torch.bool, device=device)
+    if topk_idx is not None:
+        chosen = (topk_idx[:, :, None] == torch.arange(E, device=device)).any(1)
+    slots = E if topk_idx is None else min(max(topk_idx.shape[1], 1), E)
+    step = max(min(EXPERT_ELEMENTS * E, BLOCK_ELEMENTS) // (I * slots), 16)
+    for start in range(0, T, step):
+        part = chosen[start : start + step]
+        expert, token = part.t().nonzero().unbind(1)
+        ends = itertools.pairwise(itertools.accumulate(part.sum(0).tolist(), initial=0))
+        row = torch.empty(part.shape, dtype=torch.int64, device=device)
+        row[token, expert] = torch.arange(token.numel(), device=device)
+        each = part.sum(1)
+        yield Block(
+            slice(start, start + part.shape[0]), token + start, expert,
+            [(e, slice(a, b)) for e, (a, b) in enumerate(ends) if a < b], row[part], each.cumsum(0) - each,
+        )  # fmt: skip
+
+
+def _ranks(plane, E: int):
+    """[T, E r] -> [T, E, r]."""
+    return plane.view(plane.shape[0], E, -1)
+
+
+def _expert_z(z, token, ranks, halves, e: int, scaling: float, out):
+    """Fill `out` [n, 2I] with expert e's pre-activation, from `ranks` [n, r] and B of gate and up; return gate and up."""
+    gate, up = torch.index_select(z, 0, token, out=out).chunk(2, 1)
+    for rows, rank, half in zip((gate, up), ranks, halves):
+        if half is not None:
+            rows.addmm_(rank, half[e], alpha=scaling)
+    return gate, up
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool):
+    """Return z0 [T, 2I] (empty unless `save`) and h [T, I]; fills low[2] with q."""
+    T, I, wide = x.shape[0], base.gate.shape[0], _wide(x.dtype)
+    z = base.first(x, lease((T, 2 * I), x) if save else scratch("lora z", (T, 2 * I), x))
+    weight, h = mixed_weight(topk_weight, topk_idx, E), scratch("lora h", (T, I), x)
+    for block in _blocks(topk_idx, T, E, I, x.device):
+        at, rows = (block.token, block.expert), scratch("lora rows", (block.token.numel(), I), x)
+        p, row_weight = [_ranks(plane, E)[at] for plane in low[:2]], weight[at]
+        q = torch.empty_like(p[0])
+        for e, own in block.members:
+            out = scratch("lora z rows", (own.stop - own.start, 2 * I), x)
+            gate, up = _expert_z(
+                z, block.token[own], (p[0][own], p[1][own]), (pairs.gate_b, pairs.up_b), e, scaling, out
+            )
+            value = ACT[act](gate.to(wide))
+            # narrow rows take their weight before they are rounded
+            if x.dtype == wide:
+                torch.mul(value, up, out=rows[own])
+            else:
+                rows[own] = value.mul_(up).mul_(row_weight[own, None])
+            if pairs.down_a is not None:
+                torch.mm(rows[own], pairs.down_a[e].t(), out=q[own])
+        if pairs.down_a is not None:
+            _ranks(low[2], E)[at] = q.mul_(row_weight[:, None]) if x.dtype == wide else q
+        h[block.tokens] = block.total(rows, row_weight if x.dtype == wide else None)
+    return (z if save else x.new_empty(0, 2 * I)), h
+
+
+def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs, E: int, scaling: float, act: str):
+    """Gradients from `dh` [T, I] and `dq` [T, E r], scaling included, of h and q."""
+    T, I, wide = dh.shape[0], dh.shape[1], _wide(dh.dtype)
+    weight = mixed_weight(topk_weight, topk_idx, E)
+    dz, dweight = scratch("lora dz", (T, 2 * I), z), torch.zeros(T, E, dtype=wide, device=z.device)
+    dlow = z.new_zeros(2, T, low.shape[2])
+    halves = (pairs.gate_b, pairs.up_b, pairs.down_a)
+    grads = [
+        torch.zeros(half.shape, dtype=wide, device=z.device) if half is not None and need else None
+        for half, need in zip(halves, (needs[3], needs[5], needs[6]))
+    ]
+    for block in _blocks(topk_idx, T, E, I, z.device):
+        at, n = (block.token, block.expert), block.token.numel()
+        rows, dots = scratch("lora z rows", (n, 2 * I), z), dweight.new_empty(n)
+        ranks = [None if plane is None else _ranks(plane, E)[at] for plane in (low[0], low[1], dq)]
+        row_weight, dranks = weight[at], ranks[0].new_empty(2, *ranks[0].shape)
+        for e, own in block.members:
+            token, mine = block.token[own], [None if rank is None else rank[own] for rank in ranks]
+            gate, up = _expert_z(z, token, mine, halves[:2], e, scaling, rows[own])
+            da = torch.index_select(dh, 0, token, out=scratch("lora rows", gate.shape, z))
+            if dq is not None:
+                da.addmm_(mine[2], pairs.down_a[e])
+            h = _activation_backward(gate, up, da, row_weight[own, None], act, dots[own])
+            for drank, half, side in zip(dranks, halves, (gate, up)):
+                if half is not None:
+                    torch.mm(side, half[e].t(), out=drank[own])
+            for grad, rank, side, scale in zip(grads, mine, (gate, up, h), (scaling, scaling, 1.0)):
+                if grad is not None:
+                    _sum_into(grad[e], rank, side, scale)
+        for plane, half, drank in zip(dlow, halves, dranks):
+            if half is not None:
+                _ranks(plane, E)[at] = drank.mul_(scaling)
+        dweight[at] = dots
+        dz[block.tokens] = block.total(rows)
+    return Gradients(dz, dlow, dweight, *(None if grad is None else grad.to(z.dtype) for grad in grads))
+
+
+def _activation_backward(gate, up, da, weight, act: str, dots):
+    """Return weight * act(gate) * up, in da's memory; fill `dots` with <da, act(gate) * up>; gate and up become gradients."""
+    wide = _wide(gate.dtype)
+    g, u, grad = gate.to(wide), up.to(wide), da.to(wide)
+    value = ACT[act](g)
+    h = value * u
+    product = h * grad
+    torch.sum(product, 1, out=dots)
+    grad.mul_(weight)
+    dgate = ACT_BACKWARD[act](torch.mul(u, grad, out=product), g)
+    torch.mul(value, grad, out=up) if up.dtype == wide else up.copy_(value.mul_(grad))
+    gate.copy_(dgate)
+    return torch.mul(h, weight, out=da) if da.dtype == wide else da.copy_(h.mul_(weight))
+
+
+def _sum_into(grad, low, rows, scaling: float) -> None:
+    """grad [r, I] += scaling low^T rows, in grad's dtype."""
+    if grad.dtype == rows.dtype:
+        grad.addmm_(low.t(), rows, alpha=scaling)
+    else:
+        grad.add_(low.t() @ rows, alpha=scaling)

@@ -1,0 +1,117 @@
+"""kernels/lora.py natively: what the interpreter cannot show. Its twin without a GPU is tests/ops/test_lora.py."""
+
+import pytest
+import torch
+
+from moe_runtime import backends
+from moe_runtime.kernels import lora
+from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference
+from tests.hf.tiny import distance
+from tests.support.lora import arguments, make_case, run
+
+pytestmark = pytest.mark.gpu
+TABLE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+
+
+def poison() -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((512, 256, 1408, 8, 6, 16), id="XFT"),
+        pytest.param((300, 256, 688, 16, 2, 8), id="UpIT: 2 of 16"),
+        pytest.param((200, 128, 320, 8, None, 4), id="dense, rank 4"),
+        pytest.param((77, 33, 17, 3, 2, 5), id="odd sizes"),
+        pytest.param((130, 64, 96, 4, 2, 64), id="rank 64"),
+        pytest.param((130, 64, 96, 2, 2, 128), id="rank 128"),
+        pytest.param((1, 64, 96, 4, 2, 8), id="one token"),
+        pytest.param((0, 64, 96, 4, 2, 8), id="no tokens"),
+    ],
+)
+def test_parity_with_float64_on_poisoned_memory(shape, dtype):
+    case = make_case(*shape, dtype=dtype)
+    want = run(case, lora_mlp_reference, torch.float64, "cuda")
+    eager = run(case, lora_mlp_reference, device="cuda")
+    poison()
+    got = run(case, lora_mlp, device="cuda", backend="triton")
+    for name in want:
+        if want[name].numel() and shape[0]:
+            bound = max(3 * distance(eager[name], want[name]), TABLE[dtype] / 5)
+            assert distance(got[name], want[name]) < min(bound, TABLE[dtype]), name
+        else:
+            assert got[name].shape == want[name].shape and not got[name].any()
+
+
+def test_a_model_sized_layer_equals_the_torch_backend():
+    case = make_case(4096, 2048, 5504, 8, 6, 16, dtype=torch.bfloat16)
+    want = run(case, lora_mlp, device="cuda", backend="torch")
+    got = run(case, lora_mlp, device="cuda", backend="triton")
+    assert all(distance(got[name], want[name]) < 2e-2 for name in want)
+
+
+def test_twenty_runs_give_the_same_bits():
+    case = make_case(1024, 512, 1408, 8, 6, 16, dtype=torch.bfloat16)
+    first = run(case, lora_mlp, device="cuda", backend="triton")
+    for _ in range(20):
+        again = run(case, lora_mlp, device="cuda", backend="triton")
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def step(case):
+    leaves = {name: leaf.detach().to("cuda").requires_grad_() for name, leaf in case.leaves.items()}
+    args, kwargs = arguments(case, leaves, None, "cuda")
+    dout = case.dout.cuda()
+    return lambda: torch.autograd.grad(lora_mlp(*args, backend="triton", **kwargs), list(leaves.values()), dout)
+
+
+def test_no_synchronization_and_a_cuda_graph():
+    run_step = step(make_case(256, 128, 352, 4, 2, 8, dtype=torch.bfloat16))
+    want = run_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run_step()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
+def test_rows_beyond_two_to_the_31_elements():
+    """The last rows of z and h lie behind 2^31; they get what the same tokens get in front."""
+    T, I, E, rank = (1 << 31) // 4096 // 2 + 64, 4096, 2, 16
+    z = torch.zeros(T, 2 * I, dtype=torch.bfloat16, device="cuda")
+    low, weight = torch.zeros(3, T, E * rank, dtype=torch.bfloat16, device="cuda"), torch.ones(T, E, device="cuda")
+    rows = torch.randn(64, 2 * I, device="cuda").bfloat16()
+    z[:64] = z[-64:] = rows
+    low[:, :64] = low[:, -64:] = torch.randn(3, 64, E * rank, device="cuda").bfloat16()
+    halves = [torch.randn(E, rank, I, device="cuda").bfloat16() for _ in range(3)]
+    h = lora.lora_forward(z, low, weight, *halves, "silu", 1.0)
+    assert h[:64].abs().sum() > 0 and torch.equal(h[:64], h[-64:]) and torch.equal(low[2, :64], low[2, -64:])
+    dz, dlow, dweight = lora.lora_backward(h, low[2], z, low, weight, *halves, "silu", 1.0)
+    assert torch.equal(dz[:64], dz[-64:]) and torch.equal(dlow[:, :64], dlow[:, -64:])
+    assert torch.equal(dweight[:64], dweight[-64:])
+
+
+def test_keeps_no_row_of_a_single_expert():
+    case = make_case(4096, 256, 1408, 8, 6, 16, dtype=torch.bfloat16)
+    run_step = step(case)
+    run_step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_step()
+    # z, dz, h, dh in front of and behind the kernels, and what has rank r; a row for each slot would be 6 x 2 x 2I
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4096 * (9 * 1408 + 16 * 8 * 16 + 6 * 256)
+
+
+def test_triton_is_what_a_gpu_gets():
+    assert backends.pick("lora_mlp", torch.empty(0, device="cuda")) == "triton"

@@ -1,0 +1,388 @@
+"""LoRA experts as a layer: what it holds and trains, its routing, its merges, and its files as PEFT reads them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.modules import lora_folders
+from moe_runtime.modules.lora import TARGETS, LoRAExperts, LoRAMoE
+from moe_runtime.modules.moe import MoE
+from moe_runtime.ops.lora import LoRA
+from tests.support.lora import oracle
+from tests.support.oracle import assert_parity
+
+H, I = 24, 40
+
+
+class MLP(nn.Module):
+    """A dense gated MLP, as the models name it."""
+
+    def __init__(self, hidden=H, intermediate=I, bias=False, dtype=None):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias, dtype=dtype)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def fill(layer) -> None:
+    """Make every expert one of its own."""
+    experts = layer.experts if isinstance(layer, LoRAMoE) else layer
+    for b in experts.lora_b.values():
+        b.data.normal_(std=0.3)
+
+
+def make(
+    E=3, rank=2, top_k=2, gate="softmax_topk_renorm", bias=False, dtype=None, targets=TARGETS, **config
+) -> LoRAMoE:
+    config = MoEConfig(
+        hidden_size=H, intermediate_size=I, num_experts=E, top_k=top_k, gate=gate, initializer_range=0.5, **config
+    )
+    layer = LoRAMoE(MLP(bias=bias, dtype=dtype), config, rank, alpha=3.0, targets=targets)
+    fill(layer)
+    return layer
+
+
+def by_oracle(layer: LoRAMoE, x: torch.Tensor, idx, weight) -> torch.Tensor:
+    experts, base = layer.experts, layer.experts.base
+    given = {target.removesuffix("_proj"): double_pair(experts, target) for target in experts.targets}
+    if base.gate_proj.bias is not None:
+        given |= {f"{name}_bias": getattr(base, f"{name}_proj").bias.double() for name in ("gate", "up", "down")}
+    weights = [getattr(base, target).weight.double() for target in TARGETS]
+    return oracle(x.double(), *weights, weight.double(), idx, scaling=experts.scaling, act="silu", **given)
+
+
+def double_pair(experts, target):
+    return LoRA(experts.lora_a[target].double(), experts.lora_b[target].double())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="top 2 of 3"),
+        pytest.param({"bias": True}, id="biases"),
+        pytest.param({"E": 4, "top_k": 4, "gate": "softmax_topk"}, id="LoRAMoE: all of 4, by their softmax"),
+        pytest.param({"targets": ("up_proj",)}, id="one projection"),
+        pytest.param({"E": 1, "top_k": 1}, id="E = 1"),
+        pytest.param({"recompute": True}, id="recompute"),
+    ],
+)
+def test_layer_is_the_equation(options, tolerance):
+    layer, x = make(**options), torch.randn(2, 9, H)
+    flat = x.flatten(0, 1)
+    _, weight, idx, _ = layer.gate(flat)
+    got = layer(x)
+    assert_parity({"out": got}, {"out": by_oracle(layer, flat, idx, weight).view_as(x)}, tolerance[torch.float32])
+    if layer.config.top_k == layer.config.num_experts and layer.config.gate == "softmax_topk":
+        dense = torch.softmax(flat @ layer.gate.weight.t(), -1)
+        assert_parity({"out": layer.experts(flat, None, dense)}, {"out": got.flatten(0, 1)}, tolerance[torch.float32])
+
+
+def test_at_first_every_expert_is_the_base():
+    base, x = MLP(), torch.randn(5, H)
+    want = base(x)
+    layer = LoRAMoE(
+        base, MoEConfig(hidden_size=H, intermediate_size=I, num_experts=3, top_k=2, gate="softmax_topk_renorm")
+    )
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-6)
+    a = layer.experts.lora_a["down_proj"]
+    assert a.abs().max() <= I**-0.5 and a.std().item() == pytest.approx(I**-0.5 / 3**0.5, rel=0.1)
+    assert not any(b.any() for b in layer.experts.lora_b.values())
+
+
+def test_base_is_held_by_reference_and_frozen():
+    base = MLP()
+    weights = {name: p.data_ptr() for name, p in base.named_parameters()}
+    layer = LoRAExperts(base, 4, 2)
+    assert layer.base is base and {name: p.data_ptr() for name, p in layer.base.named_parameters()} == weights
+    trains = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert trains == {f"lora_{half}.{target}" for half in "ab" for target in TARGETS}
+    assert layer.lora_a["up_proj"].shape == (4, 2, H) and layer.lora_b["up_proj"].shape == (4, 2, I)
+    assert layer.scaling == 8.0
+
+
+def test_trains_all_that_it_says_and_nothing_else():
+    layer, x = make(E=4), torch.randn(64, H)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in layer.parameters()], lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+    for name, p in layer.named_parameters():
+        moved = (p != before[name]).flatten(1).any(1)
+        assert moved.all() if p.requires_grad else not moved.any(), name
+
+
+def test_records_are_a_moe_layers():
+    layer, x = make(balance_loss="switch", balance_loss_coef=0.1), torch.randn(7, H)
+    layer.records = []
+    layer(x)
+    (record,) = layer.records
+    assert record.router_logits.shape == (7, 3) and record.topk_idx.shape == (7, 2) and record.balance_loss > 0
+    assert isinstance(layer, MoE)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("targets", [TARGETS, ("down_proj",)])
+def test_experts_made_whole_are_the_same_layer(targets, bias):
+    layer, x = make(E=4, targets=targets, bias=bias), torch.randn(33, H)
+    moe = layer.to_moe()
+    assert type(moe) is MoE and set(moe.state_dict()) >= {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+    torch.testing.assert_close(moe(x), layer(x), rtol=1e-5, atol=1e-5)
+    assert not {p.data_ptr() for p in moe.parameters()} & {p.data_ptr() for p in layer.parameters()}
+
+
+def test_one_expert_goes_into_the_base():
+    layer, x = make(E=3), torch.randn(9, H)
+    idx, one = torch.full((9, 1), 2, dtype=torch.int32), torch.ones(9, 1)
+    want = layer.experts(x, idx, one)
+    base = layer.experts.merge_into_base(2)
+    torch.testing.assert_close(base(x), want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="expert is 3; want 0 to 2"):
+        layer.experts.merge_into_base(3)
+
+
+def test_wide_pairs_over_a_narrow_base_and_autocast():
+    layer = LoRAExperts(MLP(dtype=torch.bfloat16), 3, 2, dtype=torch.float32)
+    fill(layer)
+    x = torch.randn(9, H, dtype=torch.bfloat16)
+    idx, weight = torch.tensor([[0, 2]] * 9), torch.full((9, 2), 0.5)
+    out = layer(x, idx, weight)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in layer.parameters() if p.requires_grad)
+    layer = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(5, H)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        pytest.param(lambda: LoRAExperts(nn.Linear(3, 3), 2), "base is a Linear", id="no MLP"),
+        pytest.param(lambda: LoRAExperts(MLP(), 0), "num_experts is 0", id="no experts"),
+        pytest.param(lambda: LoRAExperts(MLP(), 2, 0), "rank is 0", id="rank 0"),
+        pytest.param(lambda: LoRAExperts(MLP(), 2, alpha=0), "alpha is 0", id="alpha 0"),
+        pytest.param(lambda: LoRAExperts(MLP(), 2, targets=("o_proj",)), "targets is ('o_proj',)", id="another target"),
+        pytest.param(
+            lambda: LoRAMoE(MLP(), MoEConfig(hidden_size=H, intermediate_size=H)),
+            "gate_proj of base is (40, 24)",
+            id="sizes",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(build, words):
+    with pytest.raises(ValueError) as error:
+        build()
+    assert words in str(error.value)
+
+
+# files
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    """A stock model whose experts are all equal, and its blocks as MLPs."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for stack in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+                stack.copy_(torch.randn_like(stack[:1]).mul_(stack.shape[2] ** -0.5).expand_as(stack))
+            layer.mlp.gate.weight.normal_(std=0.5)
+    return model
+
+
+def with_lora(model, rank, targets=TARGETS):
+    """The stock model with LoRA experts in place of its blocks, and these by path."""
+    model, layers = copy.deepcopy(model), {}
+    for i, block in enumerate(model.model.layers):
+        base, (gate_up, down) = MLP(), (block.mlp.experts.gate_up_proj[0], block.mlp.experts.down_proj[0])
+        for linear, weight in zip((base.gate_proj, base.up_proj, base.down_proj), (*gate_up.chunk(2), down)):
+            linear.weight.data.copy_(weight)
+        E = model.config.num_local_experts
+        config = MoEConfig(
+            hidden_size=H,
+            intermediate_size=I,
+            num_experts=E,
+            top_k=2,
+            gate="softmax_topk_renorm",
+            initializer_range=0.5,
+        )
+        block.mlp = layers[f"model.layers.{i}.mlp"] = LoRAMoE(base, config, rank, alpha=3.0, targets=targets).eval()
+        fill(block.mlp)
+    return model, layers
+
+
+@pytest.mark.parametrize(
+    "rank, targets",
+    [
+        pytest.param(2, TARGETS, id="E is not r"),
+        pytest.param(3, TARGETS, id="E is r"),
+        pytest.param(2, ("gate_proj", "up_proj"), id="no down"),
+        pytest.param(4, ("down_proj",), id="down alone"),
+        pytest.param(2, ("up_proj", "down_proj"), id="no gate"),
+    ],
+)
+@torch.no_grad()
+def test_peft_reads_all_experts(rank, targets, mixtral, tmp_path):
+    from peft import PeftModel
+
+    model, layers = with_lora(mixtral, rank, targets)
+    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    ids = torch.randint(50, (2, 11))
+    want, plain = model(ids).logits, mixtral(ids).logits
+    stock = PeftModel.from_pretrained(copy.deepcopy(mixtral), tmp_path / "adapter").eval()
+    assert (want - plain).norm() > 0.1 * plain.norm()
+    torch.testing.assert_close(stock(ids).logits, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stock.merge_and_unload()(ids).logits, want, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_written_is_read_back(mixtral, tmp_path):
+    _, layers = with_lora(mixtral, 2)
+    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    _, others = with_lora(mixtral, 2)
+    lora_folders.load_stacked(others, tmp_path / "adapter")
+    for name, layer in layers.items():
+        state = others[name].state_dict()
+        assert all(torch.equal(state[key], value) for key, value in layer.state_dict().items())
+
+
+@torch.no_grad()
+def test_what_peft_wrote_is_read_back(mixtral, tmp_path):
+    from peft import PeftModel
+
+    model, layers = with_lora(mixtral, 2)
+    lora_folders.save_stacked(layers, tmp_path / "ours", base_model="base")
+    PeftModel.from_pretrained(copy.deepcopy(mixtral), tmp_path / "ours").save_pretrained(tmp_path / "peft")
+    other, others = with_lora(mixtral, 2)
+    lora_folders.load_stacked(others, tmp_path / "peft")
+    ids = torch.randint(50, (2, 11))
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+@torch.no_grad()
+def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
+    from peft import PeftModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=H,
+        intermediate_size=I,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    dense = LlamaForCausalLM(config).eval()
+    layers = {
+        f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)
+    }
+    for layer in layers.values():
+        fill(layer)
+    lora_folders.save_single(layers, tmp_path / "adapter", expert, base_model="base")
+    stock = PeftModel.from_pretrained(copy.deepcopy(dense), tmp_path / "adapter").eval()
+    ids = torch.randint(50, (2, 11))
+    plain = dense(ids).logits
+    for i, block in enumerate(dense.model.layers):
+        block.mlp = layers[f"model.layers.{i}.mlp"].merge_into_base(expert)
+    want = dense(ids).logits
+    assert (want - plain).norm() > 0.01 * plain.norm()
+    torch.testing.assert_close(stock(ids).logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=H,
+        intermediate_size=I,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    dense = LlamaForCausalLM(config).eval()
+    layers = {
+        f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)
+    }
+    before = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()}
+    trained = get_peft_model(copy.deepcopy(dense), LoraConfig(r=2, lora_alpha=16, target_modules=list(TARGETS)))
+    for name, p in trained.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(std=0.3)
+    trained.save_pretrained(tmp_path / "adapter")
+    lora_folders.load_single(layers, tmp_path / "adapter", 1)
+    ids = torch.randint(50, (2, 11))
+    want = trained.eval()(ids).logits
+    for i, block in enumerate(dense.model.layers):
+        layer = layers[f"model.layers.{i}.mlp"]
+        for key, value in layer.state_dict().items():
+            if key.startswith("lora"):
+                assert torch.equal(value[[0, 2]], before[f"model.layers.{i}.mlp"][key][[0, 2]])
+        block.mlp = layer.merge_into_base(1)
+    torch.testing.assert_close(dense(ids).logits, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="expert is 3"):
+        lora_folders.load_single(layers, tmp_path / "adapter", 3)
+    few = {"model.layers.0.mlp": layers["model.layers.0.mlp"]}
+    with pytest.raises(ValueError, match="more tensors"):
+        lora_folders.load_single(few, tmp_path / "adapter", 0)
+
+
+def test_files_that_do_not_fit_are_refused_before_a_write(mixtral, tmp_path):
+    _, layers = with_lora(mixtral, 2)
+    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    _, other = with_lora(mixtral, 3)
+    with pytest.raises(ValueError, match=r"r in .* is 2, of the layers 3"):
+        lora_folders.load_stacked(other, tmp_path / "adapter")
+    _, other = with_lora(mixtral, 2)
+    before = copy.deepcopy(other["model.layers.0.mlp"].state_dict())
+    one = {"model.layers.0.mlp": other["model.layers.0.mlp"]}
+    with pytest.raises(ValueError, match=r"has base_model.model.model.layers.1.* more tensors"):
+        lora_folders.load_stacked(one, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is None; want"):
+        lora_folders.load_stacked(other | {"model.layers.2.mlp": other["model.layers.0.mlp"]}, tmp_path / "adapter")
+    assert all(torch.equal(before[key], value) for key, value in one["model.layers.0.mlp"].state_dict().items())
+    with pytest.raises(ValueError, match="want one setting for all"):
+        lora_folders.save_stacked(layers | {"x": LoRAExperts(MLP(), 4, 2)}, tmp_path / "other", base_model="base")
+    with pytest.raises(ValueError, match="expert is 3"):
+        lora_folders.save_single(layers, tmp_path / "other", 3, base_model="base")
+    with pytest.raises(ValueError, match="which exists"):
+        lora_folders.save_single(layers, tmp_path / "adapter", 0, base_model="base")
+    with pytest.raises(ValueError, match="cannot be read"):
+        lora_folders.load_stacked(layers, tmp_path / "nothing")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_rank_that_serves_gate_and_up_is_refused(mixtral, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    _, layers = with_lora(mixtral, 2)
+    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    path = tmp_path / "adapter" / lora_folders.WEIGHTS
+    tensors = load_file(path)
+    key = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"
+    tensors[key] = torch.randn_like(tensors[key])
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="ranks that serve both gate and up"):
+        lora_folders.load_stacked(layers, tmp_path / "adapter")
+    _, gates = with_lora(mixtral, 2, ("gate_proj", "down_proj"))
+    lora_folders.save_stacked(gates, tmp_path / "gates", base_model="base")
+    _, ups = with_lora(mixtral, 2, ("up_proj", "down_proj"))
+    with pytest.raises(ValueError, match="one of them that is not among up_proj, down_proj"):
+        lora_folders.load_stacked(ups, tmp_path / "gates")

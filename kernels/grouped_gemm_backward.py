@@ -296,10 +296,11 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
 
     `gather` ("dy", "x", or None: `row_slot` is not read) names the operand that is [T, .] and not in expert order. `trained`
     [E] int32 (-1: frozen) leaves frozen experts zero or, with `num_trained`, gives [num_trained, N, K] in the order that
-    `trained` says. Experts below `first` stay unwritten.
+    `trained` says, with zeros where it names nobody. Experts below `first` stay unwritten.
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
-    dw = x.new_empty(E if num_trained is None else num_trained, N, K)
+    # which rows are nobody's is known on the device alone
+    dw = x.new_empty(E, N, K) if num_trained is None else x.new_zeros(num_trained, N, K)
     if dw.numel() == 0 or first == E:
         return dw
     # without an index in the loop every stage is a buffer

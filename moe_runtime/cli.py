@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime import cli_tune, cli_xft
+from moe_runtime import cli_esft, cli_esft_tables, cli_tune, cli_xft
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -194,15 +194,17 @@ def run(
     ] = Path("runs/recipe"),
     seed: Annotated[int | None, typer.Option(help="Seed; the recipe's unless given.", show_default=False)] = None,
 ):
-    """Run a method from a recipe: base, upcycle, tune, learn mixing, merge, evaluate; what is there is not made again.
+    """Run a method from a recipe, XFT (base, upcycle, tune, learn mixing, merge) or ESFT (base, score, select, tune).
+
+    What is there is not made again. A name may have its method before it: esft/tiny.
 
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli run RECIPE --out OUT.
     """
     if "LOCAL_RANK" not in os.environ:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # as in demo
-    from moe_runtime.methods import xft_stages
+    from moe_runtime.methods import runs
 
-    xft_stages.run(recipe, out, seed=seed)
+    runs.run(recipe, out, seed=seed)
 
 
 @app.command(epilog="Example: moe-runtime doctor")
@@ -224,6 +226,8 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
 
 app.command(epilog=cli_tune.EPILOG)(cli_tune.tune)
 app.add_typer(cli_xft.app, name="xft")
+cli_esft_tables.mount(cli_esft.app)
+app.add_typer(cli_esft.app, name="esft")
 
 
 def _numbers(text: str | None) -> list[int] | None:

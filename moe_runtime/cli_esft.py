@@ -79,6 +79,15 @@ def select(
     logs: Annotated[
         Path | None, typer.Option(help="In its place: a folder of official logs.", show_default=False)
     ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Of the logs: experts per token, if not as they say.", show_default=False)
+    ] = None,
+    num_experts: Annotated[
+        int | None, typer.Option(help="Of the logs: experts per layer, if not all were used.", show_default=False)
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Of the logs: the layers, such as 1,2,5-26; all unless given.", show_default=False)
+    ] = None,
     score: Annotated[str, typer.Option(help="gate or token.")] = "gate",
     variant: Variant = None,
     round: Annotated[
@@ -96,19 +105,25 @@ def select(
     if (summary is None) == (logs is None):
         given = [None if path is None else str(path) for path in (summary, logs)]
         raise ValueError(f"summary is {given[0]!r}, logs is {given[1]!r}; want one of the two")
+    options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
+    given = [name for name, value in options.items() if value is not None]
+    if logs is None and given:
+        raise ValueError(f"{given[0]} is {options[given[0]]!r}, logs is None; want it with --logs alone")
     from moe_runtime.methods.esft_scores import ExpertScores
     from moe_runtime.methods.esft_selection import select_experts
 
     if logs is None:
         scores = ExpertScores.load(summary)
     else:
-        scores = ExpertScores.from_logs(logs, variant or "v1", pairs=group_size > 1)
+        options |= {"layers": None if layers is None else _numbers(layers), "pairs": group_size > 1}
+        scores = ExpertScores.from_logs(logs, variant or "v1", **options)
     selection = select_experts(
-        scores, p, score, variant or scores.variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
+        scores, p, score, variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
         group_size=group_size, round=round,
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     selection.save(out)
+    _say_sums(scores.scores(score, variant, round).sum(1).tolist(), p)
     _say_selection(selection)
     typer.echo(f"wrote {out}")
     typer.echo(f"next: moe-runtime esft train MODEL --config {out} --data FILE --out adapter")
@@ -129,15 +144,17 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 500,
     learning_rate: Annotated[float, typer.Option(help="Constant learning rate of AdamW.")] = 1e-5,
     batch_size: Annotated[int, typer.Option(help="Samples of a step, over all processes.")] = 32,
-    per_device_batch_size: Annotated[
-        int | None, typer.Option(help="Samples that a process takes at once; all unless given.", show_default=False)
-    ] = None,
+    per_device_batch_size: Annotated[int, typer.Option(help="Samples that a process takes at once.")] = 1,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.1,
     max_length: MaxLength = 4096,
     pack: Pack = True,
     prompt: Prompt = "plain",
     dtype: Annotated[
-        str | None, typer.Option(help="Of the trained experts; float32 beside a bfloat16 model.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Of all that trains; the model's unless given, and float32 if that is bfloat16 or float16.",
+            show_default=False,
+        ),
     ] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 (autocast).")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save activations.")] = False,
@@ -260,6 +277,29 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of a text such as 1,2,5-26."""
+    numbers = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ValueError(f"layers is {text!r}; want numbers, such as 1,2,5-26")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _say_sums(sums: list[float], p: float) -> None:
+    """Say what the scores of the layers sum to, and warn where p is more."""
+    typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
+    beyond = sum(p > total + 1e-3 for total in sums)  # sums of scores that were rounded are off by little
+    if beyond:
+        typer.echo(
+            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts that had a "
+            "token are selected; p is a share only with --variant normalized",
+            err=True,
+        )
 
 
 def _say_selection(selection) -> None:

@@ -1,11 +1,11 @@
 """moe-runtime xft: the XFT paper's tables and figures, one command each, and its official checkpoints."""
 
-import os
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from moe_runtime.cli_tables import Out, Overwrite, Preset, RecipeFile, Seeds, prepare, table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -13,15 +13,6 @@ app = typer.Typer(
     help="XFT's tables and figures: train what a table compares, test the differences, print, draw and write it.",
 )
 
-Preset = Annotated[str | None, typer.Option(help="A shipped recipe; tiny unless given, minutes on two cores.")]
-RecipeFile = Annotated[
-    Path | None, typer.Option("--recipe", help="A recipe's YAML file, for your own model and data.", show_default=False)
-]
-Out = Annotated[Path, typer.Option(help="Folder of the stages, which commands share, and of the tables and pictures.")]
-Seeds = Annotated[int, typer.Option(help="How many seeds; the rows and the base are the same for all.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace this table's report if it was made with other settings.")
-]
 Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)]
 ReplaceTarget = Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")]
@@ -122,46 +113,12 @@ def export_official(
     _convert("export_official", source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-def _table(
-    command: str, preset: str | None, recipe: Path | None, out: Path, seeds: int, overwrite: bool, **options
-) -> None:
-    """Make a table, print it and say where it lies."""
-    if preset is not None and recipe is not None:
-        raise ValueError(f"preset is {preset!r}, recipe is {str(recipe)!r}; want one of the two")
-    if "LOCAL_RANK" not in os.environ:
-        # one GPU is enough, and Trainer would spread a single process over all that it sees; before torch looks
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    from moe_runtime.config import check_choice
+def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> None:
+    prepare(preset, recipe)
     from moe_runtime.methods import xft_tables
     from moe_runtime.methods.recipe import shipped_recipes
 
-    if recipe is None:
-        preset = preset or "tiny"
-        check_choice("preset", preset, tuple(shipped_recipes()))
-    start = time.perf_counter()
-
-    def say(text: str) -> None:
-        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
-
-    report = xft_tables.run(command, recipe or preset, out, seeds=seeds, say=say, overwrite=overwrite, **options)
-    if int(os.environ.get("RANK", 0)) == 0:
-        _show(report, Path(out))
-
-
-def _show(report, out: Path) -> None:
-    """Print the table and what it says."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{report.title} (XFT, {report.source})")
-    for name, justify in report.columns():
-        table.add_column(name, justify=justify, no_wrap=True)
-    for row in report.rows():
-        table.add_row(*row)
-    Console(width=200).print(table)  # a narrow terminal folds lines; cut numbers would be lost
-    for line in (report.legend(), *report.summary):
-        print(line)
-    print(f"numbers: {out / report.command}.json   picture: {out / report.command}.png")
+    table(xft_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
 
 
 def _convert(verb: str, source: Path, target: Path, **options) -> None:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 # the first layout whose columns are all there counts, and only its columns are kept
 LAYOUTS = (
     ("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"), ("instruction", "output"),
+    ("query", "response"),
 )  # fmt: skip
-TRL_NAMES = {"instruction": "prompt", "response": "completion", "output": "completion"}
+TRL_NAMES = {"instruction": "prompt", "query": "prompt", "response": "completion", "output": "completion"}
 KEPT_WITH = {"messages": ("tools", "chat_template_kwargs")}
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -35,6 +36,7 @@ PROMPTS = {
         "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
     ),
     "chat": None,
+    "deepseek": None,  # DEEPSEEK_CHAT
 }
 # the same as a chat template, for whoever asks a tuned model by its tokenizer's: evaluations, servers
 MAGICODER_CHAT = (
@@ -45,6 +47,16 @@ MAGICODER_CHAT = (
     "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
     "{% else %}{{ raise_exception('the roles are user and assistant') }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '@@ Response\\n' }}{% endif %}"
+)
+
+# what ESFT's tasks were trained in: the prompt of DeepSeek's chat models, whose answers begin with a blank
+DEEPSEEK_CHAT = (
+    "{{ bos_token or '' }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'Assistant:' }}"
+    "{% generation %}{{ ' ' + message['content'] + (eos_token or '') }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
 PIECE = 2000  # characters of a document of `standard_library_text`
@@ -67,8 +79,9 @@ def require(module: str, extra: str = "train"):
 def read_rows(path_or_id: str | Path, split: str = "train"):
     """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
 
-    Its columns are those of one layout: messages | prompt, completion | text; instruction and response (or output)
-    become prompt and completion. Raises ValueError for what is not there, is empty, cannot be read or has other columns.
+    Its columns are those of one layout: messages | prompt, completion | text; instruction (or query) and response (or
+    output) become prompt and completion. Raises ValueError for what is not there, is empty, cannot be read or has other
+    columns.
     """
     datasets = require("datasets")
     path = Path(path_or_id)
@@ -111,15 +124,16 @@ def _known_columns(rows, name: str):
 def put_prompt(row: Mapping, prompt: str) -> Mapping:
     """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout which that does not go with.
 
-    "plain" takes every layout, "magicoder" rows with prompt and completion, "chat" those and messages.
+    "plain" takes every layout, "magicoder" rows with prompt and completion, "chat" those and messages, "deepseek" plain text
+    too; the last two need a tokenizer with that chat template.
     """
     if prompt not in PROMPTS:
         raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")
-    if prompt == "plain" or (prompt == "chat" and "messages" in row):
+    if prompt == "plain" or (prompt != "magicoder" and "messages" in row) or (prompt == "deepseek" and "text" in row):
         return row
     if "prompt" not in row or "completion" not in row:
         raise ValueError(f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion")
-    if prompt == "chat":
+    if PROMPTS[prompt] is None:
         answer = {"role": "assistant", "content": row["completion"]}
         return {"messages": [{"role": "user", "content": row["prompt"]}, answer]}
     if not isinstance(row["prompt"], str):
@@ -149,11 +163,11 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
     return Pairs(pairs.train[:limit], pairs.held_out[:limit])
 
 
-def standard_library_text(piece: int = PIECE) -> list[str]:
-    """Return the standard library's source as documents of about `piece` characters, the held-out files excepted."""
+def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[str]:
+    """Return the standard library's source as documents of about `piece` characters, the held-out files excepted, or alone."""
     documents = []
     for module, text in _library_files():
-        if is_held_out(module):
+        if is_held_out(module) != held_out:
             continue
         document, size = [], 0
         for line in text.splitlines(keepends=True):
@@ -321,9 +335,7 @@ def tokenize_pairs(
     for place, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
-        for name in ("prompt", "completion", "text"):
-            if name in row and not isinstance(row[name], str):
-                raise ValueError(f"row {place} has {name} {row[name]!r}; want text")
+        _check_text(row, place)
         ids, labels = (values[:max_length] for values in _tokenize(tokenizer, row))
         if any(label != -100 for label in labels[1:]):
             columns["input_ids"].append(ids)
@@ -335,11 +347,26 @@ def tokenize_pairs(
     return datasets.Dataset.from_dict(columns)
 
 
-def _tokenize(tokenizer, row: Mapping) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of one row, not truncated."""
+def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int) -> Iterator[list[int]]:
+    """Yield the ids of each row that has any, as `tokenize_pairs` makes them, those without a label too."""
+    for place, row in enumerate(rows):
+        _check_text(row, place)
+        ids = _tokenize(tokenizer, row, want_labels=False)[0][:max_length]
+        if ids:
+            yield ids
+
+
+def _check_text(row: Mapping, place: int) -> None:
+    for name in ("prompt", "completion", "text"):
+        if name in row and not isinstance(row[name], str):
+            raise ValueError(f"row {place} has {name} {row[name]!r}; want text")
+
+
+def _tokenize(tokenizer, row: Mapping, want_labels: bool = True) -> tuple[list[int], list[int]]:
+    """Return the ids and labels of one row, not truncated; raise ValueError for a chat without a label if they are wanted."""
     if "messages" in row:
         out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        if not any(out["assistant_masks"]):
+        if want_labels and not any(out["assistant_masks"]):
             raise ValueError("the chat template marks nothing as generated; want {% generation %} in it, and an answer")
         ids = out["input_ids"]
         return ids, [i if generated else -100 for i, generated in zip(ids, out["assistant_masks"])]

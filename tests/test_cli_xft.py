@@ -11,7 +11,7 @@ from moe_runtime import cli_xft
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import read_json
 from moe_runtime.methods import xft_tables
-from moe_runtime.methods.xft_reports import Entry, Report
+from moe_runtime.methods.reports import Entry, Report
 from moe_runtime.methods.xft_stages import Result
 from tests.support import official_xft
 

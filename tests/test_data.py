@@ -375,3 +375,16 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
     assert len(rows) == len(ids) // 16
     assert [i for row in rows for i in row["input_ids"]] == ids[: 16 * len(rows)]
     assert all(row["labels"] == row["input_ids"] for row in rows)
+
+
+def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
+    rows = [{"prompt": "two and two\n" * 9, "completion": "four"}, {"prompt": "", "completion": "four"}, {"text": "two"}]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    found = list(data.token_ids(tokenizer, [*rows, {"text": ""}], 8))
+    assert [len(ids) for ids in found] == [8, len(tokenizer("four").input_ids), len(tokenizer("two").input_ids)]
+    assert found[0] == tokenizer(rows[0]["prompt"]).input_ids[:8]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # which marks nothing
+    assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [tokenizer("two and twofour").input_ids]
+    with pytest.raises(ValueError, match="row 0 has text 3; want text"):
+        list(data.token_ids(tokenizer, [{"text": 3}], 8))

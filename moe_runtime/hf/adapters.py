@@ -26,7 +26,9 @@ from moe_runtime.checkpoint import SINGLE
 from moe_runtime.files import atomic_file, atomic_write_text
 from moe_runtime.hf.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.hf.ranks import whole
+from moe_runtime.hf.trainable import unguard
 from moe_runtime.modules.trainable import PREFIX, split_of, trained_parameters
+from moe_runtime.ops.all_to_all import is_distributed
 
 CONFIG = "expert_cfg.json"
 TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
@@ -107,11 +109,15 @@ class Training:
 
     config: dict[str, Any]  # expert_cfg.json
     others: tuple[str, ...]  # parameters that train and are no experts, plain names
+    dtypes: dict[str, torch.dtype]  # what those of `others` were that are trained in another dtype
     hooks: tuple = ()
+    save: Any = None  # the model's own save_pretrained, where it was not that of its class
 
 
-def mark(model: nn.Module, config: dict[str, Any], others: tuple[str, ...]) -> None:
-    """Note what `model` trains, and make it save just that.
+def mark(
+    model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None
+) -> None:
+    """Note what `model` trains, and make it save just that; `others` are made `dtype`, if it is given.
 
     `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would
     save the stacks without what was learned; `load_state_dict` takes the names of these files beside the model's own.
@@ -120,17 +126,57 @@ def mark(model: nn.Module, config: dict[str, Any], others: tuple[str, ...]) -> N
         module.register_load_state_dict_pre_hook(functools.partial(_take_names, layout_of(module)))
         for module in split_modules(model).values()
     )
-    setattr(model, TRAINING, Training(config, others, hooks))
+    wanted = dict.fromkeys(others, dtype) if dtype is not None else {}
+    dtypes = _cast(model, wanted)
+    unguard(model)  # what train_rows forbids is now done right
+    # shard_experts has put one there that waits for no other rank
+    save = model.__dict__.get("save_pretrained")
+    setattr(model, TRAINING, Training(config, others, dtypes, hooks, save))
     model.save_pretrained = functools.partial(save_trained, model)
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
     model = holder(model)
-    for hook in getattr(model, TRAINING).hooks:
+    training = getattr(model, TRAINING)
+    for hook in training.hooks:
         hook.remove()
+    _cast(model, training.dtypes)
     delattr(model, TRAINING)
     del model.save_pretrained
+    if training.save is not None:
+        model.save_pretrained = training.save
+
+
+def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """Give parameters, by plain name, other dtypes, in place; return what those were that changed."""
+    before = {}
+    for name, parameter in model.named_parameters():
+        name = plain_name(name)
+        if dtypes.get(name, parameter.dtype) != parameter.dtype:
+            before[name] = parameter.dtype
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtypes[name])
+    return before
+
+
+def needs_autocast(model: nn.Module) -> bool:
+    """Whether what trains beside the experts is of another dtype than the rest, so that only autocast runs `model`."""
+    training = training_of(model)
+    return training is not None and bool(training.dtypes)
+
+
+def check_trains(model: nn.Module) -> None:
+    """Raise ValueError if a parameter that `mark` noted does not require a gradient any more, as after PEFT."""
+    model = holder(model)
+    if model is None:
+        return
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    frozen = [name for name in _trained_names(model) if name in parameters and not parameters[name].requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{frozen[0]} requires no gradient, and was to train; want PEFT's adapters put in before esft.train_only, or none"
+        )
 
 
 def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
@@ -150,13 +196,43 @@ def split_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in layers if split_of(module) is not None}
 
 
+def _trained_names(model: nn.Module) -> list[str]:
+    """Return the plain names of the parameters that `mark` noted: the experts' rows, and the others."""
+    rows = [f"{path}.{PREFIX}{stack}" for path, m in split_modules(model).items() for stack in trained_parameters(m)]
+    return [*rows, *training_of(model).others]
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether what `model` trains is spread over several processes, which must then gather it together."""
+    names = set(_trained_names(model))
+    return any(
+        is_distributed(parameter) and parameter.device_mesh.size() > 1
+        for name, parameter in model.named_parameters()
+        if plain_name(name) in names
+    )
+
+
+@torch.no_grad()
+def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the parameters that `model` trains, whole and on the CPU, by plain name.
+
+    Of a model that is split over processes, every process must call; those without `keep` get nothing.
+    """
+    parameters, found = {plain_name(name): parameter for name, parameter in model.named_parameters()}, {}
+    for name in _trained_names(model):
+        tensor = whole(parameters[name])
+        if keep:
+            found[name] = tensor
+    return found
+
+
 @torch.no_grad()
 def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return what `model` trains, by the names of its file, on the CPU; `state_dict` stands for its weights if given.
 
     Of a model that is split over processes, all of it: then every process must call, unless `state_dict` is whole.
     """
-    source = dict(model.named_parameters()) if state_dict is None else state_dict
+    source = gathered(model) if state_dict is None else state_dict
     source, tensors = {plain_name(name): value for name, value in source.items()}, {}
 
     def find(name: str) -> torch.Tensor:
@@ -188,6 +264,12 @@ def save_trained(
     """
     if push_to_hub:
         raise ValueError("push_to_hub is True, the model trains experts apart; want model.push_to_hub(repository)")
+    # one rank alone would wait for the others for ever
+    if state_dict is None and is_split(model):
+        raise ValueError(
+            f"model is {type(model).__name__}, whose trained experts are spread over processes; want "
+            "esft.save_adapter(model, folder) on every rank, and MoETrainer, or save_strategy='no' in Trainer"
+        )
     tensors = trained_tensors(model, state_dict)
     if is_main_process:
         write_files(save_directory, tensors, training_of(model).config)

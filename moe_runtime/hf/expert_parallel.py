@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, TrainerCallback
 
+from moe_runtime.hf import adapters
 from moe_runtime.hf.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import Experts
@@ -67,16 +68,20 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     return len(layers)
 
 
-class _NoCheckpoints(TrainerCallback):
+class NoCheckpoints(TrainerCallback):
     """Refuses a training that would save what `shard_experts` has spread, on every rank, before the first step."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        save = getattr(model, "save_pretrained", None)
-        if args.save_strategy != "no" and getattr(save, "__func__", None) is _save_whole_only:
+        if args.save_strategy == "no":
+            return
+        training = adapters.training_of(model)
+        save = getattr(model, "save_pretrained", None) if training is None else training.save
+        if getattr(save, "__func__", None) is _save_whole_only:
+            how = "moe_runtime.hf.expert_parallel.save_pretrained(model, folder)"
             raise ValueError(
                 f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with its experts on several "
                 "ranks, and Trainer writes on one; want save_strategy='no', and "
-                "moe_runtime.hf.expert_parallel.save_pretrained(model, folder) on every rank"
+                f"{how if training is None else 'esft.save_adapter(model, folder)'} on every rank"
             )
 
 
@@ -84,8 +89,8 @@ def _watch_trainers() -> None:
     """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
     from transformers.trainer import DEFAULT_CALLBACKS
 
-    if _NoCheckpoints not in DEFAULT_CALLBACKS:
-        DEFAULT_CALLBACKS.append(_NoCheckpoints)
+    if NoCheckpoints not in DEFAULT_CALLBACKS:
+        DEFAULT_CALLBACKS.append(NoCheckpoints)
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
@@ -161,10 +166,10 @@ def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: 
         part = stack.detach().to_local()
         rows[name] = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
         rows[name][: index.numel()] = part.index_select(0, index)
-    for name, part in rows.items():
-        part = DTensor.from_local(part, mesh, placements, run_check=False)
+    spread = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in rows.items()}
+    trainable.register_maps(module, size, index)  # the last that may find no memory
+    for name, part in spread.items():
         module.register_parameter(trainable.PREFIX + name, nn.Parameter(part))
-    trainable.register_maps(module, size, index)
     places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
     trainable.remember(module, stacks, trainable.Split(ids, places, {}))
     model._ddp_params_and_buffers_to_ignore = sorted({*_ignored(model), *_rows_in(module, path)})

@@ -1,25 +1,23 @@
 """A small model and transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on."""
 
-import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from moe_runtime.config import check_choice
-from moe_runtime.files import atomic_write_text, read_json
 from moe_runtime.hf.adafactor import SplitAdafactor
+from moe_runtime.hf.adapters import needs_autocast
 from moe_runtime.hf.ranks import gather, state
+from moe_runtime.hf.recording import Best, History, Recorder, Watcher, last_checkpoint
 from moe_runtime.hf.tokenizer import pair_collator
 from moe_runtime.hf.training import MoETrainer
 
@@ -48,37 +46,6 @@ def small_llama(tokenizer, *, hidden_size: int, intermediate_size: int, num_laye
     return LlamaForCausalLM(config)
 
 
-@dataclass
-class History:
-    """What `fit` saw: (step, loss) of the training batches and of the held-out rows, and the seconds of training alone."""
-
-    train: list[tuple[int, float]] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-class _Watcher(TrainerCallback):
-    """Fills a History and reports each step."""
-
-    def __init__(self, history: History, evaluate: Callable[[], float] | None, every: int, on_step):
-        self.history, self.evaluate, self.every, self.on_step = history, evaluate, every, on_step
-        self.loss = math.nan
-        self.paused = 0.0
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
-            self.loss = logs["loss"]
-            self.history.train.append((state.global_step, self.loss))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.on_step is not None:
-            self.on_step(state.global_step, state.max_steps, self.loss)
-        if self.evaluate is not None and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
-            start = time.perf_counter()
-            self.history.held_out.append((state.global_step, self.evaluate()))
-            self.paused += time.perf_counter() - start
-
-
 def fit(
     model,
     rows,
@@ -100,7 +67,7 @@ def fit(
     """
     history = History()
     evaluate = None if held_out is None else lambda: held_out_loss(model, held_out, tokenizer)
-    watcher = _Watcher(history, evaluate, eval_every or steps, on_step)
+    watcher = Watcher(history, evaluate, eval_every or steps, on_step)
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -161,55 +128,8 @@ class Trained(NamedTuple):
     losses: list[float]  # of each held-out row, at the end
     tokens: list[int]
     state_dict: Callable[[], dict | None]  # rank 0 gets all weights, the others may get None; every process must call
-
-
-class _Recorder(_Watcher):
-    """A watcher that times itself, keeps the last rows' losses, and goes on where a checkpoint was written."""
-
-    NAME = "history.json"
-
-    def __init__(self, history: History, rows: Callable[[], tuple[list, list]], every: int, on_step):
-        super().__init__(history, self._take, every, on_step)
-        self.rows, self.last, self.start, self.before = rows, ([], []), 0.0, 0.0
-
-    def _take(self) -> float:
-        self.last = self.rows()
-        return mean_loss(*self.last)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.start, self.paused = time.perf_counter(), 0.0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        super().on_step_end(args, state, control, **kwargs)
-        if state.global_step >= state.max_steps:
-            control.should_save = False  # going on from there would train a step too many
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.history.seconds = self._seconds()
-
-    def on_save(self, args, state, control, **kwargs):
-        # the last file of a checkpoint: one without it was cut off, and is not gone on from
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            values = asdict(self.history) | {"seconds": self._seconds(), "last": self.last}
-            atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
-
-    def restore(self, checkpoint: Path) -> None:
-        values = read_json(checkpoint / self.NAME)
-        self.last, self.before = tuple(values["last"]), values["seconds"]
-        for name in ("train", "held_out"):
-            getattr(self.history, name)[:] = map(tuple, values[name])
-
-    def _seconds(self) -> float:
-        return self.before + time.perf_counter() - self.start - self.paused
-
-
-def last_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest whole checkpoint that `train` wrote to a folder; None where there is none."""
-    folders = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{_Recorder.NAME}")]
-    return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    trained_parameters: int
+    optimizer_bytes: int  # of the optimizer's state, over all processes
 
 
 def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings) -> TrainingArguments:
@@ -249,9 +169,14 @@ def train(
     weight_decay: float = 0.0,
     schedule: str = "linear",
     max_grad_norm: float = -1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
     bf16: bool = False,
     gradient_checkpointing: bool = False,
     save_steps: int | None = None,
+    keep_best: bool = False,
+    balance_loss: str | None = None,
+    balance_loss_coef: float | None = None,
     evaluations: int = 4,
     seed: int = 0,
     callbacks: Sequence[TrainerCallback] = (),
@@ -261,55 +186,65 @@ def train(
 
     `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
     other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
-    steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly.
+    steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly;
+    `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this training lasts.
     Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
     """
+    bf16 = bf16 or needs_autocast(model)
     device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
     total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
-    if warmup_steps is None:
-        warmup_steps = min(max(round(0.05 * total), 1), total - 1)
-    elif warmup_steps >= total:
-        raise ValueError(f"warmup_steps is {warmup_steps}, the training has {total} steps; want fewer warmup steps")
+    warmup_steps = _warmup(warmup_steps, total)
     if gradient_checkpointing:
         # the new name where transformers has it: the old one warns there
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     history = History()
-    recorder = _Recorder(
-        history,
-        lambda: row_losses(model, held_out, tokenizer, batch_size=device_batch, bf16=bf16),
-        max(round(total / evaluations), 1),
-        on_step,
-    )
+
+    def take() -> tuple[float, tuple]:
+        found = row_losses(model, held_out, tokenizer, batch_size=device_batch, bf16=bf16)
+        return mean_loss(*found), found
+
+    best = Best(model, folder) if keep_best else None
+    recorder = Recorder(history, take, max(round(total / evaluations), 1), on_step, best)
     arguments = _arguments(
-        folder,
-        save_steps,
-        seed,
-        max_steps=total,
-        learning_rate=learning_rate,
-        per_device_train_batch_size=device_batch,
-        gradient_accumulation_steps=accumulation,
-        optim=optimizer,
-        weight_decay=weight_decay,
-        lr_scheduler_type=schedule,
-        warmup_steps=warmup_steps,
-        max_grad_norm=max_grad_norm,
+        folder, save_steps, seed, max_steps=total, learning_rate=learning_rate, per_device_train_batch_size=device_batch,
+        gradient_accumulation_steps=accumulation, optim=optimizer, adam_beta1=adam_beta1, adam_beta2=adam_beta2,
+        weight_decay=weight_decay, lr_scheduler_type=schedule, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
         bf16=bf16,
-    )
+    )  # fmt: skip
     trainer = MoETrainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        data_collator=pair_collator(tokenizer),
-        router_stats=False,
-        callbacks=[SplitAdafactor(), *callbacks, recorder],
-    )
+        model=model, args=arguments, train_dataset=rows, data_collator=pair_collator(tokenizer), router_stats=False,
+        balance_loss=balance_loss, balance_loss_coef=balance_loss_coef, callbacks=[SplitAdafactor(), *callbacks, recorder],
+    )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     checkpoint = last_checkpoint(folder) if save_steps else None
     if checkpoint is not None:
         recorder.restore(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return Trained(history, total, *recorder.last, lambda: trainer.accelerator.get_state_dict(trainer.model_wrapped))
+    if trainer.balance_loss is not None:
+        trainer.balance_loss.close()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def state_dict() -> dict | None:
+        return trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+    return Trained(history, total, *recorder.last, state_dict, trained, _optimizer_bytes(trainer.optimizer))
+
+
+def _warmup(steps: int | None, total: int) -> int:
+    """Return the steps of warmup, one in twenty unless given."""
+    if steps is None:
+        return min(max(round(0.05 * total), 1), total - 1)
+    if steps >= total:
+        raise ValueError(f"warmup_steps is {steps}, the training has {total} steps; want fewer warmup steps")
+    return steps
+
+
+def _optimizer_bytes(optimizer) -> int:
+    """Return the bytes of an optimizer's state, of all processes together: what it holds, not what it should hold."""
+    values = [value for held in optimizer.state.values() for value in held.values()]
+    tensors = (value.to_local() if hasattr(value, "to_local") else value for value in values if torch.is_tensor(value))
+    return sum(gather([sum(tensor.numel() * tensor.element_size() for tensor in tensors)]))
 
 
 def check_training(
@@ -355,7 +290,7 @@ def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False)
     rank, ranks, device = state().process_index, state().num_processes, state().device
     # as many for every rank: the forward pass of a split model waits for the others
     places = [min(rank + i * ranks, len(rows) - 1) for i in range(math.ceil(len(rows) / ranks))]
-    training = model.training
+    training, bf16 = model.training, bf16 or needs_autocast(model)
     model.eval()
     found = []
     loader = DataLoader(rows.select(places), batch_size=batch_size, collate_fn=pair_collator(tokenizer))

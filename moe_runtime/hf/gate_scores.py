@@ -145,7 +145,8 @@ class GateRecorder:
     def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
         """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes, `reset` starts anew.
 
-        Raises ValueError where no token was seen, or where the layers saw different ones. Layers that were never called are
+        Raises ValueError where no token was seen, where the layers saw different ones, and for gate values that are no
+        numbers. Layers that were never called are
         left out if others were: an adapter keeps the original of a module that it trains a copy of.
         """
         E, numbers = self.num_experts, list(self.layers)
@@ -174,6 +175,10 @@ class GateRecorder:
         top_k = dict(zip(numbers, slots.tolist(), strict=True))
         _check_equal("top_k", {layer: top_k[layer] for layer in layers})
         table = sums[called].view(-1, 4, E)
+        if (odd := ~table.isfinite().all(2).all(1)).any():
+            raise ValueError(
+                f"gate values of layer {layers[int(odd.nonzero()[0])]} are NaN or infinite; want a model whose router is finite"
+            )
         return GateSums(
             layers=layers,
             count=table[:, _COUNT].long(),

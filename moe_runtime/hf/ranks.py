@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf.rope import write_legacy_rope
@@ -56,6 +56,12 @@ def load_model(source: str | Path, dtype: str, device: torch.device | None = Non
     """Load a causal LM in `dtype`, to `device` if given; raises ValueError for what transformers cannot load."""
     model = _load(AutoModelForCausalLM, source, dtype=getattr(torch, dtype))
     return model if device is None else model.to(device)
+
+
+def routing_of(source: str | Path) -> tuple[int | None, int | None]:
+    """Return a model's experts per layer and per token as its config says; None where it does not."""
+    config = _load(AutoConfig, source)
+    return getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
 
 
 def _load(kind: type, source: str | Path, **settings):

@@ -11,6 +11,7 @@ after. Below the lowest layer that trains nothing is differentiated, but where t
 embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the reentrant kind).
 """
 
+import functools
 import operator
 import re
 import sys
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.modeling_utils import is_fsdp_enabled
 
 from moe_runtime.hf import experts as stock
 from moe_runtime.hf.layers import experts_module, forget_compiled, numbered_layers, plain_name
@@ -29,8 +31,8 @@ from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
 STATE = "moe_runtime_trainable"  # attribute of a model whose rows train: what it was before
 # MLPs that every token goes through, beside the experts; the gate in front of one is a gate
 SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
-# what routers choose by: no gradient reaches it
-CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$")
+# what routers choose experts and sparse attention keys by: no gradient reaches it
+CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
 
 
 class _Before(NamedTuple):
@@ -80,13 +82,18 @@ def train_rows(
     """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the others of these layers.
 
     Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
-    beside a bfloat16 model they are cast where they are used, and their gradients are float32. The model runs through
-    moe_runtime from now on (`hf.experts.patch`) and refuses other implementations. Call it before DDP, FSDP2, torch.compile or
-    the optimizer see the model, and after `shard_experts`; where experts that are spread are all that trains, DDP has nothing
-    to do and says so: call the model itself.
+    beside a bfloat16 model they are cast where they are used, and their gradients are float32. (A float32 model under autocast
+    keeps a cast copy of every stack until the backward pass: load it in bfloat16 and give dtype=torch.float32.) The model runs
+    through moe_runtime from now on (`hf.experts.patch`) and refuses other implementations, and save_pretrained, which would
+    write what from_pretrained reads as the base.
 
-    Raises ValueError, before anything is changed, for unknown layers or ids, experts that are sharded, adapted or quantized,
-    and a model whose rows train already.
+    Call it before DDP, FSDP2, torch.compile or the optimizer see the model, and after `shard_experts` and PEFT's adapters, that
+    freeze what is there; where experts that are spread are all that trains, DDP has nothing to do and says so: call the model
+    itself. What trains in one FSDP2 group has one dtype: if more than rows in another dtype trains, make each experts module
+    a group of its own, or name its class to accelerate beside the layers'.
+
+    Raises ValueError, before anything is changed, for unknown layers or ids, experts that are sharded, adapted, quantized, not
+    loaded, offloaded or tied to another layer's, and a model whose rows train already.
     """
     layers = _layers_of(model)
     experts = _checked(layers, experts, dtype)
@@ -110,7 +117,7 @@ def freeze_for_esft(
     """
     layers = _layers_of(model)
     experts = _checked(layers, _with_shared(layers, experts, shared_experts), dtype)
-    shared = tuple(name for name, _ in model.named_modules() if SHARED.search(plain_name(name)))
+    shared = _shared_mlps(model, layers)
     stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
     trains, parameters = {}, dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -123,6 +130,12 @@ def freeze_for_esft(
     for name, parameter in parameters.items():
         parameter.requires_grad_(trains[name])
     return _receipt(model, shared if shared_experts else ())
+
+
+def _shared_mlps(model: nn.Module, layers: dict[int, _Layer]) -> tuple[str, ...]:
+    """Return the paths of the MLPs beside the experts: by name or, as in Gemma 4, as the `mlp` of the experts' own block."""
+    beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
+    return tuple(name for name, _ in model.named_modules() if name in beside or SHARED.search(plain_name(name)))
 
 
 def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
@@ -181,7 +194,7 @@ def drop_rows(model: nn.Module) -> None:
 
 def _layers_of(model: nn.Module, fresh: bool = True) -> dict[int, _Layer]:
     """Return the layers with experts by number; with `fresh`, raise ValueError if rows of `model` train already."""
-    if fresh and any(STATE in module.__dict__ for module in model.modules()):
+    if fresh and any(STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()):
         raise ValueError("the model trains rows already; want fold_rows(model) or drop_rows(model) first")
     paths, layers = {module: name for name, module in model.named_modules()}, {}
     for number, layer in numbered_layers(model).items():
@@ -220,8 +233,19 @@ def _checked(layers: dict[int, _Layer], experts: Mapping, dtype: torch.dtype | N
             )
         if ids:
             _check_stacks(layers[number])
+            _check_untied(layers, number)
             checked[number] = ids
     return checked
+
+
+def _check_untied(layers: dict[int, _Layer], number: int) -> None:
+    own = {id(getattr(layers[number].module, name)) for name in layers[number].names}
+    for other, layer in layers.items():
+        for name in layer.names:
+            if other != number and id(getattr(layer.module, name)) in own:
+                raise ValueError(
+                    f"{name} of layer {number} is layer {other}'s too; want stacks of its own, or an expert would move in both"
+                )
 
 
 def _check_stacks(layer: _Layer) -> None:
@@ -234,6 +258,12 @@ def _check_stacks(layer: _Layer) -> None:
             raise ValueError(
                 f"{layer.name}.{name} is {got}; want one of floats, neither quantized nor held by an engine"
             )
+        # ranks that load nothing and wait for the first one's weights
+        if stack.is_meta and not is_fsdp_enabled():
+            raise ValueError(
+                f"{layer.name}.{name} is on the meta device; want weights that stay where they are; load the model with "
+                "from_pretrained and without offloading"
+            )
         if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
             raise ValueError(f"{layer.name}.{name} is sharded; want train_rows before FSDP2, and after shard_experts")
     if getattr(layer.module, "_is_expert_parallel", False):
@@ -244,7 +274,7 @@ def _check_stacks(layer: _Layer) -> None:
 
 def _split(model: nn.Module, layers: dict[int, _Layer], experts: dict, dtype, before: dict[str, bool]) -> None:
     """Put the rows apart, all of them or, where one does not fit into the memory, none."""
-    _check_unwrapped(model)
+    check_unwrapped(model)
     patched = all(not stock.is_experts(m) or m.config._experts_implementation == stock.NAME for m in model.modules())
     if experts:
         stock.patch(model)
@@ -253,6 +283,7 @@ def _split(model: nn.Module, layers: dict[int, _Layer], experts: dict, dtype, be
     try:
         for number, ids in experts.items():
             _split_layer(model, layers[number], ids, dtype)
+        _guard(model)
     except BaseException:
         drop_rows(model)
         raise
@@ -269,7 +300,28 @@ def _split_layer(model: nn.Module, layer: _Layer, ids: tuple[int, ...], dtype: t
         layer.module.register_forward_pre_hook(_refuse_others)
 
 
-def _check_unwrapped(model: nn.Module) -> None:
+def _guard(model: nn.Module) -> None:
+    """Make the parts of `model` that hold rows refuse save_pretrained; `shard_experts` has seen to that already."""
+    for module in model.modules():
+        saves = hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
+        if saves and any(trainable.split_of(part) is not None for part in module.modules()):
+            module.save_pretrained = functools.partial(_refuse_to_save, module)
+
+
+def _refuse_to_save(module: nn.Module, *_, **__) -> None:
+    raise ValueError(
+        f"some experts of {type(module).__name__} train apart, and from_pretrained would read what they were; want "
+        "fold_rows(model) first, or esft.train_only, which saves an adapter"
+    )
+
+
+def unguard(module: nn.Module) -> None:
+    """Let `module` save as its class does, where train_rows has forbidden it."""
+    if getattr(module.__dict__.get("save_pretrained"), "func", None) is _refuse_to_save:
+        del module.save_pretrained
+
+
+def check_unwrapped(model: nn.Module) -> None:
     """Raise ValueError for a model whose parameters others hold: DDP, FSDP2, transformers' tensor parallelism."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import; nobody holds anything without it
     held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
@@ -296,14 +348,17 @@ def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
     for module in model.modules():
         if STATE in module.__dict__:
             return module, module.__dict__[STATE]
+    if any(trainable.split_of(module) is not None for module in model.modules()):
+        return model, _Before(True, {})  # PEFT has unloaded the wrapper that knew
     raise ValueError(f"model is {type(model).__name__}, of which no rows train; want one that train_rows has changed")
 
 
 def _undo(model: nn.Module, rejoin) -> None:
-    _check_unwrapped(model)
+    check_unwrapped(model)
     inner, before = _state_of(model)
     forget_compiled()
     for name, module in inner.named_modules():
+        unguard(module)
         if trainable.split_of(module) is None:
             continue
         if is_distributed(module.down_proj):
@@ -317,7 +372,7 @@ def _undo(model: nn.Module, rejoin) -> None:
         stock.unpatch(inner)
     for name, parameter in inner.named_parameters():
         parameter.requires_grad_(before.requires_grad.get(plain_name(name), parameter.requires_grad))
-    delattr(inner, STATE)
+    inner.__dict__.pop(STATE, None)
 
 
 def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:

@@ -11,13 +11,17 @@ resumption are transformers' own. MoESFTTrainer and train_command are in moe_run
 
 import csv
 import functools
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from moe_runtime.files import read_json
 from moe_runtime.hf import adapters, outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
@@ -109,6 +113,7 @@ class _MoETrainer:
             # before transformers' class, since TRL reads the config when it is made
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         super().__init__(*args, **kwargs)
+        self._check_training()
         self.stop_on_nan = stop_on_nan
         self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._row_ids: torch.Tensor | None = None
@@ -132,6 +137,19 @@ class _MoETrainer:
             raise ValueError(
                 f"label_smoothing_factor is {self.args.label_smoothing_factor}, compute_loss_func is "
                 f"{self.compute_loss_func}; want 0 and None with a balance loss, which they would leave out"
+            )
+
+    def _check_training(self) -> None:
+        """Raise ValueError for a model that trains experts apart, as esft.train_only makes it, but cannot as it is now."""
+        adapters.check_trains(self.model)
+        if adapters.training_of(self.model) is not None and adapters.is_split(self.model):
+            from moe_runtime.hf.expert_parallel import NoCheckpoints
+
+            self.remove_callback(NoCheckpoints)  # save_model gathers on every rank
+        if adapters.needs_autocast(self.model) and not (self.args.bf16 or self.args.fp16):
+            raise ValueError(
+                "bf16 is False, what trains beside the experts has another dtype than the rest of the model; want bf16=True, "
+                "or esft.train_only without dtype"
             )
 
     def _ranks(self, num_items_in_batch) -> int:
@@ -186,11 +204,14 @@ class _MoETrainer:
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; of a model that trains experts apart, those alone, under FSDP too."""
-        if self.is_fsdp_enabled and adapters.training_of(self.model) is not None:
-            # where Trainer writes what it split, and no model
-            adapters.save_trained(self.model, output_dir or self.args.output_dir, is_main_process=self.args.should_save)
-        super().save_model(output_dir, _internal_call)
+        """Save as transformers does; of a model that trains experts apart, those alone, where they are spread too."""
+        if adapters.training_of(self.model) is None or not (self.is_fsdp_enabled or adapters.is_split(self.model)):
+            super().save_model(output_dir, _internal_call)
+            return
+        # Trainer's own would write the parts, or gather the whole model, or wait on one rank for the others
+        self._save(output_dir, state_dict=adapters.gathered(self.model, keep=self.args.should_save))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Load as transformers does; of a model that trains experts apart, what such a model saves: those alone."""
@@ -205,10 +226,8 @@ class _MoETrainer:
     def _load_adapter(self, folder: str | Path) -> bool:
         """Load the checkpoint of a model that trains experts apart; False, with nothing done, for another model.
 
-        Raises ValueError for a checkpoint of the other kind.
+        Raises ValueError for a checkpoint of the other kind, or of other experts.
         """
-        if self.is_fsdp_enabled:  # whose checkpoints hold all parameters, under their own names
-            return False
         trains_apart = adapters.training_of(self.model) is not None
         if trains_apart != (Path(folder) / adapters.CONFIG).is_file():
             kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
@@ -216,9 +235,11 @@ class _MoETrainer:
                 f"checkpoint is {folder}, of a model that trains {kinds[trains_apart]}, this one trains "
                 f"{kinds[not trains_apart]}; want both alike"
             )
-        if trains_apart:
+        if trains_apart and not self.is_fsdp_enabled:
             adapters.load_trained(self.model, folder)
-        return trains_apart
+        elif trains_apart:  # FSDP's own files have rows, and no word of whose they are
+            _check_experts(adapters.training_of(self.model).config, folder)
+        return trains_apart and not self.is_fsdp_enabled
 
     def _not_finite(self, what: str, want: str) -> str:
         rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
@@ -253,6 +274,17 @@ def _collate_with_row_ids(collator, rows: list[dict]):
     batch = collator([{name: value for name, value in row.items() if name != ROW_ID} for row in rows])
     batch[ROW_ID] = ids
     return batch
+
+
+def _check_experts(config: Mapping[str, Any], folder: str | Path) -> None:
+    """Raise ValueError if the checkpoint is of other experts than `config`, or has their rows in another order."""
+    saved, own = read_json(Path(folder) / adapters.CONFIG), json.loads(json.dumps(config))
+    for name in ("experts", "shared_experts", "non_expert_modules"):
+        if saved.get(name) != own.get(name):
+            raise ValueError(
+                f"{name} is {own.get(name)}, in the checkpoint {folder} {saved.get(name)}; want the same, in the same order; "
+                "make the model ready with the selection in expert_cfg.json there"
+            )
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

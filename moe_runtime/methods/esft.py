@@ -22,12 +22,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_runtime.files import check_out_dir
+from moe_runtime.files import check_out_dir, read_json
 from moe_runtime.hf import adapters, trainable
-from moe_runtime.hf.adapters import load_trained as load_trained
 from moe_runtime.hf.layers import plain_name
 from moe_runtime.methods.esft_adapters import APPLIED, Adapter, apply, from_config, load_adapter, remove, to_config
-from moe_runtime.methods.esft_base import base_of
+from moe_runtime.methods.esft_base import base_of, check_base
 from moe_runtime.methods.esft_folders import merge_folder as merge
 from moe_runtime.methods.esft_scores import ExpertScores, score_experts
 from moe_runtime.methods.esft_selection import ExpertSelection, check_selection, random_experts, select_experts
@@ -48,11 +47,14 @@ def train_only(
     """Make `model` train the experts of `selection` alone, in place: they lie apart from the stacks, all else is frozen.
 
     The two flags, the selection's unless given, add the paper's other settings (Table 3): the MLPs that all tokens go
-    through, and all that is no expert. `dtype` is that of the trained experts, the stacks' unless given: float32 beside
-    a bfloat16 model. Call it after `shard_experts`, and before DDP, FSDP2 or the optimizer see the model. Until `fold`
-    or `drop`, save_pretrained writes the adapter, in a Trainer's checkpoints too. Raises ValueError, with the model
-    untouched, for unknown layers or ids, and for a model that trains experts already or has an adapter in it.
+    through, and all that is no expert. `dtype` is that of all that trains, its own unless given: float32 beside a
+    bfloat16 model. Experts are cast where they are used; with what trains beside them such a model runs under autocast
+    only (bf16=True in a trainer) until `fold` or `drop`. Call it after `shard_experts`, and before DDP, FSDP2 or the
+    optimizer see the model. Until the end save_pretrained writes the adapter, in a Trainer's checkpoints too. Raises
+    ValueError, with the model untouched, for unknown layers or ids, PEFT's adapters among what is to train, and for a
+    model that trains experts already, has an adapter in it or is wrapped.
     """
+    trainable.check_unwrapped(model)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
     if (there := adapters.holder(model, APPLIED)) is not None:
@@ -66,14 +68,36 @@ def train_only(
         raise ValueError(
             "selection has no experts, shared_experts and non_expert_modules are False; want something to train"
         )
-    base = base_of(model)
+    if selection.non_expert_modules and (adapted := next(filter(_is_peft, dict(model.named_parameters())), None)):
+        raise ValueError(
+            f"model has PEFT's {adapted}, non_expert_modules is True; want a model without adapters, or that flag off"
+        )
+    base = base_of(model, selection.experts)
     receipt = trainable.freeze_for_esft(
         model, selection.experts, selection.shared_experts, selection.non_expert_modules, dtype=dtype
     )
     rows = {id(p) for module in adapters.split_modules(model).values() for p in module.parameters(recurse=False)}
     others = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in rows]
-    adapters.mark(model, to_config(selection, base), tuple(others))
+    adapters.mark(model, to_config(selection, base), tuple(others), dtype)
     return receipt
+
+
+def _is_peft(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name
+
+
+def load_trained(model: nn.Module, folder: str | Path) -> None:
+    """Read back what `save_adapter` or a checkpoint wrote, to go on training; `model` trains the same.
+
+    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
+    trains, by name and shape, and for an adapter of another base.
+    """
+    training, path = adapters.training_of(model), Path(folder) / adapters.CONFIG
+    if training is not None and path.is_file():
+        theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), training.config))
+        if theirs is not None and own is not None:
+            check_base(theirs, own, str(folder))
+    adapters.load_trained(model, folder)
 
 
 def adapter_of(model: nn.Module) -> Adapter:
@@ -81,7 +105,8 @@ def adapter_of(model: nn.Module) -> Adapter:
 
     Of a model that is split over processes, every process must call. Raises ValueError for any other model.
     """
-    return _adapter(model, {name: tensor.clone() for name, tensor in _trained(model).items()})
+    _check_training(model)
+    return _adapter(model, {name: tensor.clone() for name, tensor in adapters.trained_tensors(model).items()})
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -91,22 +116,23 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
     writes, and where the model is split every one must call. Raises ValueError for a model that `train_only` has not
     made ready, and for a folder that exists.
     """
+    _check_training(model)
+    adapters.check_trains(model)
     is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     # elsewhere only before a gathering: rank 0 may have written it already
     if is_main or any(hasattr(parameter, "placements") for parameter in model.parameters()):
         check_out_dir(folder, overwrite)
-    tensors = _trained(model)
+    found = adapters.gathered(model, keep=is_main)
     if is_main:
-        _adapter(model, tensors).save(folder, overwrite=overwrite)
+        _adapter(model, adapters.trained_tensors(model, found)).save(folder, overwrite=overwrite)
     return Path(folder)
 
 
-def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+def _check_training(model: nn.Module) -> None:
     if adapters.training_of(model) is None:
         raise ValueError(
             f"model is {type(model).__name__}, which trains no experts apart; want one after esft.train_only"
         )
-    return adapters.trained_tensors(model)
 
 
 def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
@@ -131,9 +157,6 @@ def drop(model: nn.Module) -> None:
 
 
 def _end(model: nn.Module, how: Callable[[nn.Module], None]) -> None:
-    if adapters.training_of(model) is None:
-        raise ValueError(
-            f"model is {type(model).__name__}, which trains no experts apart; want one after esft.train_only"
-        )
+    _check_training(model)
     how(model)
     adapters.unmark(model)

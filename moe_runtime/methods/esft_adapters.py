@@ -25,6 +25,7 @@ from moe_runtime.hf.experts import FLOATS
 from moe_runtime.hf.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.methods.esft_base import base_of, check_base, describe
 from moe_runtime.methods.esft_selection import ExpertSelection, check_selection
+from moe_runtime.modules.trainable import split_of
 
 OURS = "moe_runtime"  # key of expert_cfg.json for what the official file has not
 APPLIED = "moe_runtime_applied"  # attribute of a model that an adapter is in: what was there before
@@ -132,6 +133,13 @@ def _check_names(adapter: Adapter) -> None:
     # our own layers keep their shared expert in the stack
     if extra and not adapter.selection.shared_experts:
         raise ValueError(f"{adapter.source} has expert {extra[0][1]} of layer {extra[0][0]}, which its selection lacks")
+    names = [expert for name in adapter.tensors if (expert := parse_name(name)) is not None]
+    twice = {(n.layer, n.expert, n.part): n.path for n in names}
+    if odd := next((n for n in names if twice[n.layer, n.expert, n.part] != n.path), None):
+        raise ValueError(
+            f"{adapter.source} has expert {odd.expert} of layer {odd.layer} at {odd.path} and at "
+            f"{twice[odd.layer, odd.expert, odd.part]}; want it once"
+        )
     kinds = {frozenset(parts) for experts in found.values() for parts in experts.values()}
     if len(kinds) > 1:
         layer, e = next(
@@ -220,7 +228,8 @@ def _stack_changes(
 def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = True) -> list[Change]:
     """Return what an adapter would replace in `model`; raises ValueError unless it is the base that it belongs to."""
     if adapter.base is not None:
-        check_base(adapter.base, base_of(model) if check_weights else describe(model), adapter.source)
+        own = base_of(model, adapter.selection.experts) if check_weights else describe(model)
+        check_base(adapter.base, own, adapter.source)
     changes = list(changes_of(model, adapter))
     for change in changes:
         parameter = change.parameter
@@ -241,8 +250,8 @@ def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: boo
     another config, other experts' shapes or other weights, for unknown layers, ids or parameters, and for a model that
     has an adapter in it or trains one.
     """
-    adapter = as_adapter(adapter)
-    if adapters.training_of(model) is not None:
+    model, adapter = _unwrapped(model), as_adapter(adapter)
+    if adapters.training_of(model) is not None or any(split_of(module) is not None for module in model.modules()):
         raise ValueError(f"model trains experts apart, adapter is {adapter.source}; want esft.fold or esft.drop before")
     if (there := adapters.holder(model, APPLIED)) is not None:
         raise ValueError(
@@ -259,6 +268,10 @@ def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: boo
     for change in changes:
         _put(change.parameter, change.ids, change.values(adapter))
     return adapter
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 class Applied(NamedTuple):

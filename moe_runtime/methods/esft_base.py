@@ -6,13 +6,13 @@ expert_cfg.json, in the clear, so that an error can say what differs.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_runtime.hf.adapters import layout_of, stack_parts
+from moe_runtime.hf.adapters import experts_path, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.hf.layers import experts_module, numbered_layers, plain_name
 
 # what a model computes depends on these; names that a config lacks are left out, and versions of transformers may add some
@@ -70,9 +70,34 @@ def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def base_of(model: nn.Module) -> dict[str, Any]:
-    """Return `describe` with a sample of the weights: what an adapter says of its base."""
-    return describe(model) | {"weights": sample_weights(sampled_parameters(model))}
+def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Return an expert of each layer, the first routed one that is not in `trained`; none where all are."""
+    found = {}
+    for number, layer in numbered_layers(model).items():
+        left = (e for e in range(layer.num_shared, layer.num_experts) if e not in trained.get(number, ()))
+        if (expert := next(left, None)) is not None:
+            found[number] = expert
+    return found
+
+
+def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, torch.Tensor]:
+    """Return the matrices of one expert of each layer, by an adapter's names; views."""
+    layers, found = numbered_layers(model), {}
+    for number, e in experts.items():
+        module, path = experts_module(model, layers[number]), experts_path(layers[number])
+        layout = layout_of(module)
+        for name in stack_parts(layout):
+            stack = getattr(module, name)
+            if not (hasattr(stack, "placements") or stack.is_meta):
+                found |= {f"{path}.{e}.{part}": view for part, view in split_row(layout, name, stack[e]).items()}
+    return found
+
+
+@torch.no_grad()
+def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None) -> dict[str, Any]:
+    """Return `describe` with a sample of the weights: what an adapter that trains these experts says of its base."""
+    matrices = expert_matrices(model, sampled_experts(model, trained or {}))
+    return describe(model) | {"weights": sample_weights(sampled_parameters(model) | matrices)}
 
 
 def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
@@ -96,16 +121,25 @@ def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -
                 f"{source} is for a base with experts in layer {missing}, the model has none there; want that base"
             )
     ours, theirs = base.get("weights", {}), model.get("weights", {})
-    pairs = [pair for name in ours if name in theirs for pair in zip(ours[name], theirs[name], strict=False)]
+    both = [name for name in ours if name in theirs]
+    # apart: a base may differ in its experts alone
+    for kind, is_expert in (("weights", False), ("experts", True)):
+        names = [name for name in both if (parse_name(name) is not None) == is_expert]
+        pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
+        different = _different(pairs)
+        if different > DIFFERENT:
+            raise ValueError(
+                f"{source} is for a base with other {kind}: {different:.0%} of {len(pairs)} weights that were looked at differ "
+                "from the model's; want the base that it was trained on; check_weights=False leaves this out"
+            )
+
+
+def _different(pairs: list[tuple[float, float]]) -> float:
+    """Return which share of pairs of weights are two bfloat16 numbers."""
     if not pairs:
-        return
+        return 0.0
     ours, theirs = torch.tensor(pairs, dtype=torch.float64).to(torch.bfloat16).unbind(1)
-    different = (ours != theirs).double().mean().item()
-    if different > DIFFERENT:
-        raise ValueError(
-            f"{source} is for a base with other weights: {different:.0%} of {len(pairs)} that were looked at differ from "
-            "the model's; want the base that it was trained on; check_weights=False leaves this out"
-        )
+    return (ours != theirs).double().mean().item()
 
 
 def _say(value: Any) -> str:

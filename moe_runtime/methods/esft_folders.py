@@ -13,11 +13,13 @@ from torch import nn
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.hf import folders
+from moe_runtime.hf.adapters import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.hf.configuration import SHIM
 from moe_runtime.hf.experts import FLOATS
+from moe_runtime.hf.layers import experts_module, numbered_layers
 from moe_runtime.hf.saved_form import skeleton, to_saved
 from moe_runtime.methods.esft_adapters import Adapter, Change, as_adapter, changes_of
-from moe_runtime.methods.esft_base import check_base, describe, sample_weights
+from moe_runtime.methods.esft_base import SAMPLED, check_base, describe, sample_weights, sampled_experts
 from moe_runtime.methods.xft_folders import SHARD, Progress
 
 _FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
@@ -90,9 +92,12 @@ def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights:
 def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_weights: bool) -> "_Plan":
     """Check an adapter against its base's folder and return what it changes there."""
     if adapter.base is not None:
-        weights = _sample(model, adapter, checkpoint) if check_weights else {}
-        check_base(adapter.base, describe(model) | {"weights": weights}, adapter.source)
-    return _Plan(model, adapter, checkpoint.specs(), str(checkpoint.path))
+        check_base(adapter.base, described := describe(model), adapter.source)
+    plan = _Plan(model, adapter, checkpoint.specs(), str(checkpoint.path))
+    if adapter.base is not None and check_weights:
+        weights = _sample(model, adapter, checkpoint) | _sample_experts(plan, checkpoint)
+        check_base(adapter.base, described | {"weights": weights}, adapter.source)
+    return plan
 
 
 def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
@@ -106,6 +111,35 @@ def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[
     return sample_weights(read, lambda name: checkpoint.get_rows(keys[name], read[name].shape[0] // 2))
 
 
+def _sample_experts(plan: "_Plan", checkpoint: Checkpoint) -> dict[str, list[float]]:
+    """Take from the folder what `esft_base.expert_matrices` and `sample_weights` take from a model."""
+    layers, sample = numbered_layers(plan.model), {}
+    for number, e in sampled_experts(plan.model, plan.adapter.selection.experts).items():
+        module, path = experts_module(plan.model, layers[number]), experts_path(layers[number])
+        layout = layout_of(module)
+        for name in stack_parts(layout):
+            stack = getattr(module, name)
+            change = Change(f"{path}.{name}", stack, (e,), number, layout)
+            # a row of numbers shows where its weights lie in the folder
+            row = torch.arange(stack[0].numel(), dtype=torch.int32).view(stack.shape[1:])
+            saved = {key: plan.saved_row(rows, row) for key, rows in plan.rows_of(change).items()}
+            for part, matrix in split_row(layout, name, row).items():
+                if f"{path}.{e}.{part}" in plan.adapter.base.get("weights", {}):
+                    places = matrix[matrix.shape[0] // 2].flatten()[:SAMPLED].tolist()
+                    values = [_weight(checkpoint, saved, e, place) for place in places]
+                    sample[f"{path}.{e}.{part}"] = values
+    return sample
+
+
+def _weight(checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]], expert: int, place: int) -> float:
+    """Read the weight that is number `place` of an expert's row, of which `saved` has the numbers by the folder's names."""
+    key, stacked, at = next(
+        (key, stacked, at.tolist()) for key, (stacked, numbers) in saved.items() for at in (numbers == place).nonzero()
+    )
+    first, *rest = (expert, *at) if stacked else at
+    return checkpoint.get_rows(key, first)[tuple(rest)].double().item()
+
+
 class _Plan:
     """Which tensors of a folder an adapter changes, and to what."""
 
@@ -115,7 +149,7 @@ class _Plan:
         changes = list(changes_of(model, adapter))
         for change in changes:
             if change.ids is not None:
-                self.rows |= self._rows(change)
+                self.rows |= self.rows_of(change)
         self.others = self._others([change.name for change in changes if change.ids is None])
         for key in (*self.rows, *self.others):
             if specs[key].dtype not in FLOATS:
@@ -142,11 +176,15 @@ class _Plan:
 
     def _row(self, rows: _Rows, expert: int) -> torch.Tensor:
         """Return one expert's values as the folder has them."""
-        row = rows.change.values(self.adapter, expert)
-        saved = row if rows.saved is None else to_saved(self.model, {rows.change.name: row})[rows.saved]
-        return saved[0] if rows.stacked else saved
+        return self.saved_row(rows, rows.change.values(self.adapter, expert)[0])[1]
 
-    def _rows(self, change: Change) -> dict[str, _Rows]:
+    def saved_row(self, rows: _Rows, row: torch.Tensor) -> tuple[bool, torch.Tensor]:
+        """Return whether a row of the model's stack lies in a stack of the folder, and the row as it lies there."""
+        row = row[None]
+        saved = row if rows.saved is None else to_saved(self.model, {rows.change.name: row})[rows.saved]
+        return rows.stacked, saved[0] if rows.stacked else saved
+
+    def rows_of(self, change: Change) -> dict[str, _Rows]:
         """Find the tensors of the folder in which the rows of a stack lie."""
         name, stack, ids, *_ = change
         found, shapes = {}, {}

@@ -17,6 +17,7 @@ from moe_runtime import data
 from moe_runtime.config import check_positive
 from moe_runtime.files import atomic_write_json, check_out_dir, read_json
 from moe_runtime.hf import experts, fit, folders, ranks
+from moe_runtime.hf.recording import last_checkpoint
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft_folders import check_fit
@@ -27,7 +28,8 @@ from moe_runtime.methods.stage_folders import fingerprint, remove
 
 VALIDATION = 0.02  # of the rows, where there are no others (the released code's)
 DROP_BOS = 0.2
-CHUNK = 256  # rows that are tokenized at once
+HALF = ("float16", "bfloat16")
+NOT_COMPARED = ("per_device_batch_size",)  # settings of a training that a run may go on with another of
 
 
 def score_folder(
@@ -58,10 +60,12 @@ def score_folder(
     model, tokenizer = _load(source, prompt)
     longest = n_tokens if packed else max_length
     ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
-    batches = sample_batches(ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed)
     process = ranks.state()
-    own = [batch for place, batch in enumerate(batches) if place % process.num_processes == process.process_index]
-    scores = esft.score_experts(model, own, n_tokens, variant=variant, log_dir=logs, pairs=pairs)
+    batches = sample_batches(
+        ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed,
+        part=(process.process_index, process.num_processes),
+    )  # fmt: skip
+    scores = esft.score_experts(model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True)
     if process.is_main_process:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         scores.save(out)
@@ -99,7 +103,8 @@ def train_folder(
 ) -> TrainingReceipt:
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
-    `dtype` is that of the trained experts, the model's unless given. The loss is taken on `held_out` rows or, without
+    `dtype` is that of all that trains: unless given the model's, but float32 for one in bfloat16 or float16, which would
+    round the steps of a small learning rate away. The loss is taken on `held_out` rows or, without
     any, on one in fifty of `rows`. With training.save_steps a checkpoint goes to `out`-checkpoints now and then, from
     which the same call goes on, and which goes away at the end. Every process of a run calls. Raises ValueError, with
     nothing written, for what cannot be read or trained, for an existing target, and for checkpoints of another call.
@@ -110,12 +115,15 @@ def train_folder(
     check_out_dir(out, overwrite)
     check_positive("max_length", max_length)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
-    settings = {"selection": selection.to_dict(), "training": asdict(training), "dtype": dtype, "seed": seed}
+    compared = {name: value for name, value in asdict(training).items() if name not in NOT_COMPARED}
+    settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
     settings |= {"data": [str(rows), fingerprint(rows), str(held_out), held_out and fingerprint(held_out)]}
-    settings |= {"source": str(source), "rows": [max_length, packed, prompt]}
+    settings |= {"source": [str(source), fingerprint(source)], "rows": [max_length, packed, prompt]}
     _check_checkpoints(checkpoints, settings)
     model, tokenizer = _load(source, prompt)
     train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt)
+    if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
+        dtype = "float32"
     receipt = esft.train_only(model, selection, dtype=None if dtype is None else getattr(torch, dtype))
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
@@ -200,12 +208,13 @@ def _tokenized(tokenizer, rows, prompt: str, max_length: int, limit: int | None 
 
 
 def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[list[int]]:
-    """Tokenize the first rows, as many as `n_tokens` take, each cut at `longest`."""
+    """Tokenize the first rows, as many as `n_tokens` take, each cut at `longest`; all tokens count, prompts' too."""
     ids: list[list[int]] = []
-    for first in range(0, len(rows), CHUNK):
-        part = rows.select(range(first, min(first + CHUNK, len(rows))))
-        ids += _tokenized(tokenizer, part, prompt, longest)["input_ids"]
-        if sum(map(len, ids)) >= n_tokens:
+    left = n_tokens
+    for row in data.token_ids(tokenizer, (data.put_prompt(row, prompt) for row in rows), longest):
+        ids.append(row)
+        left -= len(row)
+        if left <= 0:
             break
     return ids
 
@@ -224,9 +233,12 @@ def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt
 
 
 def _check_checkpoints(folder: Path, settings: Mapping) -> None:
-    """Raise ValueError if a folder has checkpoints of a call with other settings."""
+    """Raise ValueError if a folder has checkpoints of a call with other settings, or what is not from such a call."""
     if folder.is_dir() and any(folder.iterdir()):
-        kept = read_json(folder / "settings.json") if (folder / "settings.json").is_file() else {}
+        is_ours = (folder / "settings.json").is_file()
+        if is_ours and last_checkpoint(folder) is None:
+            return
+        kept = read_json(folder / "settings.json") if is_ours else {}
         different = [name for name in settings if kept.get(name) != _as_json(settings[name])]
         if different:
             raise ValueError(

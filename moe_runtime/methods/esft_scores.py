@@ -207,22 +207,23 @@ def score_experts(
     variant: str = "v1",
     log_dir: str | os.PathLike | None = None,
     pairs: bool = False,
+    per_process: bool = False,
 ) -> ExpertScores:
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
 
     A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens that are no padding count,
     prompt and response, and of the batch that goes beyond `n_tokens` the first ones. `log_dir` also writes the official
     logs, a new folder; `pairs` counts what `group_size` needs. With torch.distributed every process brings data of its
-    own (as accelerate prepares a loader) and its share of the tokens, and all return the same scores. Works on stock
-    models and our own, whose shared expert has none. Raises ValueError for a model without experts and for data without
-    tokens.
+    own (as accelerate prepares a loader) and its share of the tokens, with `per_process` up to `n_tokens` each; all
+    return the same scores. Works on stock models and our own, whose shared expert has none. Raises ValueError for a
+    model without experts, and for data without tokens.
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
     ranks, rank = feed.ranks()
-    if n_tokens < ranks:
+    if n_tokens < ranks and not per_process:
         raise ValueError(f"n_tokens is {n_tokens}, of {ranks} processes; want at least one for each")
-    own = n_tokens // ranks + (rank < n_tokens % ranks)
+    own = n_tokens if per_process else n_tokens // ranks + (rank < n_tokens % ranks)
     modes = [(module, module.training) for module in model.modules()]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_log_folder(log_dir, ranks, rank))
@@ -248,11 +249,13 @@ def sample_batches(
     packed: bool = True,
     batch_size: int = 1,
     seed: int = SEED,
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an order drawn by `seed`.
 
     `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default (the paper, Sec. 4.2);
-    else each row is a sample, cut at `length` (the released script). Stops at `n_tokens`, or where the rows end.
+    else each row is a sample, cut at `length` (the released script). Stops at `n_tokens`, or where the rows end. Of
+    several processes, `part` = (rank, ranks), each gets its samples of them: score_experts(..., per_process=True).
     """
     for name, value in (("n_tokens", n_tokens), ("length", length), ("batch_size", batch_size)):
         check_positive(name, value)
@@ -270,7 +273,8 @@ def sample_batches(
     if packed:
         flat = [token for sample in samples for token in sample]
         samples = [flat[i : i + length] for i in range(0, len(flat), length)]
-    return _padded_batches([sample for sample in samples if sample], batch_size)
+    rank, ranks = part
+    return _padded_batches([sample for sample in samples if sample][rank::ranks], batch_size)
 
 
 def _padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:

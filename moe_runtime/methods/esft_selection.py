@@ -111,7 +111,7 @@ def select_experts(
     scores: ExpertScores,
     p: float,
     score: str = "gate",
-    variant: str = "v1",
+    variant: str | None = None,
     *,
     shared_experts: bool = False,
     non_expert_modules: bool = False,
@@ -121,20 +121,24 @@ def select_experts(
 ) -> ExpertSelection:
     """Take each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
+    `variant` is the scores' own unless given, v1 unless they were made otherwise.
     `round=4` rounds the scores first, as the official code does. An expert without a token is never taken, so a `p`
     that the layer's scores do not reach takes all that have one. `groups`, of each layer, come together, by the sum of
     their scores (App. B); `group_size` makes them by `group_experts` from the pairs that `scores` counted. Raises
-    ValueError for p outside (0, 1], a variant that the scores do not have, a layer without scores, and groups that are
-    no partition.
+    ValueError for p outside (0, 1], a variant that the scores do not have, a layer without scores, scores that are no
+    numbers, and groups that are no partition.
     """
     check_p(p)
     check_positive("group_size", group_size)
+    variant = scores.variant if variant is None else variant
     table = scores.scores(score, variant, round)
     if groups is None and group_size > 1:
         both = zip(scores.layers, _pairs(scores), strict=True)
         groups = {layer: group_experts(pairs, group_size, num_shared=scores.num_shared) for layer, pairs in both}
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
+        if not all(map(math.isfinite, row)):
+            raise ValueError(f"layer {layer} has {score} scores that are NaN or infinite; want numbers")
         if not any(row):
             raise ValueError(f"layer {layer} has no {score} scores above 0; want scores of every layer")
         routed = range(scores.num_shared, len(row))

@@ -20,14 +20,15 @@ from moe_runtime import config
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
 from moe_runtime.data import BUILT_IN, PROMPTS
 
-SHIPPED = Path(__file__).resolve().parents[1] / "recipes" / "xft"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+SHIPPED = RECIPES / "xft"
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
 
 
-class _Node:
-    """from_dict / to_dict of the nested dataclasses below."""
+class Node:
+    """from_dict / to_dict and change of a recipe and the dataclasses in it."""
 
     __slots__ = ()
 
@@ -54,9 +55,20 @@ class _Node:
         except ValueError as error:
             raise ValueError(f"{dot}{error}") from error
 
+    def change(self, **changes) -> "Node":
+        """Return a recipe with other values; keys are dotted, with __ for the dot: change(data__limit=8, seed=1)."""
+        values = self.to_dict()
+        for key, value in changes.items():
+            *path, last = key.split("__")
+            node = values
+            for part in path:
+                node = node[part]
+            node[last] = value.to_dict() if is_dataclass(value) else value
+        return type(self).from_dict(values)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data(_Node):
+class Data(Node):
     """Rows to tune on and rows to judge by."""
 
     train: str = BUILT_IN  # or a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
@@ -77,7 +89,7 @@ class Data(_Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pretrain(_Node):
+class Pretrain(Node):
     """A small Llama to start from, pre-trained here on the source text of Python's standard library."""
 
     vocab_size: int
@@ -99,7 +111,7 @@ class Pretrain(_Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training(_Node):
+class Training(Node):
     """One training. The defaults are the official XFT code's: Adafactor, a linear schedule, no clipping."""
 
     epochs: float | None = None
@@ -135,7 +147,7 @@ class Training(_Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ewa(_Node):
+class Ewa(Node):
     """The baseline of expert weight averaging; its training is that of `sft` unless given."""
 
     share: float = 0.3
@@ -149,7 +161,7 @@ class Ewa(_Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe(_Node):
+class Recipe(Node):
     """A whole run. `experts` holds MoEConfig's fields, without those that the base decides; a preset in it is resolved."""
 
     method: str = "xft"
@@ -177,17 +189,6 @@ class Recipe(_Node):
         if not 0 <= self.shared_rate <= 1:
             raise ValueError(f"shared_rate is {self.shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
         object.__setattr__(self, "experts", resolve_experts(self.experts))
-
-    def change(self, **changes) -> "Recipe":
-        """Return a recipe with other values; keys are dotted, with __ for the dot: change(data__limit=8, seed=1)."""
-        values = self.to_dict()
-        for key, value in changes.items():
-            *path, last = key.split("__")
-            node = values
-            for part in path:
-                node = node[part]
-            node[last] = value.to_dict() if is_dataclass(value) else value
-        return type(self).from_dict(values)
 
     @property
     def ewa_training(self) -> Training:
@@ -219,28 +220,55 @@ def resolve_experts(values: Mapping) -> dict:
     return values
 
 
-def shipped_recipes() -> list[str]:
-    """Return the names of the recipes that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+def shipped_recipes(method: str = "xft") -> list[str]:
+    """Return the names of a method's recipes that come with the package."""
+    return sorted(path.stem for path in (RECIPES / method).glob("*.yaml"))
 
 
-def load_recipe(path_or_name: str | Path) -> Recipe:
-    """Read a YAML file, or a shipped recipe by its name; raises ValueError with the file and the key of a mistake."""
-    path = Path(path_or_name)
-    if str(path_or_name) in shipped_recipes() and not path.is_file():
-        path = SHIPPED / f"{path_or_name}.yaml"
-    if not path.is_file():
-        raise ValueError(f"recipe is {str(path_or_name)!r}; want a YAML file, or one of {', '.join(shipped_recipes())}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML ({' '.join(str(error).split())}); want a recipe") from error
+def load_recipe(path_or_name: str | Path, kind: type[Node] | None = None):
+    """Read a YAML file, or a shipped recipe of the method by its name, as `kind`: Recipe unless given.
+
+    Raises ValueError with the file and the key of a mistake.
+    """
+    kind = kind or Recipe
+    path = recipe_path(path_or_name, kind.__dataclass_fields__["method"].default)
+    values = _read(path)
     try:
         if isinstance(values, Mapping):
             values = {"name": path.stem} | values
-        return Recipe.from_dict(values)
+        return kind.from_dict(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
+    """Return the file of a recipe: the path itself, or a shipped one by its name in the first of `methods` that has it.
+
+    A method's name may stand before it: esft/tiny.
+    """
+    known = {
+        f"{method}/{name}": RECIPES / method / f"{name}.yaml" for method in methods for name in shipped_recipes(method)
+    }
+    if Path(path_or_name).is_file():
+        return Path(path_or_name)
+    for name in (str(path_or_name), *(f"{method}/{path_or_name}" for method in methods)):
+        if name in known:
+            return known[name]
+    names = ", ".join(known if len(methods) > 1 else (path.stem for path in known.values()))
+    raise ValueError(f"recipe is {str(path_or_name)!r}; want a YAML file, or one of {names}")
+
+
+def method_of(path: Path) -> str:
+    """Return the method that a recipe's file names, xft unless it does."""
+    values = _read(path)
+    return values.get("method", "xft") if isinstance(values, Mapping) else "xft"
+
+
+def _read(path: Path):
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML ({' '.join(str(error).split())}); want a recipe") from error
 
 
 def _names(cls) -> list[str]:
@@ -254,7 +282,8 @@ def _required(f) -> bool:
 def _word(hint) -> str:
     """What a user calls a type."""
     words = {int: "an integer", float: "a number", str: "text", bool: "true or false", dict: "keys and values"}
-    parts = [part for part in typing.get_args(hint) or (hint,) if part is not type(None)]
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    parts = [typing.get_origin(part) or part for part in parts if part is not type(None)]
     return " or ".join(words.get(part, f"keys and values ({getattr(part, '__name__', part)})") for part in parts)
 
 
@@ -264,6 +293,11 @@ def _value(hint, value, name: str):
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
+        if typing.get_origin(kind) is dict:
+            if isinstance(value, Mapping):
+                of = typing.get_args(kind)[1]
+                return {str(key): _value(of, one, f"{name}.{key}") for key, one in value.items()}
+            continue
         if is_dataclass(kind):
             return value if isinstance(value, kind) else kind.from_dict(value, name)
         if kind is float and isinstance(value, str | int | float) and not isinstance(value, bool):

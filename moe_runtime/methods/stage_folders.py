@@ -27,8 +27,8 @@ class Result(NamedTuple):
     parameters: int
     active_parameters: int  # that a token passes through
     history: list  # (step, held-out loss)
-    alpha: list | None  # [L][E], mixing coefficients of a merged model
     steps_per_second: float
+    alpha: list | None = None  # [L][E], mixing coefficients of a merged model
 
 
 def hash_of(value) -> str:
@@ -67,12 +67,11 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
     ranks.agree()  # nobody reads before rank 0 has moved the folder in
 
 
-def read_result(folder: Path, **changes) -> Result:
-    """Read a stage's result.json; `changes` replace what is in it."""
-    values = read_json(folder / "result.json")
+def read_result(stage: Path, kind: type = Result, **changes):
+    """Read the result.json of a stage's folder as the NamedTuple `kind`; `changes` replace what is in it."""
+    values = read_json(stage / "result.json")
     values["history"] = [tuple(point) for point in values["history"]]
-    fields = {name: values[name] for name in Result._fields if name in values}
-    return Result(**fields | {"folder": folder / "model"} | changes)
+    return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
 
 
 def remove(folder: Path) -> None:

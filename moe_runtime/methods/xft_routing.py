@@ -21,8 +21,8 @@ from moe_runtime.config import check_positive
 from moe_runtime.files import read_json
 from moe_runtime.hf import ranks
 from moe_runtime.methods.recipe import Recipe
+from moe_runtime.methods.reports import environment, finite
 from moe_runtime.methods.stage_folders import fingerprint
-from moe_runtime.methods.xft_reports import environment, finite
 from moe_runtime.stats import collect_router_stats, load_entropy
 
 TOKENS = 16384

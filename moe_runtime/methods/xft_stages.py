@@ -5,17 +5,14 @@
          --moe--> --merge-->          upcycled and tuned; merged without training (INIT, uniform, given coefficients)
                   --mix-->            merged with learned coefficients: XFT's result
 
-OUT/<kind>-<hash>/ holds `model` and result.json, whole or not at all; the hash is over all that the stage depends on:
-settings, parents, data, seed. Under `accelerate launch` every process runs the same calls: all train, rank 0 writes.
+How they are kept, and what a hash is over: `stages`.
 """
 
 import math
 import platform
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,51 +26,36 @@ from moe_runtime.hf.modeling import moe_layers
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import baselines, stage_rows, xft, xft_folders
 from moe_runtime.methods.recipe import Recipe, Training, load_recipe, resolve_experts
-from moe_runtime.methods.stage_folders import Result, fingerprint, hash_of, made_once, read_result, remove
+from moe_runtime.methods.stage_folders import Result, fingerprint, hash_of
+from moe_runtime.methods.stages import KeptStages, course_of, loss_of, sizes_of
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
 
-FORMAT = 2  # part of every hash: a change of what a stage does gives new folders
-# how a training is carried out; the same up to rounding, but for a noisy gate, a balance loss and EWA, whose draws and means
-# are of the rows that a process takes at once
-NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
 
-
-class Stages:
+class Stages(KeptStages):
     """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
 
     `recipe` is a Recipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
     """
 
-    def __init__(self, recipe: Recipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
-        for module in ("accelerate", "datasets", "tokenizers"):
-            data.require(module)  # now, not after minutes of training
-        self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-        self.out, self.seed = Path(out), seed
-        self.is_main = ranks.state().is_main_process
-        self.say = say if self.is_main else lambda text: None
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"out is {out}, which is a file; want a folder")
-        for training in (self.recipe.sft, self.recipe.tune, self.recipe.mix, self.recipe.ewa_training):
-            trainers.check_training(**asdict(training))
-        trainers.quiet()
-        self._rows: dict = {}
-        self._key = ranks.agree(self._data_key())  # once, as the rows are read once
+    FORMAT = 2
 
-    @property
-    def tokenizer(self):
-        """The base's tokenizer; trained on the way where the recipe pre-trains a base."""
-        return self._data("tokenizer")
+    def __init__(self, recipe: Recipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
+        super().__init__(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), out, seed, say)
+
+    def trainings(self) -> tuple[Training, ...]:
+        """Return the recipe's trainings."""
+        return self.recipe.sft, self.recipe.tune, self.recipe.mix, self.recipe.ewa_training
 
     @property
     def train_rows(self):
         """The rows to tune on, tokenized."""
-        return self._data("train")
+        return self.part("train")
 
     @property
     def held_out(self):
         """The rows to judge by, tokenized; the same for every stage and seed."""
-        return self._data("held_out")
+        return self.part("held_out")
 
     def base(self) -> Result:
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as safetensors."""
@@ -95,7 +77,7 @@ class Stages:
                 steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
                 optimizer="adamw_torch", max_grad_norm=1.0,
             )  # fmt: skip
-            trained = self._train("base", model, blocks, training, folder, seed=pretrain.seed)
+            trained = self._train("base", model, blocks, self.held_out, training, folder, seed=pretrain.seed)
             return self._finish(model, trained, tmp / "model")
 
         settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
@@ -107,7 +89,7 @@ class Stages:
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            trained = self._train("sft", model, self.train_rows, training, folder)
+            trained = self._train("sft", model, self.train_rows, self.held_out, training, folder)
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("sft", "sft", self._settings(training), [base], make)
@@ -120,7 +102,7 @@ class Stages:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
-            trained = self._train("moe", model, self.train_rows, self.recipe.tune, folder)
+            trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
@@ -135,11 +117,11 @@ class Stages:
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(moe.folder, self.recipe.dtype)
             xft.to_mergeable(model, shared_rate=rate, soup=soup)
-            trained = self._train("mix", model, self.train_rows, training, folder)
+            trained = self._train("mix", model, self.train_rows, self.held_out, training, folder)
             layers = [module for module in model.modules() if isinstance(module, MergedMLP)]
             logits = [ranks.whole(layer.mixing_logits) for layer in layers]
             alpha = [mixing(row, None if soup else rate).tolist() for row in logits]
-            course = _course(trained)
+            course = course_of(trained)
             del model, layers, trained  # before the dense model takes its memory
             self._merge(moe, tmp / "model", alpha=alpha)
             return course | self._judge(tmp / "model") | {"alpha": alpha}
@@ -172,13 +154,13 @@ class Stages:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             baselines.to_ewa(model, num_experts=count, partition=partition, seed=42 + self.seed)
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
-            trained = self._train("ewa", model, self.train_rows, training, folder, callbacks)
+            trained = self._train("ewa", model, self.train_rows, self.held_out, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
             if self.is_main:
                 alpha = "uniform" if partition == "router" else None
                 xft_folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
                 shutil.rmtree(tmp / "experts")
-            course = _course(trained)
+            course = course_of(trained)
             del model, trained, callbacks
             return course | self._judge(tmp / "model")
 
@@ -187,60 +169,12 @@ class Stages:
         }  # fmt: skip
         return self._stage("ewa", "ewa", settings, [base], make)
 
-    def _stage(
-        self, kind: str, name: str, settings: dict, parents: list[Result], make, seed: int | None = None
-    ) -> Result:
-        """Return the stage of these settings, made by `make(tmp, checkpoints)` if it is not there yet."""
-        named = {
-            "format": FORMAT, "kind": kind, "settings": settings, "seed": self.seed if seed is None else seed,
-            "data": self._key, "parents": [parent.folder.parent.name for parent in parents],
-        }  # fmt: skip
-        folder = self.out / f"{kind}-{hash_of(named)}"
-        checkpoints = folder.with_name(f"{folder.name}.checkpoints")
-        before = sum(parent.total_seconds for parent in parents if not parent.folder.parent.name.startswith("base-"))
-
-        def whole(tmp: Path) -> dict:
-            self._data("tokenizer")  # by all processes, before rank 0 does something alone
-            self.say(f"{name}, seed {named['seed']}: to {folder}")
-            values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
-            ranks.free_memory()
-            total = before + values["seconds"]
-            rate = values["steps"] / values["seconds"] if values["seconds"] else 0.0
-            done = {"name": name, "total_seconds": total, "steps_per_second": rate, "alpha": None} | values
-            took = f"{values['steps']} steps in {values['seconds']:.0f} s, " if values["steps"] else ""
-            self.say(f"{name}, seed {named['seed']}: {took}held-out loss {values['loss']:.4f}")
-            return done | {"made_of": named}
-
-        made_once(folder, "result.json", whole)
-        remove(checkpoints)
-        return read_result(folder, name=name)
-
-    def _settings(self, training: Training) -> dict:
-        """What a training adds to its stage's hash."""
-        values = {name: value for name, value in asdict(training).items() if name not in NOT_HASHED}
-        return {"training": values, "dtype": self.recipe.dtype, "evaluations": self.recipe.evaluations}
-
-    def _train(self, name: str, model, rows, training: Training, checkpoints: Path, callbacks=(), seed=None):
-        settings = asdict(training)
-        with _bar(name, self.is_main) as on_step:
-            return trainers.train(
-                model, rows, self.tokenizer, folder=checkpoints, held_out=self.held_out, on_step=on_step,
-                evaluations=self.recipe.evaluations, seed=self.seed if seed is None else seed, callbacks=callbacks,
-                **settings,
-            )  # fmt: skip
-
-    def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
-        """Gather the weights once and write them, on rank 0."""
-        weights = trained.state_dict()
-        if self.is_main:
-            ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
-
     def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:
         """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
         self._save(model, trained, folder)
-        if all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters()):
+        if self._is_saved_as_trained(model):
             return _numbers(model, trained)
-        return _course(trained) | self._judge(folder)
+        return course_of(trained) | self._judge(folder)
 
     def _merge(self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None) -> list:
         """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
@@ -259,29 +193,18 @@ class Stages:
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
         losses, tokens = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=tune.bf16)
-        return _loss(losses, tokens) | _sizes(model)
+        return loss_of(losses, tokens) | sizes_of(model)
 
-    def _data_key(self) -> str:
+    def data_key(self) -> str:
+        """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
         base = [python, pretrain.to_dict()] if pretrain else fingerprint(r.base_model)
         rows = [python if s == data.BUILT_IN else fingerprint(s) for s in (r.data.train, r.data.held_out) if s]
-        return hash_of({"format": FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
+        return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
-    def _data(self, part: str):
-        """Return the tokenizer or rows, read, tokenized and kept on the first use."""
-        if part not in self._rows:
-            folder = self.out / f"data-{self._key}"
-            made_once(folder, "rows.json", self._make_data)
-            if part == "tokenizer":
-                self._rows[part] = ranks.load_tokenizer(folder / part)
-            else:
-                self._rows[part] = data.load_rows(folder / part)
-        return self._rows[part]
-
-    def _make_data(self, tmp: Path) -> dict:
-        if not self.is_main:
-            return {}
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer and the rows to tune on and to judge by."""
         r = self.recipe
         if r.pretrain is not None:
             tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
@@ -289,11 +212,11 @@ class Stages:
             tokenizer = ranks.load_tokenizer(r.base_model)
         if r.data.prompt == "magicoder":
             tokenizer.chat_template = data.MAGICODER_CHAT  # the base's own, if any, is not what the model learns
-        tokenizer.save_pretrained(tmp / "tokenizer")
+        tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data.train}")
         train, held_out = stage_rows.tokenized(tokenizer, r)
-        data.save_rows(train, tmp / "train")
-        data.save_rows(held_out, tmp / "held_out")
+        data.save_rows(train, folder / "train")
+        data.save_rows(held_out, folder / "held_out")
         self.say(f"{len(train):,} rows to tune on, {len(held_out):,} held out")
         return {"train": len(train), "held_out": len(held_out), "data": r.data.to_dict()}
 
@@ -343,34 +266,4 @@ def _check_rate(shared_rate: float) -> float:
 
 def _numbers(model, trained: trainers.Trained) -> dict:
     """A training's part of a result, of the model that was trained."""
-    return _loss(trained.losses, trained.tokens) | _sizes(model) | _course(trained)
-
-
-def _course(trained: trainers.Trained) -> dict:
-    """How a training went, without where it ended: a model made of the trained one is judged anew."""
-    history = trained.history
-    return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
-
-
-def _loss(losses: list[float], tokens: list[int]) -> dict:
-    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
-
-
-def _sizes(model) -> dict:
-    total, active = ranks.sizes(model)
-    return {"parameters": total, "active_parameters": active}
-
-
-@contextmanager
-def _bar(name: str, is_main: bool) -> Iterator[Callable]:
-    """A progress bar on a terminal; nothing elsewhere."""
-    from tqdm import tqdm
-
-    with tqdm(desc=name, unit="step", leave=False, disable=not (is_main and sys.stderr.isatty())) as progress:
-
-        def on_step(step: int, total: int, loss: float) -> None:
-            progress.total = total
-            progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            progress.update(step - progress.n)
-
-        yield on_step
+    return loss_of(trained.losses, trained.tokens) | sizes_of(model) | course_of(trained)

@@ -15,50 +15,19 @@ stage that OUT holds already is read, not trained, whichever command made it; so
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from moe_runtime.config import GATES, SHARED_GATES, check_choice, check_positive
-from moe_runtime.data import require
-from moe_runtime.methods import xft_pictures, xft_routing
+from moe_runtime.config import GATES, SHARED_GATES
+from moe_runtime.methods import pictures, tables, xft_pictures, xft_routing
 from moe_runtime.methods.recipe import Recipe, load_recipe, resolve_experts
-from moe_runtime.methods.xft_reports import Entry, Report, check_report, finite, verdict, write_report
+from moe_runtime.methods.reports import Report, verdict
+from moe_runtime.methods.tables import Command, Run, best, each
 from moe_runtime.methods.xft_stages import Result, Stages
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOP_KS = (2, 4, 6)
 SFT, EWA, MOE, XFT = "SFT", "EWA", "MoE", "XFT"
-
-
-class Run:
-    """The seeds of a command: a Stages each, and what is said on the way."""
-
-    def __init__(self, settings: dict, recipe: Recipe, out: Path, seeds: Sequence[int], say: Callable[[str], None]):
-        self.settings, self.recipe, self.out, self.seeds = settings, recipe, out, tuple(seeds)
-        self.all = [Stages(recipe, out, seed=seed, say=say) for seed in self.seeds]
-        self.is_main = self.all[0].is_main
-        self.say = say if self.is_main else lambda text: None
-
-    def collect(self, plan: Callable[[Stages], Iterator[tuple[str, Result]]]) -> list[Entry]:
-        """Run a plan for every seed; return an entry per name, in the plan's order."""
-        found: dict[str, list] = {}
-        for number, stages in enumerate(self.all, 1):
-            for name, result in plan(stages):
-                self.say(f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}")
-                found.setdefault(name, []).append(result)
-        return [Entry(name, results) for name, results in found.items()]
-
-
-class Command(NamedTuple):
-    """How a table is made and drawn."""
-
-    title: str
-    source: str
-    make: Callable  # (run, **options) -> dict of Report's entries, reference, summary and extra
-    draw: Callable  # (report) -> Figure
-    check: Callable = lambda recipe: {}  # (recipe, **options) -> the options, checked, JSON-ready
-    report: type = Report
 
 
 def run(
@@ -71,33 +40,10 @@ def run(
     overwrite: bool = False,
     **options,
 ) -> Report:
-    """Make a table: train what `out` has not yet, write OUT/<command>.json and .png, return the report.
-
-    `recipe` is a Recipe or what `load_recipe` takes; the seeds are `seeds` in a row from the recipe's own. A report with
-    other settings is replaced with `overwrite` only; stages are never. Raises ValueError before anything is trained.
-    """
-    check_choice("command", command, tuple(COMMANDS))
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    check_positive("seeds", seeds)
-    kind, out = COMMANDS[command], Path(out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is {out}, which is a file; want a folder")
-    options = kind.check(recipe, **options)
-    seeds = tuple(range(recipe.seed, recipe.seed + seeds))
-    settings = finite({"recipe": recipe.to_dict(), "seeds": seeds, **options})
-    path = out / f"{command}.json"
-    check_report(path, settings, overwrite)
-    for module, extra in (("scipy.stats", "train"), ("matplotlib", "plot")):
-        require(module, extra)  # now, not after minutes of training
-    process = Run(settings, recipe, out, seeds, say)
-    made = kind.make(process, **options)
-    summary = made.pop("summary")
-    report = kind.report(command=command, title=kind.title, source=kind.source, settings=settings, seeds=seeds, **made)
-    report.summary = summary(report)
-    if process.is_main:
-        xft_pictures.save(kind.draw(report), path.with_suffix(".png"))
-        write_report(path, report.to_dict())
-    return report
+    """Make a table, as `tables.run` says."""
+    return tables.run(
+        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
+    )
 
 
 def _table1(process: Run) -> dict:
@@ -126,7 +72,7 @@ def _ablate_gate(process: Run) -> dict:
         for name, gate in others.items():
             yield name, stages.moe(gate=gate)
 
-    return {"entries": process.collect(plan), "reference": f"{MOE} ({full})", "summary": _each}
+    return {"entries": process.collect(plan), "reference": f"{MOE} ({full})", "summary": each}
 
 
 def _ablate_merge(process: Run) -> dict:
@@ -148,7 +94,7 @@ def _ablate_merge(process: Run) -> dict:
 
     def summary(report: Report) -> list[str]:
         return [
-            *_each(report),
+            *each(report),
             f"Learning moved a coefficient by {moved:.4f} at most from its initial value; the soup's shared expert went "
             f"from {rate:.4f} to {shared:.4f} on average.",
         ]
@@ -168,7 +114,7 @@ def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
             yield name, stages.mix(moe, shared_rate=rate)
 
     extra = {"x": {name: rate for rate, name in names.items()}, "x_label": "lambda, the shared expert's rate"}
-    return {"entries": process.collect(plan), "reference": SFT, "summary": _best(names.values()), "extra": extra}
+    return {"entries": process.collect(plan), "reference": SFT, "summary": best(names.values(), XFT), "extra": extra}
 
 
 def _sweep_topk(process: Run, top_ks: Sequence[int]) -> dict:
@@ -183,7 +129,7 @@ def _sweep_topk(process: Run, top_ks: Sequence[int]) -> dict:
 
     names = [*moes.items(), *merged.items()]
     extra = {"x": {name: k for k, name in names}, "x_label": "experts per token, the shared one counted"}
-    return {"entries": process.collect(plan), "reference": SFT, "summary": _best(merged.values()), "extra": extra}
+    return {"entries": process.collect(plan), "reference": SFT, "summary": best(merged.values(), XFT), "extra": extra}
 
 
 def _budget(process: Run) -> dict:
@@ -208,7 +154,7 @@ def _budget(process: Run) -> dict:
         parts = [result.seconds for result in merged.results], [result.seconds for result in moe.results]
         mixing, tuning = map(statistics.fmean, parts)
         return [
-            *_each(report),
+            *each(report),
             f"XFT took {tuning:.1f} s of tuning and {mixing:.1f} s of mixing, {merged.seconds / same.seconds:.2f} times "
             f"SFT's {same.seconds:.1f} s for as many steps; {steps} steps of SFT took {longer.seconds:.1f} s.",
         ]
@@ -234,7 +180,7 @@ def _ewa_schedule(process: Run) -> dict:
             f"{len(report.entry(name).results[0].history)} points and {len(report.seeds)} seeds."
             for name in names.values()
         ]
-        return [*_each(report), *curves]
+        return [*each(report), *curves]
 
     extra = {"largest_rise_of_held_out_loss": rises, "share": process.recipe.ewa.share}
     return {"entries": entries, "reference": names["constant"], "summary": summary, "extra": extra}
@@ -242,27 +188,6 @@ def _ewa_schedule(process: Run) -> dict:
 
 def _routing_stats(process: Run, texts: Sequence[str], tokens: int, files: list) -> dict:
     return xft_routing.measure(process, texts, tokens)  # `files` is there for the report to tell a changed file
-
-
-def _each(report: Report) -> list[str]:
-    """One sentence for every comparison."""
-    return [f"{one}." for one in report.comparisons]
-
-
-def _best(names) -> Callable[[Report], list[str]]:
-    """Name the lowest of a sweep, and those that the test found below the reference."""
-
-    def summary(report: Report) -> list[str]:
-        losses = {name: report.entry(name).loss for name in names}
-        best = min(losses, key=losses.__getitem__)
-        below = [name for name in losses if report.comparison(name).verdict == "lower"]
-        found = ", ".join(below) if below else "none of them: XFT did not pay here"
-        return [
-            f"Lowest of the sweep: {best}, {losses[best]:.4f}; not tested against the others.",
-            f"Lower than {report.reference} by the test: {found}.",
-        ]
-
-    return summary
 
 
 def _distance(a, b) -> float:
@@ -322,16 +247,21 @@ def _check_top_ks(recipe: Recipe, top_ks: Sequence[int] | None = None) -> dict:
 
 
 COMMANDS = {
-    "table1": Command("XFT and its baselines", "Tables 1 to 3", _table1, xft_pictures.dots, _check_shared),
-    "ablate-gate": Command("What the gate does", "Table 4", _ablate_gate, xft_pictures.dots, _check_gates),
-    "ablate-merge": Command("What learning to merge does", "Table 5", _ablate_merge, xft_pictures.dots, _check_shared),
+    "table1": Command("XFT and its baselines", "XFT, Tables 1 to 3", _table1, pictures.dots, _check_shared),
+    "ablate-gate": Command("What the gate does", "XFT, Table 4", _ablate_gate, pictures.dots, _check_gates),
+    "ablate-merge": Command("What learning to merge does", "XFT, Table 5", _ablate_merge, pictures.dots, _check_shared),
     "sweep-lambda": Command(
-        "The shared expert's rate", "Table 6, long version", _sweep_lambda, xft_pictures.sweep, _check_lambdas
+        "The shared expert's rate", "XFT, Table 6, long version", _sweep_lambda, pictures.sweep, _check_lambdas
     ),
-    "sweep-topk": Command("Experts per token", "footnote 1", _sweep_topk, xft_pictures.sweep, _check_top_ks),
-    "budget": Command("The price of training", "Table 8, long version", _budget, xft_pictures.times, _check_shared),
-    "ewa-schedule": Command("EWA's share rate", "Figure 3", _ewa_schedule, xft_pictures.curves),
+    "sweep-topk": Command("Experts per token", "XFT, footnote 1", _sweep_topk, pictures.sweep, _check_top_ks),
+    "budget": Command("The price of training", "XFT, Table 8, long version", _budget, pictures.times, _check_shared),
+    "ewa-schedule": Command("EWA's share rate", "XFT, Figure 3", _ewa_schedule, pictures.curves),
     "routing-stats": Command(
-        "Tokens per expert", "Figure 4", _routing_stats, xft_pictures.shares, xft_routing.check, xft_routing.Routing
+        "Tokens per expert",
+        "XFT, Figure 4",
+        _routing_stats,
+        xft_pictures.shares,
+        xft_routing.check,
+        xft_routing.Routing,
     ),
 }

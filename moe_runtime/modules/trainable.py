@@ -5,10 +5,13 @@
 ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an experts module, ours or
 transformers', are frozen, and beside each lies a parameter [n, ...] of the n experts that train, in the stack's own layout:
 gradients and an optimizer's states are those of n experts, and weight decay cannot reach the others. Biases are done alike.
+
+A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save keeps: rows of other experts do
+not load. Safetensors keep none, and rows from there go where they are put.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -25,6 +28,7 @@ class Split:
     ids: tuple[int, ...]  # in the order that was asked for
     places: tuple[int, ...]  # their rows in the whole parameters; all, in order, unless experts are spread over ranks
     requires_grad: dict[str, bool]  # of the stacks, before
+    hooks: tuple = field(default=(), compare=False, repr=False)  # of state_dict and load_state_dict
 
 
 def split_of(module: nn.Module) -> Split | None:
@@ -39,14 +43,16 @@ def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtyp
     first = next(iter(stacks.values()))
     index = torch.tensor(ids, dtype=torch.int64, device=first.device)
     rows = {name: stack.detach().index_select(0, index).to(dtype or stack.dtype) for name, stack in stacks.items()}
+    if first.is_meta:  # weights that another rank will send; the maps it will not
+        index = torch.tensor(ids, dtype=torch.int64)
+    register_maps(module, first.shape[0], index)  # the last that may find no memory
     for name, part in rows.items():
         module.register_parameter(PREFIX + name, nn.Parameter(part))
-    register_maps(module, first.shape[0], index)
     remember(module, stacks, Split(tuple(ids), tuple(range(len(ids))), {}))
 
 
 def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
-    """Keep where the experts `index` [n] int64 have their rows; not in state_dict, which holds weights."""
+    """Keep where the experts `index` [n] int64 have their rows, all or nothing; not in state_dict, which holds weights."""
     row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
     row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     module.register_buffer(ROW, row, persistent=False)
@@ -58,7 +64,22 @@ def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -
     before = {name: stack.requires_grad for name, stack in stacks.items()}
     for stack in stacks.values():
         stack.requires_grad_(False)
-    setattr(module, SPLIT, Split(split.ids, split.places, before))
+    hooks = module.register_state_dict_post_hook(_note_ids), module.register_load_state_dict_pre_hook(_check_ids)
+    setattr(module, SPLIT, Split(split.ids, split.places, before, hooks))
+
+
+def _note_ids(module: nn.Module, state_dict, prefix: str, metadata) -> None:
+    split = split_of(module)
+    metadata[SPLIT] = {"ids": split.ids, "places": split.places}
+
+
+def _check_ids(module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors) -> None:
+    split, saved = split_of(module), metadata.get(SPLIT)
+    if saved is not None and saved != {"ids": split.ids, "places": split.places}:
+        errors.append(
+            f"{prefix[:-1]}: state_dict has rows of the experts {list(saved['ids'])}; want those of {list(split.ids)}, in this "
+            "order; train_rows with the same"
+        )
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,7 +91,10 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def drop_rows(module: nn.Module) -> None:
     """Remove the rows that lie apart: the stacks are as they were, bit by bit."""
-    for name, required in module.__dict__.pop(SPLIT).requires_grad.items():
+    split = module.__dict__.pop(SPLIT)
+    for hook in split.hooks:
+        hook.remove()
+    for name, required in split.requires_grad.items():
         delattr(module, PREFIX + name)
         getattr(module, name).requires_grad_(required)
     delattr(module, ROW)

@@ -51,9 +51,10 @@ def _check_trained(weight, trainable, trained) -> None:
     if trainable is None and trained is None:
         return
     E = weight.shape[0]
-    if trainable is None or trainable.shape != (E,) or trainable.dtype != torch.int32 or trained is None:
-        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype}"
-        raise ValueError(f"trainable is {got}; want [{E}] int32, and trained with it")
+    fits = trainable is not None and trainable.shape == (E,) and trainable.dtype == torch.int32
+    if not fits or trainable.device != weight.device or trained is None:
+        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype} on {trainable.device}"
+        raise ValueError(f"trainable is {got}; want [{E}] int32 on {weight.device}, and trained with it")
     if trained.shape[1:] != weight.shape[1:] or trained.dtype != weight.dtype or trained.device != weight.device:
         raise ValueError(
             f"trained is {tuple(trained.shape)} {trained.dtype} on {trained.device}; want [n, *{list(weight.shape[1:])}] "
@@ -174,6 +175,8 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     segments, end = _segments(expert_offsets, x.shape[0])
     shapes, rows = _shapes(x, weight, trained), _rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
+    for row in set(range(dweight.shape[0])).difference(rows):  # no expert's
+        dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]
         if needs[0] and a < b:

@@ -208,12 +208,12 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
         t.new_empty(t.shape) if t is not None and need else None
         for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
     )
-    for e in range(E):
-        if bounds[e] == bounds[e + 1] or trained[e] < 0:
-            row = e if experts.up_trained is None else trained[e]
-            for grad, i in ((up, row), (down, row), (up_bias, e), (down_bias, e)):
-                if grad is not None and i >= 0:
-                    grad[i].zero_()
+    idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
+    # of weights that lie apart, those that are no expert's get zeros too
+    busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
+    for grads, rows in (((up, down), set(range(weights[0].shape[0])).difference(busy)), ((up_bias, down_bias), idle)):
+        for grad, row in itertools.product((grad for grad in grads if grad is not None), rows):
+            grad[row].zero_()
     dx = scratch("y", (R, H), x) if needs[0] else None
     for group in _groups(bounds, row_token, T, max(Z, H)):
         a, b = group.start, group.end

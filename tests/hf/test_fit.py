@@ -151,3 +151,89 @@ def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
         assert losses[place] == pytest.approx(model(input_ids=ids, labels=labels).loss.item(), rel=1e-5)
         assert tokens[place] == int((labels[:, 1:] != -100).sum())
     assert fit.mean_loss(losses, tokens) == pytest.approx(fit.held_out_loss(model, rows, tokenizer), rel=1e-6)
+
+
+class Weights(TrainerCallback):
+    """Keeps what the head is at every evaluation, which comes after it; put before `train`'s own."""
+
+    def __init__(self, model):
+        self.model, self.seen = model, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(self.model.model.norm.weight.detach().clone())
+
+
+def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
+    model = model_of(tokenizer)
+    watch, held_out = Weights(model), rows.select(range(16, 22))
+    done = fit.train(
+        model, rows.select(range(16)), tokenizer, folder=tmp_path, held_out=held_out, callbacks=[watch], keep_best=True,
+        **SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0},
+    )  # fmt: skip
+    losses = [loss for _, loss in done.history.held_out]
+    best = losses.index(min(losses))
+    assert best < 7 and len(losses) == 8  # at such a rate the last is not the best
+    assert torch.equal(model.model.norm.weight, watch.seen[best])
+    assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
+    assert fit.held_out_loss(model, held_out, tokenizer) == pytest.approx(min(losses), rel=1e-4)
+    assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
+
+
+def test_what_an_earlier_training_kept_is_not_taken_for_this_ones(tokenizer, rows, tmp_path):
+    first, second = model_of(tokenizer), model_of(tokenizer)
+    (tmp_path / "best-0.pt").write_bytes(b"of another training")
+    settings = SETTINGS | {"steps": 2, "keep_best": True, "held_out": rows.select(range(16, 22))}
+    fit.train(first, rows, tokenizer, folder=tmp_path, **settings)
+    fit.train(second, rows, tokenizer, folder=tmp_path / "fresh", **settings)
+    assert distance(first.lm_head.weight, second.lm_head.weight) == 0
+
+
+class Stop(TrainerCallback):
+    """Breaks a training off."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def test_a_training_that_goes_on_remembers_its_best(tokenizer, rows, tmp_path):
+    settings = SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0, "keep_best": True}
+    settings |= {"held_out": rows.select(range(16, 22))}
+    straight, broken = model_of(tokenizer), model_of(tokenizer)
+    want = fit.train(straight, rows, tokenizer, folder=tmp_path / "a", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, callbacks=[Stop()], **settings)
+    broken = model_of(tokenizer)
+    got = fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, **settings)
+    assert got.history.held_out == want.history.held_out and got.losses == want.losses
+    assert torch.equal(broken.lm_head.weight, straight.lm_head.weight)
+
+
+def test_the_optimizers_bytes_and_what_trains_are_counted(train):
+    model, done, _ = train()
+    params = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    assert done.trained_parameters == params and done.optimizer_bytes == 8 * params + 4 * tensors
+
+
+def test_adams_betas_reach_the_optimizer(train):
+    _, _, watch = train(adam_beta1=0.8, adam_beta2=0.95)
+    group = getattr(watch.optimizer, "optimizer", watch.optimizer).param_groups[0]
+    assert group["betas"] == (0.8, 0.95)
+
+
+def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):
+    from moe_runtime.hf.small_moe import small_deepseek
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_size": 8,
+    }  # fmt: skip
+    weights = []
+    for coef in (1e-9, 1.0):
+        model = small_deepseek(tokenizer, **sizes, shared_experts=1, dense_layers=1, max_length=48, seed=0)
+        before = model.config.to_dict()
+        settings = SETTINGS | {"balance_loss": "per_layer", "balance_loss_coef": coef} | {"steps": 2}
+        fit.train(model, rows, tokenizer, folder=tmp_path, held_out=rows.select(range(2)), **settings)
+        assert model.config.to_dict() | {"use_cache": True} == before
+        weights.append(model.model.layers[1].mlp.gate.weight)
+    assert distance(*weights) > 1e-4

@@ -253,3 +253,13 @@ def test_bad_models_are_named():
         GateRecorder(model)
     with pytest.raises(ValueError, match="num_experts is 1, num_shared is 1; want routed experts"):
         GateRecorder(tiny.upcycled(num_experts=1, top_k=1))
+
+
+def test_gates_that_are_no_numbers_are_named():
+    model = build("mixtral")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.fill_(float("nan"))
+    with GateRecorder(model) as recorder:
+        model(ids())
+        with pytest.raises(ValueError, match="gate values of layer 1 are NaN or infinite"):
+            recorder.read()

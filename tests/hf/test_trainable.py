@@ -200,17 +200,22 @@ def test_table_3(which, shared, rest, name):
             assert torch.equal(after[path], value) != trains, path
 
 
-@pytest.mark.parametrize("name", ["ernie4_5_moe", "afmoe", "granitemoeshared"])
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "afmoe", "granitemoeshared", "deepseek_v32", "glm_moe_dsa", "gemma4"])
 def test_what_routers_choose_by_stays_frozen(name):
     """No gradient reaches it, and DDP would wait for one; shared MLPs under another name, and beside the block, are found."""
     model, ids = model_of(name), batch(name)
+    indexers = {path for path, _ in model.named_parameters() if "indexer" in path.split(".")}
     receipt = freeze_for_esft(model, two_each(model), True, True)
     assert receipt.shared_experts and not any("gate" in path.rpartition(".")[2] for path in receipt.shared_experts)
     got = run(model, ids)
     trains = {path for path, p in model.named_parameters() if p.requires_grad}
     assert trains == got.keys() - {"logits"}
-    left = {path.rpartition(".")[2] for path, p in model.named_parameters() if not p.requires_grad}
+    left = {path for path, p in model.named_parameters() if not p.requires_grad} - indexers
+    left = {path.rpartition(".")[2] for path in left}
     assert left - {"e_score_correction_bias", "expert_bias"} == {"gate_up_proj", "down_proj"}
+    assert bool(indexers) == (name in ("deepseek_v32", "glm_moe_dsa"))
+    if name == "gemma4":  # an MLP and experts in one block
+        assert receipt.shared_experts == tuple(f"model.layers.{number}.mlp" for number in numbered_layers(model))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss", "inkling2", "ours"])
@@ -500,16 +505,21 @@ def test_refuses(experts, options, says, call):
 
 
 def check_untouched(model, change, says: str) -> None:
-    names, flags = [name for name, _ in model.named_parameters()], [p.requires_grad for p in model.parameters()]
-    implementation = model.config._experts_implementation if hasattr(model, "config") else None
+    before = state_of(model)
     with pytest.raises(ValueError, match=says):
         change()
-    assert names == [name for name, _ in model.named_parameters()] and flags == [
-        p.requires_grad for p in model.parameters()
+    assert state_of(model) == before
+
+
+def state_of(model) -> list:
+    """All that a call could leave in a model, but the values of its weights."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    hooks = ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+    return [
+        [(name, id(tensor), tensor.requires_grad) for name, tensor in tensors],
+        [(*module.__dict__, *(len(getattr(module, hook)) for hook in hooks)) for module in model.modules()],
+        model.config._experts_implementation if hasattr(model, "config") else None,
     ]
-    if implementation is not None:
-        assert model.config._experts_implementation == implementation
-        assert not any("trainable" in key for module in model.modules() for key in module.__dict__)
 
 
 def test_refuses_models_that_it_cannot_change():
@@ -535,21 +545,20 @@ def test_refuses_models_that_it_cannot_change():
     check_untouched(quantized, lambda: train_rows(quantized, {0: [1]}), "experts.down_proj is torch.int8; want one of")
 
 
-def test_out_of_memory_half_way_leaves_the_model_as_it_was(monkeypatch):
-    model, real = model_of("qwen2_moe"), trainable.split_rows
+@pytest.mark.parametrize("step", ["split_rows", "register_maps"])
+def test_out_of_memory_half_way_leaves_the_model_as_it_was(step, monkeypatch):
+    model, real = model_of("qwen2_moe"), getattr(trainable, step)
 
     def second_fails(module, *args):
         if module is experts_module(model, numbered_layers(model)[1]):
             raise MemoryError
         real(module, *args)
 
-    monkeypatch.setattr(trainable, "split_rows", second_fails)
-    before = dict(model.named_parameters())
+    monkeypatch.setattr(trainable, step, second_fails)
+    before = state_of(model)
     with pytest.raises(MemoryError):
         freeze_for_esft(model, {0: [1], 1: [2]})
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and all(after[name] is p and p.requires_grad for name, p in before.items())
-    assert model.config._experts_implementation == "eager" and not list(model.model.layers[0].mlp.experts.buffers())
+    assert state_of(model) == before
     monkeypatch.undo()
     train_rows(model, {0: [1], 1: [2]})
 
@@ -575,6 +584,76 @@ def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
     fold_rows(adapted)
     adapted.unload()
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+
+
+def test_what_peft_unloads_can_be_folded():
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = model_of("qwen2_moe"), batch("qwen2_moe")
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    train_rows(wrapped, {0: [1]})
+    with torch.no_grad():
+        trained_rows(wrapped)[0].stacks["down_proj"].add_(1)
+    want = wrapped(ids).logits
+    with pytest.raises(ValueError, match="some experts of PeftModel train apart"):
+        wrapped.save_pretrained("never")
+    unloaded = wrapped.merge_and_unload()
+    for again in (train_rows, freeze_for_esft):
+        check_untouched(unloaded, lambda again=again: again(unloaded, {0: [1]}), "the model trains rows already")
+    assert trained_rows(unloaded)[0].ids == (1,)
+    fold_rows(unloaded)
+    assert distance(unloaded(ids).logits, want) < 1e-6
+    assert not [name for name, _ in unloaded.named_parameters() if "trained_" in name]
+    assert "save_pretrained" not in unloaded.__dict__
+
+
+@pytest.mark.parametrize("undo", [fold_rows, drop_rows])
+def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
+    model, ids = model_of("qwen2_moe"), batch("qwen2_moe")
+    freeze_for_esft(model, {0: [1]})
+    with torch.no_grad():
+        trained_rows(model)[0].stacks["down_proj"].mul_(2)
+    for part in (model, model.model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(
+            ValueError, match="train apart, and from_pretrained would read what they were; want fold_rows"
+        ):
+            part.save_pretrained(tmp_path / "checkpoint")
+    assert not list(tmp_path.iterdir())
+    undo(model)
+    model.save_pretrained(tmp_path / "checkpoint")
+    loaded = type(model).from_pretrained(tmp_path / "checkpoint", experts_implementation="eager")
+    assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_refuses_weights_that_are_not_here(monkeypatch):
+    from accelerate import cpu_offload
+
+    with torch.device("meta"):
+        model = stock_moe.stock("qwen3_moe")
+    says = "layers.0.mlp.experts.gate_up_proj is on the meta device; want weights that stay"
+    check_untouched(model, lambda: train_rows(model, {0: [1]}), says)
+    offloaded = model_of("qwen2_moe")
+    cpu_offload(offloaded, execution_device="cpu")
+    with pytest.raises(ValueError, match=says):
+        freeze_for_esft(offloaded, {0: [1]})
+    # FSDP sends the first rank's weights to ranks that have loaded none, and no maps
+    monkeypatch.setattr("moe_runtime.hf.trainable.is_fsdp_enabled", lambda: True)
+    train_rows(model, {0: [6, 1]})
+    experts = model.model.layers[0].mlp.experts
+    assert experts.trained_down_proj.is_meta and experts.trained_down_proj.shape[0] == 2
+    assert experts.trained_row.tolist() == [-1, 1, -1, -1, -1, -1, 0, -1] and experts.trained_expert.tolist() == [6, 1]
+
+
+def test_refuses_stacks_of_two_layers():
+    model = model_of("qwen2_moe")
+    first, second = (experts_module(model, layer) for layer in numbered_layers(model).values())
+    second.down_proj = first.down_proj
+    for number in (0, 1):
+        check_untouched(
+            model,
+            lambda n=number: train_rows(model, {n: [1]}),
+            f"down_proj of layer {number} is layer {1 - number}'s too",
+        )
 
 
 def test_refuses_adapted_experts():

@@ -390,3 +390,10 @@ def test_an_existing_folder_is_not_touched(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     adapter.save(tmp_path, overwrite=True)
     load_adapter(tmp_path)
+
+
+def test_two_paths_to_one_expert_are_refused():
+    adapter = random_adapter(stock("qwen3_moe"))
+    more = {name.replace(".mlp.", ".moe."): tensor for name, tensor in adapter.tensors.items()}
+    with pytest.raises(ValueError, match=r"has expert 7 of layer 0 at model.layers.0.mlp.experts and at .*moe.experts"):
+        replace(adapter, tensors=adapter.tensors | more)

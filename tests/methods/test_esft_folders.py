@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.methods.esft_adapters import apply
-from moe_runtime.methods.esft_folders import merge_folder
+from moe_runtime.hf.adapters import layout_of, stack_parts
+from moe_runtime.hf.layers import experts_module, numbered_layers
+from moe_runtime.methods.esft_adapters import apply, remove
+from moe_runtime.methods.esft_folders import check_fit, merge_folder
 from moe_runtime.methods.esft_selection import ExpertSelection
 from tests.hf import stock as every
 from tests.hf.tiny import upcycled
@@ -235,3 +237,26 @@ def test_a_killed_merge_leaves_the_old_folder_or_the_new(tmp_path):
     child.wait()
     merge_folder(base, adapter, tmp_path / "want")
     assert any(same(tensors(tmp_path / "out"), tensors(tmp_path / name)) for name in ("base", "want"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v2", "upcycled"])
+@pytest.mark.parametrize("own_form", [False, True], ids=["saved form", "the model's stacks"])
+def test_a_base_with_other_experts_alone_is_refused(tmp_path, family, own_form):
+    model = upcycled("llama") if family == "upcycled" else stock(family)
+    adapter = random_adapter(model)
+    model.save_pretrained(tmp_path / "base", save_original_format=not own_form)
+    assert check_fit(tmp_path / "base", adapter) > 0
+    apply(model, adapter)  # the same is said of a model
+    remove(model)
+    with torch.no_grad():
+        for layer in numbered_layers(model).values():
+            module = experts_module(model, layer)
+            for name in stack_parts(layout_of(module)):
+                getattr(module, name)[[e for e in range(layer.num_experts) if e not in (1, layer.num_experts - 1)]] *= (
+                    1.1
+                )
+    model.save_pretrained(tmp_path / "other", save_original_format=not own_form)
+    for call in (lambda: check_fit(tmp_path / "other", adapter), lambda: apply(model, adapter)):
+        with pytest.raises(ValueError, match="for a base with other experts: 100%"):
+            call()
+    assert check_fit(tmp_path / "other", adapter, check_weights=False) > 0

@@ -295,3 +295,16 @@ def test_a_selection_of_another_model_is_named(kind):
         if kind == "ours":
             with pytest.raises(ValueError, match="selection has expert 0 of layer 1, which every token sees"):
                 check_selection(given, ExpertSelection(experts={1: (0,)}))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_scores_that_are_no_numbers_are_named(value):
+    with pytest.raises(ValueError, match="layer 2 has gate scores that are NaN or infinite"):
+        select_experts(scores_of([0.5, 0.5], [0.5, value]), 0.1)
+
+
+def test_the_variant_is_the_scores_own():
+    scores = ExpertScores.from_sums(sums_of("law"), "normalized")
+    assert select_experts(scores, 0.2) == select_experts(scores, 0.2, variant="normalized")
+    assert select_experts(scores, 0.2).variant == "normalized"
+    assert select_experts(scores, 0.1, variant="v1") == select_experts(ExpertScores.from_sums(sums_of("law")), 0.1)

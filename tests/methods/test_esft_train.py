@@ -12,15 +12,18 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from moe_runtime.hf import adapters
 from moe_runtime.hf.experts import BEFORE
+from moe_runtime.hf.trainable import train_rows
 from moe_runtime.hf.training import MoETrainer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import ExpertSelection
 from tests.hf.tiny import upcycled
-from tests.support.esft_adapter import same, weights
+from tests.support.esft_adapter import random_adapter, same, weights
 from tests.support.stock_moe import VOCAB, batch, stock
 
 SELECTION = ExpertSelection(experts={1: (7, 2), 2: (0,)})
@@ -213,7 +216,101 @@ def test_load_trained_wants_the_same_training(tmp_path):
     narrow = stock("qwen3_moe", moe_intermediate_size=16)
     esft.train_only(narrow, ExpertSelection(experts={0: (1, 3)}))
     with pytest.raises(ValueError, match=r"is \[24, 32\]; want \[16, 32\]"):
+        adapters.load_trained(narrow, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="for a base whose moe_intermediate_size is 24, the model's is 16"):
         esft.load_trained(narrow, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "scaled, match",
+    [
+        pytest.param("lm_head", None, id="one matrix"),
+        pytest.param("", "other weights", id="all"),
+        pytest.param("mlp.experts.", "other experts: 100%", id="experts alone"),
+    ],
+)
+def test_load_trained_wants_the_same_base(tmp_path, scaled, match):
+    selection = ExpertSelection(experts={0: (1, 0)})
+    first, other = stock("qwen3_moe"), stock("qwen3_moe")
+    esft.train_only(first, selection)
+    esft.save_adapter(first, tmp_path / "adapter")
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.mul_(1.1 if scaled in name else 1)
+    esft.train_only(other, selection)
+    before = weights(other)
+    if match is None:
+        esft.load_trained(other, tmp_path / "adapter")
+        return
+    with pytest.raises(ValueError, match=match):
+        esft.load_trained(other, tmp_path / "adapter")
+    assert same(before, weights(other))
+
+
+def test_what_trains_beside_the_experts_is_cast_too_and_is_what_it_was_in_the_end(tmp_path):
+    model = stock("deepseek_v2").to(torch.bfloat16)
+    before = weights(model)
+    selection = replace(SELECTION, shared_experts=True, non_expert_modules=True)
+    esft.train_only(model, selection, dtype=torch.float32)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    with pytest.raises(ValueError, match="bf16 is False, what trains beside the experts has another dtype"):
+        trainer_of(MoETrainer, tmp_path / "run", model=model)
+    # steps that bfloat16 would round away
+    settings = {"max_steps": 2, "bf16": True, "learning_rate": 1e-6, "weight_decay": 0.0, "save_strategy": "no"}
+    trainer_of(MoETrainer, tmp_path / "run", model=model, **settings).train()
+    adapter = esft.adapter_of(model)
+    assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.float32}
+    norm = adapter.tensors["model.norm.weight"]
+    assert not torch.equal(norm, before["model.norm.weight"].float())
+    assert torch.equal(norm.bfloat16(), before["model.norm.weight"])
+    esft.drop(model)
+    assert {name: tensor.dtype for name, tensor in weights(model).items()} == {n: t.dtype for n, t in before.items()}
+    logits(model)  # without autocast
+    esft.apply(model, adapter)
+
+
+def test_peft_and_esft_do_not_undo_each_other(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    model = stock("qwen3_moe")
+    esft.train_only(model, ExpertSelection(experts={0: (1,)}))
+    frozen = get_peft_model(model, lora)
+    for call in (
+        lambda: esft.save_adapter(frozen, tmp_path / "adapter"),
+        lambda: trainer_of(MoETrainer, tmp_path / "run", model=frozen),
+    ):
+        with pytest.raises(ValueError, match="trained_.* requires no gradient, and was to train"):
+            call()
+    adapted = get_peft_model(stock("qwen3_moe"), lora)
+    with pytest.raises(ValueError, match="model has PEFT's .*lora_A.* non_expert_modules is True"):
+        esft.train_only(adapted, ExpertSelection(experts={0: (1,)}, non_expert_modules=True))
+    esft.train_only(adapted, ExpertSelection(experts={0: (1,)}))
+    esft.save_adapter(adapted, tmp_path / "adapter")
+    assert len(esft.load_adapter(tmp_path / "adapter").tensors) == 3
+
+
+@pytest.fixture
+def wrapped(tmp_path):
+    """A model in DDP, in a run of one process."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield torch.nn.parallel.DistributedDataParallel(stock("qwen3_moe"))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
+    with pytest.raises(ValueError, match="model is DistributedDataParallel, whose parameters an engine holds"):
+        esft.train_only(wrapped, ExpertSelection(experts={0: (1,)}))
+    adapter, before = random_adapter(stock("qwen3_moe")), weights(wrapped.module)
+    esft.apply(wrapped, adapter)
+    assert not same(before, weights(wrapped.module))
+    esft.remove(wrapped)
+    assert same(before, weights(wrapped.module))
+
+
+def test_an_adapter_is_not_put_under_rows_that_train():
+    model = stock("qwen3_moe")
+    train_rows(model, {0: (1,)})
+    with pytest.raises(ValueError, match="model trains experts apart"):
+        esft.apply(model, random_adapter(stock("qwen3_moe")))
 
 
 @pytest.mark.parametrize(
@@ -265,11 +362,12 @@ ROWS = {"input_ids": [[3 + (5 * i + j) % 50 for j in range(8)] for i in range(12
 ROWS["labels"] = ROWS["input_ids"]
 
 
-def trainer_of(kind, folder, selection=SELECTION, family="deepseek_v2", **settings):
-    """A trainer over a model that trains `selection`; None for a model that trains all."""
-    model = stock(family)
-    if selection is not None:
-        esft.train_only(model, selection)
+def trainer_of(kind, folder, selection=SELECTION, family="deepseek_v2", model=None, **settings):
+    """A trainer over `model`, or over one that trains `selection`; None for a model that trains all."""
+    if model is None:
+        model = stock(family)
+        if selection is not None:
+            esft.train_only(model, selection)
     common = {
         "per_device_train_batch_size": 2,
         "max_steps": 8,
@@ -329,6 +427,30 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, matc
     trainer_of(MoETrainer, tmp_path, first, max_steps=1, save_steps=1).train()
     with pytest.raises(ValueError, match=match):
         trainer_of(MoETrainer, tmp_path, then).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize(
+    "then, match",
+    [
+        pytest.param(SELECTION, None, id="the same"),
+        pytest.param(
+            replace(SELECTION, experts={1: (2, 7), 2: (0,)}), r"experts is .*\[2, 7\].* in the checkpoint", id="order"
+        ),
+        pytest.param(replace(SELECTION, experts={1: (7, 2), 2: (5,)}), r"experts is .*\[5\]", id="as many others"),
+        pytest.param(replace(SELECTION, shared_experts=True), "shared_experts is True, in the checkpoint", id="a flag"),
+        pytest.param(None, "this one trains all of its parameters", id="all"),
+    ],
+)
+def test_fsdp_s_checkpoint_of_other_experts_is_refused(tmp_path, then, match):
+    """FSDP's files name rows by their places alone."""
+    trainer_of(MoETrainer, tmp_path, max_steps=1, save_steps=1).train()
+    trainer, checkpoint = trainer_of(MoETrainer, tmp_path, then), tmp_path / "checkpoint-1"
+    trainer.is_fsdp_enabled = True
+    if match is None:
+        assert trainer._load_adapter(checkpoint) is False  # FSDP's own loading goes on
+    else:
+        with pytest.raises(ValueError, match=match):
+            trainer._load_adapter(checkpoint)
 
 
 KILLED = """

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from moe_runtime.hf.tokenizer import train_tokenizer
-from moe_runtime.methods import xft_pictures, xft_reports, xft_routing, xft_tables
+from moe_runtime.methods import pictures, reports, xft_routing, xft_tables
 from moe_runtime.methods.recipe import load_recipe
-from moe_runtime.methods.xft_reports import Entry, Report
+from moe_runtime.methods.reports import Entry, Report
 from moe_runtime.methods.xft_stages import Result
 from moe_runtime.significance import compare
 from tests.hf.tiny import dense
@@ -313,12 +313,12 @@ def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
     report = report_of({"SFT": [ROWS, ROWS], "bad": [[math.nan] * 20, ROWS], "huge": [[800.0] * 20, [900.0] * 20]})
     assert report.comparison("bad").verdict == "not finite" and math.isnan(report.entry("bad").sd)
     assert report.rows()[1][-3:] == ("", "", "not finite") and report.entry("huge").perplexity == math.inf
-    assert "not finite" in xft_reports.verdict(report, "bad") and "gained" not in xft_reports.verdict(report, "bad")
-    xft_reports.write_report(tmp_path / "new" / "table1.json", report.to_dict())
+    assert "not finite" in reports.verdict(report, "bad") and "gained" not in reports.verdict(report, "bad")
+    reports.write_report(tmp_path / "new" / "table1.json", report.to_dict())
     values = json.loads((tmp_path / "new" / "table1.json").read_text())
     assert values["methods"][1]["loss"] is None and values["comparisons"][0]["difference"] is None
-    for draw in (xft_pictures.dots, xft_pictures.times, xft_pictures.curves):
-        xft_pictures.save(draw(report), tmp_path / "bad.png")
+    for draw in (pictures.dots, pictures.times, pictures.curves):
+        pictures.save(draw(report), tmp_path / "bad.png")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
 )
 def test_what_is_said_about_the_result(shift, word):
     report = report_of({"SFT": [ROWS], "XFT": [[loss + shift for loss in ROWS]]})
-    assert xft_reports.verdict(report, "XFT").count(word) == 1
+    assert reports.verdict(report, "XFT").count(word) == 1
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_how_far_a_curve_rises(losses, rise):
 def test_one_seed_has_no_spread(tmp_path):
     report = report_of({"SFT": [ROWS], "XFT": [ROWS]})
     assert "±" not in report.rows()[0][1] and "one seed" in report.legend()
-    xft_pictures.save(xft_pictures.dots(report), tmp_path / "a" / "one.png")
+    pictures.save(pictures.dots(report), tmp_path / "a" / "one.png")
     assert (tmp_path / "a" / "one.png").stat().st_size > 1000
 
 

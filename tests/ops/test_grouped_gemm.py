@@ -1,5 +1,7 @@
 """One matrix product per expert against float64 loops over rows."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -230,6 +232,31 @@ def test_weights_that_train_lie_apart(layout, bias, dtype, tolerance):
     check_apart("torch", layout, bias, dtype, tolerance)
 
 
+def check_rows_of_nobody(backend: str, device="cpu"):
+    """What the map names no expert for gets zero, in memory that holds NaN."""
+    x, weight, offsets = torch.randn(9, 33), torch.randn(4, 17, 33), torch.tensor([0, 5, 5, 5, 9])
+    x, weight, offsets, place = (t.to(device) for t in (x, weight, offsets, 2 * PLACE + 1))  # rows 1 and 3 of 5
+    apart = torch.randn(5, 17, 33, device=device, requires_grad=True)
+    with filled_memory():
+        y = grouped_gemm(x, weight, offsets, backend=backend, trainable=place, trained=apart)
+        gradient = torch.autograd.grad(y.square().sum(), apart)[0]
+    assert gradient.isfinite().all() and gradient.flatten(1).any(1).tolist() == [False, True, False, False, False]
+
+
+@contextlib.contextmanager
+def filled_memory():
+    """Let new tensors that nothing was written into hold NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_rows_of_nobody_get_zero():
+    check_rows_of_nobody("torch")
+
+
 def test_opcheck_of_weights_apart():
     x, weight, offsets = torch.randn(9, 33), torch.randn(4, 17, 33), torch.tensor([0, 5, 5, 5, 9])
     frozen, apart = split({"weight": weight})
@@ -244,9 +271,12 @@ def test_opcheck_of_weights_apart():
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param({"trainable": None}, "trainable is None; want [4] int32, and trained with it", id="no map"),
-        pytest.param({"trained": None}, "trainable is (4,) torch.int32; want [4] int32, and", id="no weights"),
-        pytest.param({"trainable": PLACE >= 0}, "trainable is (4,) torch.bool; want [4] int32", id="a mask"),
+        pytest.param({"trainable": None}, "trainable is None; want [4] int32 on cpu, and trained with it", id="no map"),
+        pytest.param({"trained": None}, "trainable is (4,) torch.int32 on cpu; want [4] int32 on", id="no weights"),
+        pytest.param({"trainable": PLACE >= 0}, "trainable is (4,) torch.bool on cpu; want [4] int32", id="a mask"),
+        pytest.param(
+            {"trainable": PLACE.to("meta")}, "torch.int32 on meta; want [4] int32 on cpu", id="a map elsewhere"
+        ),
         pytest.param({"trained": torch.randn(2, 3, 17)}, "trained is (2, 3, 17)", id="another shape"),
         pytest.param({"trained": torch.randn(2, 17, 3).double()}, "trained is (2, 17, 3) torch.float64", id="dtype"),
         pytest.param(

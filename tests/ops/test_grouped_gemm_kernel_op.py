@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.grouped_gemm import grouped_gemm
-from tests.ops.test_grouped_gemm import by_rows, check_apart, run
+from tests.ops.test_grouped_gemm import by_rows, check_apart, check_rows_of_nobody, run
 from tests.support.oracle import assert_parity
 
 pytest.importorskip("triton")
@@ -74,3 +74,7 @@ def test_opcheck(needs, device):
 @pytest.mark.parametrize("layout", ["plain", "transposed"])
 def test_weights_that_train_lie_apart(layout, bias, dtype, tolerance, device):
     check_apart("triton", layout, bias, dtype, tolerance, device)
+
+
+def test_rows_of_nobody_get_zero(device):
+    check_rows_of_nobody("triton", device)

@@ -6,6 +6,7 @@ import torch
 from moe_runtime.config import ACTIVATIONS
 from moe_runtime.ops import moe_mlp_torch
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
+from tests.ops.test_grouped_gemm import filled_memory
 from tests.support import layouts
 from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run
 
@@ -208,6 +209,25 @@ def test_frozen_experts_get_zero_and_all_else_is_the_same(routing):
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
         assert torch.equal(got[name], torch.where(trainable.view(4, *[1] * (got[name].dim() - 1)), want[name], 0))
     assert all(torch.equal(got[name], want[name]) for name in ("out", "dx", "dtopk_weight"))
+
+
+def check_rows_of_nobody(backend: str, device="cpu"):
+    """What the map names no expert for gets zero, in memory that holds NaN."""
+    case = make_case(19, 33, 17, 4, 2)
+    x, up, down, weight = (leaf.to(device) for leaf in case.leaves.values())
+    places = torch.tensor([3, -1, 1, -1], dtype=torch.int32, device=device)
+    trained = [torch.randn(5, *stack.shape[1:], device=device, requires_grad=True) for stack in (up, down)]
+    with filled_memory():
+        out = moe_mlp(
+            x, up, down, weight, case.topk_idx.to(device), trainable=places, trained=tuple(trained), backend=backend
+        )
+        grads = torch.autograd.grad(out.square().sum(), trained)
+    for grad in grads:
+        assert grad.isfinite().all() and grad.flatten(1).any(1).tolist() == [False, True, False, True, False]
+
+
+def test_rows_of_nobody_get_zero():
+    check_rows_of_nobody("torch")
 
 
 @pytest.mark.parametrize("routing", ["random", "skip", "all"])

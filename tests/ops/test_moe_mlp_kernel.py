@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.config import ACTIVATIONS
+from tests.ops.test_moe_mlp import check_rows_of_nobody
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run
@@ -281,6 +282,10 @@ def test_trained_weights_lie_apart(places, routing, recompute, tolerance, device
         got = run(case, with_trained_apart(places, recompute=recompute), device=device)
 
     assert_parity(got, want, tolerance[torch.float32])
+
+
+def test_rows_of_nobody_get_zero(device):
+    check_rows_of_nobody("triton", device)
 
 
 @pytest.mark.parametrize(

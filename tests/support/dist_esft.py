@@ -1,9 +1,10 @@
-"""One of the ranks of tests/methods/test_esft_distributed.py: `dist_esft.py RENDEZVOUS OUT ENGINE`."""
+"""One of the ranks of tests/methods/test_esft_processes.py: `dist_esft.py RENDEZVOUS OUT ENGINE`."""
 
 import sys
 
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from moe_runtime.hf.training import MoETrainer
 from moe_runtime.methods import esft
@@ -15,20 +16,44 @@ from tests.support.stock_moe import stock
 torch.set_num_threads(1)
 
 
-def spread(out: str) -> None:
-    """Expert parallelism: the experts of a layer lie on both ranks."""
+def spread_over():
+    """A model of which the experts of a layer lie on both ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from moe_runtime.hf.expert_parallel import shard_experts
 
     model = stock("deepseek_v2")
     shard_experts(model, init_device_mesh("cpu", (2,)))
+    return model
+
+
+def spread(out: str) -> None:
+    """Expert parallelism."""
+    model = spread_over()
     esft.train_only(model, SELECTION)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(1)
     esft.save_adapter(model, f"{out}/spread")
+
+
+def save_spread(out: str) -> None:
+    """Expert parallelism, saved by what cannot and by what can."""
+    model, errors = spread_over(), []
+    guard = model.save_pretrained
+    esft.train_only(model, SELECTION, shared_experts=True)  # DDP wants something of its own
+    for save in (lambda: model.save_pretrained(f"{out}/none"), trainer_of(Trainer, f"{out}/none", model=model).train):
+        try:
+            save()
+        except ValueError as error:
+            errors.append(str(error))
+    trainer = trainer_of(MoETrainer, f"{out}/spread-run", model=model, max_steps=2, save_steps=1, optim="sgd")
+    trainer.train()
+    trainer.save_model(f"{out}/spread-last")
+    esft.save_adapter(model, f"{out}/spread-saved")
+    esft.drop(model)
+    torch.save({"errors": errors, "is_guarded": model.save_pretrained == guard}, f"{out}/spread-{dist.get_rank()}.pt")
 
 
 def train(out: str) -> None:
@@ -48,6 +73,7 @@ def main(rendezvous: str, out: str, engine: str) -> None:
     train(out)
     if engine == "ddp":
         spread(out)
+        save_spread(out)
     dist.barrier()
     leave()
 

@@ -30,6 +30,7 @@ class Scenario(NamedTuple):
     everything: bool = False  # shared experts and what is no expert train too
     checkpointing: bool = False
     low: bool = False  # a bfloat16 model, rows in float32
+    groups: bool = False  # the experts are an FSDP2 group of their own
 
 
 SCENARIOS = {
@@ -37,6 +38,7 @@ SCENARIOS = {
     "gpt_oss-ddp-everything": Scenario("gpt_oss", "ddp", everything=True),
     "qwen3-fsdp2": Scenario("qwen3_moe", "fsdp2"),
     "qwen3-fsdp2-low": Scenario("qwen3_moe", "fsdp2", low=True),
+    "qwen3-fsdp2-low-everything": Scenario("qwen3_moe", "fsdp2", everything=True, low=True, groups=True),
     "ours-fsdp2-everything": Scenario("ours", "fsdp2", everything=True),
     "gpt_oss-fsdp2-checkpointing": Scenario("gpt_oss", "fsdp2", checkpointing=True),
     "qwen3-accelerate": Scenario("qwen3_moe", "accelerate"),
@@ -138,6 +140,8 @@ def held_by(engine: str, model, mesh, scenario: Scenario):
     for layer in model.model.layers:
         if scenario.spread:
             fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+        elif scenario.groups:  # or rows and what else trains would want one dtype
+            fully_shard(layer.mlp.experts, mesh=everyone)
         fully_shard(layer, mesh=everyone)
     called = fully_shard(model, mesh=everyone)
     return called, optimizer_of(model)

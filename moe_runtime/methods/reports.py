@@ -1,4 +1,4 @@
-"""What a table of XFT says: every method's losses over the seeds, their comparison with one of them, JSON and sentences.
+"""What a table says: every method's losses over the seeds, their comparison with one of them, JSON and sentences.
 
 The loss of a method is its mean over the seeds; verdicts come from `moe_runtime.significance` and from nowhere else.
 """
@@ -15,6 +15,8 @@ from moe_runtime import __version__
 from moe_runtime.backends import doctor
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.significance import LEVEL, Comparison, compare, signed
+
+OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")  # what not every result has
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,11 @@ class Entry:
         }
 
 
-def _p(p: float) -> str:
-    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
-
-
 def _of_seed(result) -> dict:
     """The numbers of one result; the rows' losses stay in its own folder."""
-    names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", "alpha")
-    return {"folder": "/".join(Path(result.folder).parts[-2:])} | {name: getattr(result, name) for name in names}
+    names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
+    known = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    return {"folder": "/".join(Path(result.folder).parts[-2:])} | known
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Report:
 
     command: str
     title: str
-    source: str  # the paper's table or figure
+    source: str  # the paper and its table or figure
     settings: dict  # a run with other ones does not replace this report unasked
     seeds: tuple[int, ...]
     entries: list[Entry]
@@ -144,10 +143,7 @@ class Report:
         )  # fmt: skip
         if one is None:
             return entry.name, *numbers, "", "", "reference"
-        difference = "" if math.isnan(one.difference) else signed(one.difference)
-        if not math.isnan(one.low):
-            difference += f" [{signed(one.low)}, {signed(one.high)}]"
-        return entry.name, *numbers, difference, _p(one.p_corrected), one.verdict
+        return entry.name, *numbers, difference_of(one), p_of(one.p_corrected), one.verdict
 
     def legend(self) -> str:
         """Return what the table's numbers are, in two lines."""
@@ -158,6 +154,17 @@ class Report:
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for {len(self.comparisons)} comparisons."
         )
+
+
+def difference_of(one: Comparison) -> str:
+    """Return a comparison's difference and its interval as text, as far as there are such."""
+    interval = "" if math.isnan(one.low) else f" [{signed(one.low)}, {signed(one.high)}]"
+    return "" if math.isnan(one.difference) else signed(one.difference) + interval
+
+
+def p_of(p: float) -> str:
+    """Return a p-value as text."""
+    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
 
 
 def verdict(report: Report, name: str) -> str:

@@ -1,0 +1,153 @@
+"""What a training leaves on the way: losses, seconds, checkpoints to go on from, and the weights of its best evaluation."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from moe_runtime.files import atomic_file, atomic_write_text, read_json
+from moe_runtime.hf.ranks import state
+
+
+@dataclass
+class History:
+    """What a training saw: (step, loss) of the training batches and of the held-out rows, and the seconds of training alone."""
+
+    train: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Watcher(TrainerCallback):
+    """Fills a History and reports each step."""
+
+    def __init__(self, history: History, evaluate: Callable[[], float] | None, every: int, on_step):
+        self.history, self.evaluate, self.every, self.on_step = history, evaluate, every, on_step
+        self.loss = math.nan
+        self.paused = 0.0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.loss = logs["loss"]
+            self.history.train.append((state.global_step, self.loss))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.on_step is not None:
+            self.on_step(state.global_step, state.max_steps, self.loss)
+        if self.evaluate is not None and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
+            start = time.perf_counter()
+            self.history.held_out.append((state.global_step, self.evaluate()))
+            self.paused += time.perf_counter() - start
+
+
+class Best:
+    """The weights that train, as they were at the lowest held-out loss.
+
+    Each process keeps its own part of them in a file of `folder`, where a training that was killed finds them again, until
+    whoever saves what was trained removes the folder.
+    """
+
+    def __init__(self, model: nn.Module, folder: str | Path):
+        self.model, self.loss, self.rows = model, math.inf, None
+        self.path = Path(folder, f"best-{state().process_index}.pt")
+
+    def begin(self, is_resumed: bool) -> None:
+        """Take what an earlier run of the same training kept, or forget it."""
+        if not is_resumed:
+            self.path.unlink(missing_ok=True)
+        elif self.path.is_file():
+            kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            self.loss, self.rows = kept["loss"], (kept["losses"], kept["tokens"])
+
+    def see(self, loss: float, rows: tuple[list, list]) -> None:
+        """Keep the weights if `loss`, that of `rows`, is the lowest so far."""
+        if not loss < self.loss:
+            return
+        self.loss, self.rows = loss, rows
+        values = {"loss": loss, "losses": list(rows[0]), "tokens": list(rows[1]), "weights": self._weights()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self.path) as beside:
+            torch.save(values, beside)
+
+    @torch.no_grad()
+    def put_back(self) -> tuple[list, list] | None:
+        """Give the model the weights that were kept, and return their rows' losses; None if no loss was a number."""
+        if self.rows is None:
+            return None
+        kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)["weights"]
+        for name, weight in self._weights().items():
+            weight.copy_(kept[name])
+        return self.rows
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """What of each parameter that trains this process holds."""
+        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p.to_local() if hasattr(p, "to_local") else p for name, p in trained.items()}
+
+
+class Recorder(Watcher):
+    """A watcher that times itself, keeps the last rows' losses, and goes on where a checkpoint was written.
+
+    `take` returns the held-out loss, and the losses and label tokens of the rows that it is the mean of. With `best` the
+    training ends with the weights of its lowest held-out loss, and `last` is of those.
+    """
+
+    NAME = "history.json"
+
+    def __init__(
+        self, history: History, take: Callable[[], tuple[float, tuple]], every: int, on_step, best: Best | None = None
+    ):
+        super().__init__(history, self._take, every, on_step)
+        self.take, self.last, self.start, self.before, self.best = take, ([], []), 0.0, 0.0, best
+
+    def _take(self) -> float:
+        loss, self.last = self.take()
+        if self.best is not None:
+            self.best.see(loss, self.last)
+        return loss
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start, self.paused = time.perf_counter(), 0.0
+        if self.best is not None:
+            self.best.begin(is_resumed=state.global_step > 0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        if state.global_step >= state.max_steps:
+            control.should_save = False  # going on from there would train a step too many
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.history.seconds = self._seconds()
+        if self.best is not None:
+            self.last = self.best.put_back() or self.last
+
+    def on_save(self, args, state, control, **kwargs):
+        # the last file of a checkpoint: one without it was cut off, and is not gone on from
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            values = asdict(self.history) | {"seconds": self._seconds(), "last": self.last}
+            atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
+
+    def restore(self, checkpoint: Path) -> None:
+        values = read_json(checkpoint / self.NAME)
+        self.last, self.before = tuple(values["last"]), values["seconds"]
+        for name in ("train", "held_out"):
+            getattr(self.history, name)[:] = map(tuple, values[name])
+
+    def _seconds(self) -> float:
+        return self.before + time.perf_counter() - self.start - self.paused
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest whole checkpoint that `train` wrote to a folder; None where there is none."""
+    folders = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{Recorder.NAME}")]
+    return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

@@ -1,0 +1,37 @@
+"""One of the ranks of tests/methods/test_esft_distributed.py: `dist_esft_stages.py RENDEZVOUS OUT ENGINE RECIPE METHODS...`."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.methods.esft_stages import Stages
+from tests.support.dist_launch import leave, start
+from tests.support.dist_stages import use_fsdp2
+
+torch.set_num_threads(1)
+
+
+def main(rendezvous: str, out: str, engine: str, recipe: str, *names: str) -> None:
+    start(rendezvous)
+    if engine == "fsdp2":
+        use_fsdp2()
+    said = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        print(text, flush=True)  # to the log that a failed launch shows
+
+    stages = Stages(recipe, Path(out, "out"), say=say)
+    selection = stages.selection("sums", "gate")
+    results = {
+        name: stages.esft("sums", selection) if name == "esft" else getattr(stages, name)("sums") for name in names
+    }
+    scores = stages.scores("sums").scores
+    torch.save({"results": results, "said": said, "gate": scores.gate}, f"{out}/rank{dist.get_rank()}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

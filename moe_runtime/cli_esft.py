@@ -86,7 +86,8 @@ def select(
         int | None, typer.Option(help="Of the logs: experts per layer, if not all were used.", show_default=False)
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Of the logs: the layers, such as 1,2,5-26; all unless given.", show_default=False)
+        str | None,
+        typer.Option(help="Of the logs: the layers, such as 1,2,5-26; all unless given.", show_default=False),
     ] = None,
     score: Annotated[str, typer.Option(help="gate or token.")] = "gate",
     variant: Variant = None,

@@ -1,7 +1,10 @@
 """moe-runtime esft as a user types it: from scores to a merged folder, official files, and one clear error for bad input."""
 
 import json
+import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from moe_runtime.files import read_json
 from moe_runtime.hf.layers import numbered_layers
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import esft, esft_runs
+from moe_runtime.methods.esft_recipe import Tuning
 from moe_runtime.methods.esft_scores import ExpertScores
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
@@ -189,6 +193,114 @@ def test_the_same_call_goes_on_after_a_crash(home, adapter, tmp_path, monkeypatc
     assert same(dict(esft.load_adapter(tmp_path / "law").tensors), dict(esft.load_adapter(adapter).tensors))
 
 
+def train_alone(home, out, **settings):
+    """Train in one process, three steps unless said otherwise."""
+    config = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": None, "per_device_batch_size": 4}
+    options = {name: settings.pop(name) for name in ("dtype", "selection", "rows") if name in settings}
+    selection, rows = options.pop("selection", home / "config.json"), options.pop("rows", home / "rows.jsonl")
+    base = settings.pop("base", home / "base")
+    return esft_runs.train_folder(base, selection, rows, out, Tuning(**config | settings), max_length=32, **options)
+
+
+@pytest.fixture(scope="module")
+def half(home, tmp_path_factory) -> Path:
+    """The base in bfloat16."""
+    folder = tmp_path_factory.mktemp("half") / "base"
+    shutil.copytree(home / "base", folder)
+    AutoModelForCausalLM.from_pretrained(home / "base", dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags, dtype, want",
+    [
+        pytest.param({}, None, torch.float32, id="experts"),
+        pytest.param({"shared_experts": True, "non_expert_modules": True}, None, torch.float32, id="all that may"),
+        pytest.param({}, "bfloat16", torch.bfloat16, id="bfloat16 if asked for"),
+    ],
+)
+def test_a_small_learning_rate_trains_a_bfloat16_base(home, half, tmp_path, flags, dtype, want):
+    selection = replace(esft.ExpertSelection.load(home / "config.json"), **flags)
+    train_alone(home, tmp_path / "out", base=half, selection=selection, learning_rate=1e-5, steps=1, dtype=dtype)
+    tensors = esft.load_adapter(tmp_path / "out").tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {want}
+    model = AutoModelForCausalLM.from_pretrained(half, dtype=want)
+    esft.train_only(model, selection)
+    start = esft.adapter_of(model).tensors
+    moved = torch.cat([(tensor != start[name]).flatten() for name, tensor in tensors.items()]).double().mean()
+    assert moved > 0.9 if want == torch.float32 else moved < 0.1
+
+
+def test_the_best_weights_outlive_an_adapter_that_could_not_be_written(home, tmp_path, monkeypatch):
+    settings = {"steps": 8, "learning_rate": 0.3, "save_steps": 3}
+    whole = train_alone(home, tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(esft, "save_adapter", lambda *_, **__: (_ for _ in ()).throw(Killed))
+        train_alone(home, tmp_path / "again", **settings)
+    again = train_alone(home, tmp_path / "again", **settings)
+    assert again.loss == whole.loss
+    first, second = (dict(esft.load_adapter(tmp_path / name).tensors) for name in ("whole", "again"))
+    assert same(first, second)
+
+
+def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(home, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(esft_runs.fit, "train", stop)
+        train_alone(home, tmp_path / "out")
+    assert (tmp_path / "out-checkpoints" / "settings.json").is_file()
+    base = shutil.copytree(home / "base", tmp_path / "base")
+    settings = {"base": base, "steps": 5, "save_steps": 2}
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(esft, "save_adapter", stop)
+        train_alone(home, tmp_path / "out", **settings)
+    (base / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="checkpoints of another training, whose source differs"):
+        train_alone(home, tmp_path / "out", **settings)
+    stamp = (home / "base" / "model.safetensors").stat()
+    os.utime(base / "model.safetensors", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    train_alone(home, tmp_path / "out", **settings, per_device_batch_size=1)
+    (tmp_path / "new-checkpoints").mkdir()
+    (tmp_path / "new-checkpoints" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="has checkpoints of another training"):
+        train_alone(home, tmp_path / "new")
+    assert (tmp_path / "new-checkpoints" / "notes.txt").is_file()
+
+
+def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path):
+    rows = [{"prompt": "Write " * 60 + str(i), "completion": "x"} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for packed, want in ((True, 300), (False, 12 * 24)):
+        scores = esft_runs.score_folder(
+            home / "base", tmp_path / "rows.jsonl", tmp_path / "out.json", n_tokens=300, max_length=24, packed=packed
+        )
+        assert scores.n_tokens == want
+
+
+def test_p_that_is_not_reached_is_said(home, tmp_path):
+    arguments = ("select", "--summary", home / "made" / "summary.json", "--out")
+    out = invoke(*arguments, tmp_path / "some.json", "--p", 0.1)
+    sums = ExpertScores.load(home / "made" / "summary.json").gate.sum(1)
+    assert f"scores of a layer sum to {sums.min():.3f} to {sums.max():.3f}" in out.output
+    assert "warning" not in out.output and max(sums) < 0.99
+    out = invoke(*arguments, tmp_path / "all.json", "--p", 1.0)
+    assert "warning: p is 1.0, more than the scores of 2 of 2 layers sum to" in out.output
+    out = invoke(*arguments, tmp_path / "share.json", "--p", 1.0, "--variant", "normalized")
+    assert out.exit_code == 0 and "warning" not in out.output
+
+
+def test_what_logs_do_not_say(home, tmp_path):
+    arguments = ("select", "--logs", home / "logs", "--p", 0.3, "--out")
+    out = invoke(*arguments, tmp_path / "config.json", "--layers", "2", "--top-k", 2, "--num-experts", 9)
+    assert out.exit_code == 0, out.exception
+    logged = ExpertScores.from_logs(home / "logs", layers=[2], top_k=2, num_experts=9)
+    want = esft.select_experts(logged, 0.3)
+    assert esft.ExpertSelection.load(tmp_path / "config.json") == want and set(want.experts) == {2}
+    assert cli_esft._numbers("1, 3,5-7") == [1, 3, 5, 6, 7]
+
+
 def test_an_adapter_of_another_base(home, adapter, tmp_path):
     other = stock("deepseek_v2", vocab_size=270)
     other.save_pretrained(tmp_path / "other")
@@ -227,6 +339,14 @@ BAD = {
     "no summary": (
         ("select", "--p", 0.1, "--summary", "none.json", "--out", "new.json"),
         "none.json, which cannot be read",
+    ),
+    "options of logs": (
+        ("select", "--p", 0.1, "--summary", "made/summary.json", "--top-k", 2, "--out", "new.json"),
+        "top_k is 2, logs is None",
+    ),
+    "layers": (
+        ("select", "--p", 0.1, "--logs", "logs", "--layers", "1,x", "--out", "new.json"),
+        "layers is '1,x'; want numbers",
     ),
     "unknown score": (
         ("select", "--p", 0.1, "--summary", "made/summary.json", "--score", "x", "--out", "new.json"),

@@ -378,13 +378,17 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
 
 
 def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
-    rows = [{"prompt": "two and two\n" * 9, "completion": "four"}, {"prompt": "", "completion": "four"}, {"text": "two"}]
+    rows = [
+        {"prompt": "two and two\n" * 9, "completion": "four"},
+        {"prompt": "", "completion": "four"},
+        {"text": "two"},
+    ]
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.bos_token = tokenizer.eos_token = None
-    found = list(data.token_ids(tokenizer, [*rows, {"text": ""}], 8))
-    assert [len(ids) for ids in found] == [8, len(tokenizer("four").input_ids), len(tokenizer("two").input_ids)]
-    assert found[0] == tokenizer(rows[0]["prompt"]).input_ids[:8]
+    want = [tokenizer.encode(text, add_special_tokens=False) for text in (rows[0]["prompt"], "four", "two")]
+    assert list(data.token_ids(tokenizer, [*rows, {"text": ""}], 8)) == [ids[:8] for ids in want]
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # which marks nothing
-    assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [tokenizer("two and twofour").input_ids]
+    want = tokenizer.encode("two and twofour", add_special_tokens=False)
+    assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [want]
     with pytest.raises(ValueError, match="row 0 has text 3; want text"):
         list(data.token_ids(tokenizer, [{"text": 3}], 8))

@@ -1,5 +1,6 @@
 """LoRA on a MoE model, experts too, by peft: what ESFT is compared with."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,7 +31,10 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
         r=rank, lora_alpha=scaling * rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
-    adapted = peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft reads an old name of transformers'
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        adapted = peft.get_peft_model(model, config)
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
         raise ValueError(

@@ -12,7 +12,6 @@ embeddings' output: with gradient checkpointing, until model.disable_input_requi
 """
 
 import functools
-import operator
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,14 +20,20 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.modeling_utils import is_fsdp_enabled
 
 from moe_runtime.hf import experts as stock
-from moe_runtime.hf.layers import experts_module, forget_compiled, numbered_layers, plain_name
+from moe_runtime.hf.layers import forget_compiled, plain_name
+from moe_runtime.hf.trainable_layers import (
+    STATE,
+    ExpertsLayer,
+    check_unwrapped,
+    checked_experts,
+    layers_of,
+    with_shared,
+)
 from moe_runtime.modules import trainable
-from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
+from moe_runtime.ops.all_to_all import is_distributed
 
-STATE = "moe_runtime_trainable"  # attribute of a model whose rows train: what it was before
 # MLPs that every token goes through, beside the experts; the gate in front of one is a gate
 SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
 # what routers choose experts and sparse attention keys by: no gradient reaches it
@@ -40,16 +45,6 @@ class _Before(NamedTuple):
 
     patched: bool  # its experts ran through moe_runtime
     requires_grad: dict[str, bool]  # of the parameters where freeze_for_esft set it, by plain name
-
-
-class _Layer(NamedTuple):
-    """The experts of a layer and where they are."""
-
-    name: str
-    module: nn.Module
-    names: tuple[str, ...]  # of its stacks
-    num_experts: int
-    num_shared: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +90,8 @@ def train_rows(
     Raises ValueError, before anything is changed, for unknown layers or ids, experts that are sharded, adapted, quantized, not
     loaded, offloaded or tied to another layer's, and a model whose rows train already.
     """
-    layers = _layers_of(model)
-    experts = _checked(layers, experts, dtype)
+    layers = layers_of(model)
+    experts = checked_experts(layers, experts, dtype)
     _split(model, layers, experts, dtype, {})
     return _receipt(model, ())
 
@@ -115,8 +110,8 @@ def freeze_for_esft(
     shared one, which `experts` must not name. `non_expert_modules`: all that is neither a routed expert nor a shared MLP:
     routers and the gates of shared MLPs, attention, norms, embeddings, head, dense layers. Raises ValueError as train_rows.
     """
-    layers = _layers_of(model)
-    experts = _checked(layers, _with_shared(layers, experts, shared_experts), dtype)
+    layers = layers_of(model)
+    experts = checked_experts(layers, with_shared(layers, experts, shared_experts), dtype)
     shared = _shared_mlps(model, layers)
     stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
     trains, parameters = {}, dict(model.named_parameters())
@@ -132,7 +127,7 @@ def freeze_for_esft(
     return _receipt(model, shared if shared_experts else ())
 
 
-def _shared_mlps(model: nn.Module, layers: dict[int, _Layer]) -> tuple[str, ...]:
+def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str, ...]:
     """Return the paths of the MLPs beside the experts: by name or, as in Gemma 4, as the `mlp` of the experts' own block."""
     beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
     return tuple(name for name, _ in model.named_modules() if name in beside or SHARED.search(plain_name(name)))
@@ -173,7 +168,7 @@ def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Spl
     """Return the experts modules whose rows lie apart, by number."""
     _state_of(model)
     found = {
-        number: (layer.module, trainable.split_of(layer.module)) for number, layer in _layers_of(model, False).items()
+        number: (layer.module, trainable.split_of(layer.module)) for number, layer in layers_of(model, False).items()
     }
     return {number: (module, split) for number, (module, split) in found.items() if split is not None}
 
@@ -192,87 +187,7 @@ def drop_rows(model: nn.Module) -> None:
     _undo(model, trainable.drop_rows)
 
 
-def _layers_of(model: nn.Module, fresh: bool = True) -> dict[int, _Layer]:
-    """Return the layers with experts by number; with `fresh`, raise ValueError if rows of `model` train already."""
-    if fresh and any(STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()):
-        raise ValueError("the model trains rows already; want fold_rows(model) or drop_rows(model) first")
-    paths, layers = {module: name for name, module in model.named_modules()}, {}
-    for number, layer in numbered_layers(model).items():
-        module = experts_module(model, layer)
-        names = tuple(name for name in stock.stack_names(module) if name) if layer.is_stock else module.stacks()
-        layers[number] = _Layer(paths[module], module, names, layer.num_experts, layer.num_shared)
-    return layers
-
-
-def _with_shared(layers: dict[int, _Layer], experts: Mapping, shared_experts: bool) -> dict:
-    """Add our own shared experts to `experts`, which must not name them."""
-    experts = {number: tuple(ids) for number, ids in experts.items()}
-    for number, layer in layers.items():
-        if layer.num_shared and 0 in experts.get(number, ()):
-            raise ValueError(
-                f"experts of layer {number} are {list(experts[number])}, of which 0 is the shared one; want routed ones alone; "
-                "shared_experts=True trains it"
-            )
-    shared = {number: (0,) for number, layer in layers.items() if layer.num_shared} if shared_experts else {}
-    return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
-
-
-def _checked(layers: dict[int, _Layer], experts: Mapping, dtype: torch.dtype | None) -> dict[int, tuple[int, ...]]:
-    """Return `experts` without layers of none; raise ValueError for what cannot be trained."""
-    if dtype is not None and dtype not in stock.FLOATS:
-        raise ValueError(f"dtype is {dtype}; want one of {', '.join(map(str, stock.FLOATS))}")
-    checked = {}
-    for number, ids in experts.items():
-        ids = tuple(operator.index(e) for e in ids)
-        if number not in layers:
-            raise ValueError(f"experts name layer {number!r}; want layers with experts: {', '.join(map(str, layers))}")
-        E = layers[number].num_experts
-        if len(set(ids)) < len(ids) or any(not 0 <= e < E for e in ids):
-            raise ValueError(
-                f"experts of layer {number} are {list(ids)}; want ids from 0 to {E - 1}, none of them twice"
-            )
-        if ids:
-            _check_stacks(layers[number])
-            _check_untied(layers, number)
-            checked[number] = ids
-    return checked
-
-
-def _check_untied(layers: dict[int, _Layer], number: int) -> None:
-    own = {id(getattr(layers[number].module, name)) for name in layers[number].names}
-    for other, layer in layers.items():
-        for name in layer.names:
-            if other != number and id(getattr(layer.module, name)) in own:
-                raise ValueError(
-                    f"{name} of layer {number} is layer {other}'s too; want stacks of its own, or an expert would move in both"
-                )
-
-
-def _check_stacks(layer: _Layer) -> None:
-    if stock.ADAPTED.intersection(layer.name.split(".")):
-        raise ValueError(f"{layer.name} lies in PEFT's adapters; want adapters of other modules, or none")
-    for name in layer.names:
-        stack = layer.module._parameters.get(name)
-        if stack is None or not stack.is_floating_point():
-            got = "no parameter" if stack is None else str(stack.dtype)
-            raise ValueError(
-                f"{layer.name}.{name} is {got}; want one of floats, neither quantized nor held by an engine"
-            )
-        # ranks that load nothing and wait for the first one's weights
-        if stack.is_meta and not is_fsdp_enabled():
-            raise ValueError(
-                f"{layer.name}.{name} is on the meta device; want weights that stay where they are; load the model with "
-                "from_pretrained and without offloading"
-            )
-        if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
-            raise ValueError(f"{layer.name}.{name} is sharded; want train_rows before FSDP2, and after shard_experts")
-    if getattr(layer.module, "_is_expert_parallel", False):
-        raise ValueError(
-            f"{layer.name} holds a part of its experts; want shard_experts in place of transformers' expert-parallel plan"
-        )
-
-
-def _split(model: nn.Module, layers: dict[int, _Layer], experts: dict, dtype, before: dict[str, bool]) -> None:
+def _split(model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dtype, before: dict[str, bool]) -> None:
     """Put the rows apart, all of them or, where one does not fit into the memory, none."""
     check_unwrapped(model)
     patched = all(not stock.is_experts(m) or m.config._experts_implementation == stock.NAME for m in model.modules())
@@ -289,7 +204,7 @@ def _split(model: nn.Module, layers: dict[int, _Layer], experts: dict, dtype, be
         raise
 
 
-def _split_layer(model: nn.Module, layer: _Layer, ids: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def _split_layer(model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dtype: torch.dtype | None) -> None:
     if is_distributed(layer.module.down_proj):
         from moe_runtime.hf.expert_parallel import split_spread_rows
 
@@ -306,6 +221,16 @@ def _guard(model: nn.Module) -> None:
         saves = hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
         if saves and any(trainable.split_of(part) is not None for part in module.modules()):
             module.save_pretrained = functools.partial(_refuse_to_save, module)
+    # seconds to import; whoever trains by it has done so, or hears of it at the first checkpoint
+    if "transformers.trainer" in sys.modules:
+        from moe_runtime.hf.trainable_callback import watch_trainers
+
+        watch_trainers()
+
+
+def is_guarded(module: nn.Module) -> bool:
+    """Return whether `module` refuses save_pretrained, since rows of it lie apart."""
+    return getattr(module.__dict__.get("save_pretrained"), "func", None) is _refuse_to_save
 
 
 def _refuse_to_save(module: nn.Module, *_, **__) -> None:
@@ -317,21 +242,8 @@ def _refuse_to_save(module: nn.Module, *_, **__) -> None:
 
 def unguard(module: nn.Module) -> None:
     """Let `module` save as its class does, where train_rows has forbidden it."""
-    if getattr(module.__dict__.get("save_pretrained"), "func", None) is _refuse_to_save:
+    if is_guarded(module):
         del module.save_pretrained
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError for a model whose parameters others hold: DDP, FSDP2, transformers' tensor parallelism."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import; nobody holds anything without it
-    held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
-        (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1
-        for m in model.modules()
-    )
-    if held:
-        raise ValueError(
-            f"model is {type(model).__name__}, whose parameters an engine holds; want it as it was before that"
-        )
 
 
 def _refuse_others(module: nn.Module, args) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from moe_runtime.files import check_out_dir, read_json
 from moe_runtime.hf import adapters, trainable
 from moe_runtime.hf.layers import plain_name
+from moe_runtime.hf.trainable_layers import check_unwrapped
 from moe_runtime.methods.esft_adapters import APPLIED, Adapter, apply, from_config, load_adapter, remove, to_config
 from moe_runtime.methods.esft_base import base_of, check_base
 from moe_runtime.methods.esft_folders import merge_folder as merge
@@ -54,7 +55,7 @@ def train_only(
     ValueError, with the model untouched, for unknown layers or ids, PEFT's adapters among what is to train, and for a
     model that trains experts already, has an adapter in it or is wrapped.
     """
-    trainable.check_unwrapped(model)
+    check_unwrapped(model)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
     if (there := adapters.holder(model, APPLIED)) is not None:

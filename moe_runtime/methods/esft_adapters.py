@@ -4,7 +4,7 @@
     apply(model, adapter)              # the model is the task's; save_pretrained writes it whole
     remove(model)                      # the base again, bit by bit
 
-A folder holds model.safetensors, with the names of `moe_runtime.hf.adapters`, and expert_cfg.json: the official
+A folder holds model.safetensors, with the names of `moe_runtime.hf.adapter_names`, and expert_cfg.json: the official
 configuration and, in folders written here, under `moe_runtime`, the base that they belong to. Models that do not fit
 into memory are merged with an adapter by `moe_runtime.methods.esft_folders`.
 """
@@ -20,7 +20,15 @@ from torch import nn
 
 from moe_runtime.files import atomic_folder, read_json
 from moe_runtime.hf import adapters
-from moe_runtime.hf.adapters import Layout, layout_of, parse_name, stack_parts
+from moe_runtime.hf.adapter_names import (
+    Layout,
+    experts_path,
+    join_row,
+    layout_of,
+    parse_name,
+    split_row,
+    stack_parts,
+)
 from moe_runtime.hf.experts import FLOATS
 from moe_runtime.hf.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.methods.esft_base import base_of, check_base, describe
@@ -167,7 +175,7 @@ class Change(NamedTuple):
         if self.ids is None:
             return adapter.others[self.name]
         stack, experts = self.name.rpartition(".")[2], adapter.experts[self.layer]
-        return torch.stack([adapters.join_row(self.layout, stack, experts[e]) for e in ids or self.ids])
+        return torch.stack([join_row(self.layout, stack, experts[e]) for e in ids or self.ids])
 
 
 def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
@@ -202,7 +210,7 @@ def _stack_changes(
     shared = [e for e in experts if e not in selected and e >= layer.num_shared]
     if shared:
         raise ValueError(f"{adapter.source} has expert {shared[0]} of layer {number}, which its selection lacks")
-    layout, path = layout_of(module), adapters.experts_path(layer)
+    layout, path = layout_of(module), experts_path(layer)
     stacks = stack_parts(layout)
     parts = {part for names in stacks.values() for part in names}
     for e, own in experts.items():
@@ -215,7 +223,7 @@ def _stack_changes(
         for stack in stacks:
             # views of one row say the shapes, whatever the layout
             row = torch.empty(getattr(module, stack).shape[1:], device="meta")
-            for part, want in adapters.split_row(layout, stack, row).items():
+            for part, want in split_row(layout, stack, row).items():
                 if own[part].shape != want.shape:
                     raise ValueError(
                         f"{part} of expert {e} of layer {number} in {adapter.source} is {list(own[part].shape)}; want "

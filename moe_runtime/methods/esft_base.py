@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.hf.adapters import experts_path, layout_of, parse_name, split_row, stack_parts
+from moe_runtime.hf.adapter_names import experts_path, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.hf.layers import experts_module, numbered_layers, plain_name
 
 # what a model computes depends on these; names that a config lacks are left out, and versions of transformers may add some
@@ -88,7 +88,7 @@ def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, t
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
-            if not (hasattr(stack, "placements") or stack.is_meta):
+            if stack.is_floating_point() and not (hasattr(stack, "placements") or stack.is_meta):
                 found |= {f"{path}.{e}.{part}": view for part, view in split_row(layout, name, stack[e]).items()}
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.hf import folders
-from moe_runtime.hf.adapters import experts_path, layout_of, split_row, stack_parts
+from moe_runtime.hf.adapter_names import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.hf.configuration import SHIM
 from moe_runtime.hf.experts import FLOATS
 from moe_runtime.hf.layers import experts_module, numbered_layers

@@ -625,6 +625,29 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
     assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
 
 
+def test_a_trainer_says_so_before_the_first_step(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    def train(save: str) -> None:
+        made = TrainingArguments(
+            str(tmp_path), max_steps=1, save_strategy=save, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        row = {"input_ids": batch("qwen2_moe")[0], "labels": batch("qwen2_moe")[0]}
+        Trainer(model, made, train_dataset=[row] * 8).train()
+
+    model = model_of("qwen2_moe")
+    freeze_for_esft(model, {0: range(model.config.num_experts)})
+    before = gathered_rows(model)[0].stacks["down_proj"]
+    with pytest.raises(ValueError, match="save_strategy is 'steps', some experts of Qwen2MoeForCausalLM train"):
+        train("steps")
+    assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
+    train("no")
+    assert not torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
+    fold_rows(model)
+    train("steps")
+    assert (tmp_path / "checkpoint-1" / "config.json").is_file()
+
+
 def test_refuses_weights_that_are_not_here(monkeypatch):
     from accelerate import cpu_offload
 
@@ -637,7 +660,7 @@ def test_refuses_weights_that_are_not_here(monkeypatch):
     with pytest.raises(ValueError, match=says):
         freeze_for_esft(offloaded, {0: [1]})
     # FSDP sends the first rank's weights to ranks that have loaded none, and no maps
-    monkeypatch.setattr("moe_runtime.hf.trainable.is_fsdp_enabled", lambda: True)
+    monkeypatch.setattr("moe_runtime.hf.trainable_layers.is_fsdp_enabled", lambda: True)
     train_rows(model, {0: [6, 1]})
     experts = model.model.layers[0].mlp.experts
     assert experts.trained_down_proj.is_meta and experts.trained_down_proj.shape[0] == 2

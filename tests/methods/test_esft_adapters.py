@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.hf import adapters
-from moe_runtime.hf.adapters import Layout, join_row, layout_of, parse_name, split_row, stack_parts
+from moe_runtime.hf.adapter_names import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.hf.experts import register
 from moe_runtime.hf.layers import experts_module, numbered_layers
 from moe_runtime.methods.esft_adapters import Adapter, apply, load_adapter, remove
@@ -81,12 +80,12 @@ def test_in_and_out_of_every_family(tmp_path, family):
     for number, layer in numbered_layers(model).items():
         module, ids = experts_module(model, layer), adapter.selection.experts[number]
         for stack in stack_parts(layout_of(module)):
-            name = f"{adapters.experts_path(layer)}.{stack}"
+            name = f"{experts_path(layer)}.{stack}"
             changed = [e for e in range(layer.num_experts) if not torch.equal(before[name][e], after[name][e])]
             assert changed == sorted(ids)
             for e in ids:
                 for part, got in split_row(layout_of(module), stack, after[name][e]).items():
-                    assert torch.equal(got, adapter.tensors[f"{adapters.experts_path(layer)}.{e}.{part}"])
+                    assert torch.equal(got, adapter.tensors[f"{experts_path(layer)}.{e}.{part}"])
     assert all(torch.equal(after[name], tensor) for name, tensor in adapter.others.items())
     remove(model)
     assert same(before, weights(model))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.hf.adapters import layout_of, stack_parts
+from moe_runtime.hf.adapter_names import layout_of, stack_parts
 from moe_runtime.hf.layers import experts_module, numbered_layers
 from moe_runtime.methods.esft_adapters import apply, remove
 from moe_runtime.methods.esft_folders import check_fit, merge_folder

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from moe_runtime.hf.gate_scores import GateSums
+from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.methods.esft_runs import score_folder
 from moe_runtime.methods.esft_scores import ExpertScores, sample_batches, score_experts
 from tests.hf import tiny
 from tests.hf.test_stack import ids, stock
@@ -241,6 +243,12 @@ def test_a_summary_that_was_edited_is_named(tmp_path):
 
 
 def test_two_processes_score_as_one(tmp_path):
+    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
+    stock("mixtral", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"text": f"x = {i} " * (1 + i % 5)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = score_folder(tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "one.json", **dist_scores.FOLDER)
     launch(dist_scores.__file__, 2, tmp_path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert ranks[0] == ranks[1]
@@ -260,3 +268,9 @@ def test_two_processes_score_as_one(tmp_path):
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank_0", "rank_1"]
     assert torch.equal(logs.sums.count, want.sums.count) and logs.n_tokens == 84 and logs.sums.n_samples == 7
     torch.testing.assert_close(logs.scores("gate", "paper"), want.scores("gate", "paper"), rtol=0, atol=5e-5)
+    two = ExpertScores.load(
+        tmp_path / "folder.json"
+    )  # the samples of a folder's rows, dealt out before batches are made
+    assert (two.n_tokens, two.sums.n_samples) == (one.n_tokens, one.sums.n_samples) and two.n_tokens == 250
+    assert torch.equal(two.sums.count, one.sums.count)
+    torch.testing.assert_close(two.gate, one.gate, rtol=1e-5, atol=1e-7)

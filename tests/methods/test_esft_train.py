@@ -403,6 +403,18 @@ def test_checkpoints_are_small_and_a_resumed_run_is_the_uninterrupted_one(tmp_pa
     esft.apply(stock("deepseek_v2"), tmp_path / "last")
 
 
+def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypatch):
+    trainer, written = trainer_of(MoETrainer, tmp_path), []
+    write = adapters.write_files
+    monkeypatch.setattr(adapters, "write_files", lambda *args: written.append(args) or write(*args))
+    # as under FSDP with FULL_STATE_DICT; Trainer would then gather all of the model
+    trainer.is_fsdp_enabled = True
+    monkeypatch.setattr(trainer.accelerator, "get_state_dict", lambda *_: pytest.fail("gathers the whole model"))
+    trainer.save_model(str(tmp_path / "last"))
+    assert len(written) == 1 and same(dict(esft.load_adapter(tmp_path / "last").tensors), learned(trainer))
+    assert adapters.gathered(trainer.model, keep=False) == {}
+
+
 def test_the_best_checkpoint_comes_back(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "learning_rate": 0.3}
     trainer = trainer_of(MoETrainer, tmp_path, metric_for_best_model="loss", **settings)
@@ -433,9 +445,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, matc
     "then, match",
     [
         pytest.param(SELECTION, None, id="the same"),
-        pytest.param(
-            replace(SELECTION, experts={1: (2, 7), 2: (0,)}), r"experts is .*\[2, 7\].* in the checkpoint", id="order"
-        ),
+        pytest.param(replace(SELECTION, experts={1: (2, 7), 2: (0,)}), r"\[2, 7\].* in the checkpoint", id="order"),
         pytest.param(replace(SELECTION, experts={1: (7, 2), 2: (5,)}), r"experts is .*\[5\]", id="as many others"),
         pytest.param(replace(SELECTION, shared_experts=True), "shared_experts is True, in the checkpoint", id="a flag"),
         pytest.param(None, "this one trains all of its parameters", id="all"),

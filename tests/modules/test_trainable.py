@@ -160,6 +160,8 @@ def test_copies_are_their_own():
     assert layer.experts.trained_down_proj.any() and not torch.equal(other(tokens()), layer(tokens()))
     trainable.fold_rows(other.experts)
     assert trainable.split_of(layer.experts) is not None and layer.experts.down_proj[1].any()
+    for module, hooks in ((layer.experts, 1), (other.experts, 0)):
+        assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == hooks
 
 
 def test_compiles_as_one_graph():

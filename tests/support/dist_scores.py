@@ -6,12 +6,14 @@ import sys
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from moe_runtime.methods.esft_runs import score_folder
 from moe_runtime.methods.esft_scores import score_experts
 from tests.hf.test_stack import ids, stock
 from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 SAMPLES = ids(rows=7)
+FOLDER = {"n_tokens": 250, "max_length": 16, "packed": False, "batch_size": 3}
 
 
 def make():
@@ -29,6 +31,7 @@ def main(rendezvous: str, out: str) -> None:
     model = make()
     whole = score_experts(model, shared_out(rank), pairs=True, log_dir=f"{out}/logs")
     cut = score_experts(model, shared_out(rank), n_tokens=25)
+    score_folder(f"{out}/base", f"{out}/rows.jsonl", f"{out}/folder.json", **FOLDER)
     errors = []
     for batches, options in (
         (shared_out(rank), {"n_tokens": 1}),

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_runtime.hf.adapters import experts_path, layout_of, split_row, stack_parts
+from moe_runtime.hf.adapter_names import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.hf.layers import experts_module, numbered_layers
 from moe_runtime.methods.esft_adapters import Adapter
 from moe_runtime.methods.esft_base import base_of
@@ -28,7 +28,7 @@ def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None
                 tensors |= {f"{path}.{e}.{p}": t for p, t in split_row(layout_of(module), stack, row).items()}
     if others:
         tensors |= {name: draw(p) for name, p in model.named_parameters() if id(p) not in stacks}
-    return Adapter(selection=selection, tensors=tensors, base=base_of(model))
+    return Adapter(selection=selection, tensors=tensors, base=base_of(model, experts))
 
 
 def weights(model) -> dict[str, torch.Tensor]:

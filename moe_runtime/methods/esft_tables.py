@@ -123,7 +123,7 @@ def _sweep_p(process: Run, ps: Sequence[float], scores: Sequence[str], ranks: Se
         if entry.name in swept
     }
     extra = {"x": share, "x_label": "parameters that are trained, % of the base's", "x_log": True}
-    return {"entries": entries, "reference": FFT, "summary": best(swept, "none of the sweep"), "extra": extra}
+    return {"entries": entries, "reference": FFT, "summary": best(swept), "extra": extra}
 
 
 def _shared_grid(process: Run, score: str) -> dict:

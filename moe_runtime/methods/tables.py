@@ -93,14 +93,14 @@ def each(report: Report) -> list[str]:
     return [f"{one}." for one in report.comparisons]
 
 
-def best(names: Iterable[str], method: str) -> Callable[[Report], list[str]]:
+def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     """Return what names the lowest of a sweep, and those of it that the test found below the reference."""
 
     def summary(report: Report) -> list[str]:
         losses = {name: report.entry(name).loss for name in names}
         lowest = min(losses, key=losses.__getitem__)
         below = [name for name in losses if report.comparison(name).verdict == "lower"]
-        found = ", ".join(below) if below else f"none of them: {method} did not pay here"
+        found = ", ".join(below) if below else "none of them"
         return [
             f"Lowest of the sweep: {lowest}, {losses[lowest]:.4f}; not tested against the others.",
             f"Lower than {report.reference} by the test: {found}.",

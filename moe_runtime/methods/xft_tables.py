@@ -114,7 +114,7 @@ def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
             yield name, stages.mix(moe, shared_rate=rate)
 
     extra = {"x": {name: rate for rate, name in names.items()}, "x_label": "lambda, the shared expert's rate"}
-    return {"entries": process.collect(plan), "reference": SFT, "summary": best(names.values(), XFT), "extra": extra}
+    return {"entries": process.collect(plan), "reference": SFT, "summary": best(names.values()), "extra": extra}
 
 
 def _sweep_topk(process: Run, top_ks: Sequence[int]) -> dict:
@@ -129,7 +129,7 @@ def _sweep_topk(process: Run, top_ks: Sequence[int]) -> dict:
 
     names = [*moes.items(), *merged.items()]
     extra = {"x": {name: k for k, name in names}, "x_label": "experts per token, the shared one counted"}
-    return {"entries": process.collect(plan), "reference": SFT, "summary": best(merged.values(), XFT), "extra": extra}
+    return {"entries": process.collect(plan), "reference": SFT, "summary": best(merged.values()), "extra": extra}
 
 
 def _budget(process: Run) -> dict:

@@ -154,7 +154,7 @@ def test_a_summary_of_the_current_script_is_known_by_its_columns(tmp_path):
     head = ExpertScores.load(save(tmp_path, columns))
     assert head.variant == "head" and select_experts(head, 0.5, "token", "head").experts == {1: (0,), 10: (2,)}
     with pytest.raises(ValueError, match="variant is 'v1', the scores are 'head' without the sums"):
-        select_experts(head, 0.5)
+        select_experts(head, 0.5, variant="v1")
     assert ExpertScores.load(save(tmp_path, summary()), "paper").variant == "paper"
 
 

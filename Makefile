@@ -46,10 +46,11 @@ test: $(INSTALLED) $(VENV)/deepspeed  ## the test suite, one worker per core
 $(VENV)/triton/%: | $(INSTALLED)
 	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new triton==$* && mv $@.new $@
 
+# without the mutants: whether tests find them does not depend on Triton's version
 test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
 		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
-		tests/ops/test_grouped_gemm_memory.py $(ARGS) || exit 1; done
+		tests/ops/test_grouped_gemm_memory.py -k "not mutant and not mutation" $(ARGS) || exit 1; done
 
 # what that one wants besides is in the .venv
 $(VENV)/transformers/%: | $(INSTALLED)

@@ -6,7 +6,7 @@ model.safetensors, with expert_cfg.json beside it.
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from moe_runtime.ops.all_to_all import is_distributed
 
 CONFIG = "expert_cfg.json"
 TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
+Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +39,21 @@ class Training:
     dtypes: dict[str, torch.dtype]  # what those of `others` were that are trained in another dtype
     hooks: tuple = ()
     save: Any = None  # the model's own save_pretrained, where it was not that of its class
+    check: Check | None = None
 
 
-def mark(model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None) -> None:
+def mark(
+    model: nn.Module,
+    config: dict[str, Any],
+    others: tuple[str, ...],
+    dtype: torch.dtype | None = None,
+    check: Check | None = None,
+) -> None:
     """Note what `model` trains, and make it save just that; `others` are made `dtype`, if it is given.
 
     `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would
     save the stacks without what was learned; `load_state_dict` takes the names of these files beside the model's own.
+    `check(config, folder)` raises ValueError for a folder whose weights are for another model.
     """
     hooks = tuple(
         module.register_load_state_dict_pre_hook(functools.partial(_take_names, layout_of(module)))
@@ -55,7 +64,7 @@ def mark(model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtyp
     unguard(model)  # what train_rows forbids is now done right
     # shard_experts has put one there that waits for no other rank
     save = model.__dict__.get("save_pretrained")
-    setattr(model, TRAINING, Training(config, others, dtypes, hooks, save))
+    setattr(model, TRAINING, Training(config, others, dtypes, hooks, save, check))
     model.save_pretrained = functools.partial(save_trained, model)
 
 
@@ -241,8 +250,8 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 def load_trained(model: nn.Module, folder: str | Path) -> None:
     """Read back what `save_trained` wrote, to go on training; `model` trains the same experts and parameters.
 
-    Raises ValueError, with the model untouched, for a model that trains no rows, and for tensors that are not those
-    which it trains, by name and shape.
+    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
+    trains, by name and shape, and for what the `check` of `mark` refuses.
     """
     training, tensors = training_of(model), read_tensors(folder)
     if training is None:
@@ -262,6 +271,8 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     for name in want:
         if own[name] != want[name]:
             raise ValueError(f"{name} in {folder} is {list(own[name])}; want {list(want[name])}, as the model has it")
+    if training.check is not None:
+        training.check(training.config, folder)
     for name, place in targets.items():
         place.copy_(tensors[name])
 

@@ -238,7 +238,10 @@ class _MoETrainer:
         if trains_apart and not self.is_fsdp_enabled:
             adapters.load_trained(self.model, folder)
         elif trains_apart:  # FSDP's own files have rows, and no word of whose they are
-            _check_experts(adapters.training_of(self.model).config, folder)
+            training = adapters.training_of(self.model)
+            _check_experts(training.config, folder)
+            if training.check is not None:
+                training.check(training.config, folder)
         return trains_apart and not self.is_fsdp_enabled
 
     def _not_finite(self, what: str, want: str) -> str:

@@ -79,12 +79,21 @@ def train_only(
     )
     rows = {id(p) for module in adapters.split_modules(model).values() for p in module.parameters(recurse=False)}
     others = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in rows]
-    adapters.mark(model, to_config(selection, base), tuple(others), dtype)
+    adapters.mark(model, to_config(selection, base), tuple(others), dtype, _check_folder)
     return receipt
 
 
 def _is_peft(name: str) -> bool:
     return "lora_" in name or "modules_to_save" in name
+
+
+def _check_folder(config: dict, folder: str | Path) -> None:
+    """Raise ValueError if `folder` holds an adapter of another base than `config` names; a Trainer's resume asks too."""
+    path = Path(folder) / adapters.CONFIG
+    if path.is_file():
+        theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), config))
+        if theirs is not None and own is not None:
+            check_base(theirs, own, str(folder))
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
@@ -93,11 +102,9 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
     trains, by name and shape, and for an adapter of another base.
     """
-    training, path = adapters.training_of(model), Path(folder) / adapters.CONFIG
-    if training is not None and path.is_file():
-        theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), training.config))
-        if theirs is not None and own is not None:
-            check_base(theirs, own, str(folder))
+    training = adapters.training_of(model)
+    if training is not None:  # before shapes are compared, which tell less
+        _check_folder(training.config, folder)
     adapters.load_trained(model, folder)
 
 

@@ -441,6 +441,19 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, matc
         trainer_of(MoETrainer, tmp_path, then).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+def test_a_checkpoint_of_another_base_is_refused(tmp_path):
+    trainer_of(MoETrainer, tmp_path, SELECTION, max_steps=1, save_steps=1).train()
+    trainer = trainer_of(MoETrainer, tmp_path, None)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.1)
+    esft.train_only(trainer.model, SELECTION)
+    before = weights(trainer.model)
+    with pytest.raises(ValueError, match="other weights|other experts"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same(before, weights(trainer.model))
+
+
 @pytest.mark.parametrize(
     "then, match",
     [

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show: the kernels' tests natively, the launch configs, the benchmarks.
-# Usage: bash bench/gpu.sh [all|tests|ops|tune|bench|goals|sanitize] [output folder]
+# Usage: bash bench/gpu.sh [all|tests|ops|tune|bench|cuda|goals|sanitize] [output folder]
 # Needs torch with CUDA, triton, transformers, pytest, pytest-benchmark; pytest-xdist and pytest-timeout if they are there.
+# cuda wants nvcc and g++ besides: the library of csrc/, its tests, compute-sanitizer, its kernels' times beside Triton's.
 #
 # Each part ends within LIMIT seconds (540) and writes as it goes; called again it does what is left. What it wrote earlier
 # is taken from the output folder ($OUT, else bench/results) or, if that is empty, from bench/results:
-#   gpu-{clock,tests,ops}.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   DATE-COMMIT-gpu.json and .md   gpu.log
+#   gpu-{clock,tests,ops,cuda}.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   DATE-COMMIT-gpu.json and .md   gpu.log
 # SHAPES (all) and TOKENS (16384,4096,65536) of tune, WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=all
-case ${1:-} in all | tests | ops | tune | bench | goals | sanitize) part=$1; shift ;; esac
+case ${1:-} in all | tests | ops | tune | bench | cuda | goals | sanitize) part=$1; shift ;; esac
 out=${1:-${OUT:-bench/results}}
 limit=${LIMIT:-540}
 python=${PYTHON:-python3}
@@ -69,26 +70,54 @@ tune() {
     return $status
 }
 
-bench() {
-    local end=$((SECONDS + limit)) left file seconds status worst=0 try
-    if [ -e "$tiles" ]; then
-        mkdir -p "$XDG_CACHE_HOME/moe_runtime"
-        cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
-    fi
-    for file in layer step routing merging mixing averaging trainable fusion lora expansion kernels; do
-        seconds=1
-        case $file in layer | step) seconds=3 ;; esac
+# bench_on SECONDS END FILE...: bench/bench_FILE.py one after the other, SECONDS of timing per benchmark, until END
+bench_on() {
+    local seconds=$1 end=$2 left file status worst=0 try
+    shift 2
+    for file in "$@"; do
         for try in 1 2 3 4; do
             left=$((end - SECONDS))
             [ "$left" -gt 30 ] || break
             # shellcheck disable=SC2086
-            run "$left" "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median --seconds $seconds \
+            run "$left" "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median --seconds "$seconds" \
                 --budget $((left - 30)) --results "$lines" ${ARGS:-} "bench/bench_$file.py"
             status=$?
             died $status || break
         done
         [ "${status:-0}" = 0 ] || [ "$status" = 5 ] || worst=$status
     done
+    return $worst
+}
+
+bench() {
+    local end=$((SECONDS + limit)) worst=0
+    if [ -e "$tiles" ]; then
+        mkdir -p "$XDG_CACHE_HOME/moe_runtime"
+        cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
+    fi
+    bench_on 3 "$end" layer step || worst=$?
+    bench_on 1 "$end" routing merging mixing averaging trainable fusion lora expansion kernels || worst=$?
+    return $worst
+}
+
+# builds into the folder that XDG_CACHE_HOME names, for this GPU alone
+cuda() {
+    local worst=0 end=$((SECONDS + limit)) arch tool
+    arch=$("$python" -c 'import torch; print(*torch.cuda.get_device_capability(), sep="")')
+    run 120 "$python" -m moe_runtime.build_cuda --archs "${ARCHS:-$arch}" || return 1
+    "$python" -c 'from moe_runtime import cuda; cuda.library(); print(cuda.describe())' 2>&1 | tee -a "$log"
+    [ "${PIPESTATUS[0]}" = 0 ] || return 1
+    pytest_on cuda 150 "${WORKERS:-8}" tests/gpu/test_cuda.py || worst=$?
+    if command -v compute-sanitizer >/dev/null; then
+        for tool in memcheck racecheck; do
+            sanitizer "$tool" 60 tests/gpu/test_cuda.py -k sanitizer || worst=$?
+        done
+    else
+        echo "compute-sanitizer is missing: memcheck and racecheck did not run" | tee -a "$log"
+        worst=1
+    fi
+    bench_on 0.3 "$end" cuda || worst=$?
+    "$python" -m bench.report "$lines" --cuda-table "$out/cuda_table.json" 2>&1 | tee -a "$log"
     return $worst
 }
 
@@ -100,16 +129,21 @@ goals() {
     "$python" -m bench.report "$lines" --goals
 }
 
-sanitize() {
+# sanitizer TOOL SECONDS PYTEST-ARGUMENTS...
+sanitizer() {
+    local tool=$1 seconds=$2
+    shift 2
     # every allocation its own, or a read behind a tensor hits the next one
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$limit" compute-sanitizer --tool memcheck --error-exitcode 1 \
-        "$python" -m pytest -q -x -p no:cacheprovider --tb=short tests/gpu/test_moe_mlp.py -k "few_rows or user_gets"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 1 \
+        "$python" -m pytest -q -x -p no:cacheprovider --tb=short "$@"
 }
+
+sanitize() { sanitizer memcheck "$limit" tests/gpu/test_moe_mlp.py -k "few_rows or user_gets"; }
 
 worst=0
 case $part in
-all) for each in tests ops tune bench; do $each || worst=$?; done; goals ;;
-bench) bench || worst=$?; goals ;;
+all) for each in tests ops tune bench cuda; do $each || worst=$?; done; goals ;;
+bench | cuda) $part || worst=$?; goals ;;
 *) $part || worst=$? ;;
 esac
 exit $worst

@@ -99,6 +99,12 @@ def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
 
 
 HF = "transformers grouped_mm"
+
+
+def _than_triton(rows):
+    return rows["moe_runtime triton"]["ms"] / rows["moe_runtime cuda"]["ms"]
+
+
 NAIVE = "sum of logits, cross_entropy (naive)"
 FUSED = [f"bench_fused_loss[V=32000-{train}]" for train in ("all", "gate")]
 GOALS = (
@@ -148,6 +154,11 @@ GOALS = (
         "UltraFuser's loss, 3 x Llama-2-13B, times faster than the naive",
         [f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]" for T in (2048, 8192) for train in ("all", "gate")],
         lambda rows: rows[NAIVE]["ms"] / rows["moe_runtime triton"]["ms"], 1.0,
+    ),
+    Goal(
+        "dispatch in CUDA C++, times faster than Triton's, T <= 2048",
+        [f"bench_cuda_kernel[{name}-dispatch]" for name, shape in shapes.plans().items() if shape.T <= 2048],
+        _than_triton, 1.0,
     ),
 )  # fmt: skip
 CPU_GOALS = (
@@ -231,6 +242,29 @@ def _cell(row: dict) -> str:
     return ", ".join(parts)
 
 
+def cuda_table(paths: list[str | Path]) -> list[dict]:
+    """Return moe_runtime/cuda_table.json's rows: the ops whose kernels in csrc/ beat Triton's at every shape measured.
+
+    An op counts on a device only if bench_cuda.py measured all its kernels there at all of its shapes, and gained at least 3 %
+    at the worst of them: what differs by less differs from run to run.
+    """
+    from bench.bench_cuda import KERNELS
+
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    infos = {}
+    for bench in (bench for path in paths for bench in benchmarks(path)):
+        name, info = bench["name"], bench["extra_info"]
+        if name.startswith("bench_cuda_kernel[") and {"moe_runtime cuda", "moe_runtime triton"} <= info["rows"].keys():
+            kernel = name.rstrip("]").rpartition("-")[2]
+            found.setdefault((KERNELS[kernel], info["machine"]), {})[name] = _than_triton(info["rows"])
+            infos[info["machine"]] = {key: info[key] for key in ("date", "torch", "triton")}
+    return [
+        {"op": op, "device": device, **infos[device], "times_faster": round(min(values.values()), 3)}
+        for (op, device), values in sorted(found.items())
+        if len(values) == len(shapes.plans()) * list(KERNELS.values()).count(op) and min(values.values()) >= 1.03
+    ]
+
+
 def machine(paths: list[str | Path]) -> str:
     """Return a line per set of machine, versions and ceilings that the files were measured with."""
     seen = {}
@@ -247,7 +281,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
     parser.add_argument("--goals", action="store_true", help="of a GPU's files, the goals alone")
+    parser.add_argument(
+        "--cuda-table", type=Path, help="write moe_runtime/cuda_table.json from bench_cuda.py's results"
+    )
     options = parser.parse_args(arguments)
+    if options.cuda_table:
+        measured = cuda_table(options.files)
+        options.cuda_table.write_text(json.dumps({"measured": measured}, indent=2) + "\n")
+        print(
+            f"{options.cuda_table}: {', '.join(row['op'] for row in measured) or 'nothing'} faster than Triton everywhere"
+        )
+        return None
     rows = {key: row for path in options.files for key, row in rows_of(path).items()}
     if options.out:
         found = [{key: b[key] for key in ("name", "extra_info")} for path in options.files for b in benchmarks(path)]

@@ -63,3 +63,9 @@ def kernels() -> dict[str, Shape]:
     return {
         name: shape for name, shape in layers().items() if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)
     }
+
+
+def plans() -> dict[str, Shape]:
+    """Few and many experts at T from 512, where launches count, to 65536, where bytes do."""
+    names, tokens = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B"), (512, 2048, *sorted(TOKENS))
+    return {f"{name}-{T}": GPU[name]._replace(T=T) for name in names for T in tokens}

@@ -48,7 +48,7 @@ def _kept(draw, threshold):
     return draw.to(tl.int64) >= threshold
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "threshold"])
+@triton.jit(do_not_specialize=["seed", "stream", "threshold", "skipped"])
 def _dare_merge_kernel(
     first_ptr,  # [P], any float
     second_ptr,  # [P], dtype of first
@@ -60,9 +60,10 @@ def _dare_merge_kernel(
     threshold,  # of 2^32: draws below drop
     first_scale,  # float32
     second_scale,
+    skipped,  # counters of the elements before the first
     BLOCK_C: tl.constexpr,  # counters: four elements each
 ):
-    block = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    block = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C) + skipped
     zero = (block * 0).to(tl.uint64)
     key = zero + seed.to(tl.uint64)
     a, b, c, d = tl.philox_impl((block + 1).to(tl.uint64), zero, zero, zero, key, zero + stream.to(tl.uint64), 10)
@@ -114,9 +115,12 @@ def gram_config(n: int, weight: torch.Tensor, base: torch.Tensor | None) -> dict
 
 
 def dare_merge_forward(
-    first, second, base, seed: int, stream: int, threshold: int, first_scale: float, second_scale: float
+    first, second, base, seed: int, stream: int, threshold: int, first_scale: float, second_scale: float, start: int = 0
 ):
-    """base + drop(first - base) first_scale + drop(second - base) second_scale, [...] in first's dtype; all contiguous."""
+    """base + drop(first - base) first_scale + drop(second - base) second_scale, [...] in first's dtype; all contiguous.
+
+    `start`, which 4 divides, is the number of the first element in its stream.
+    """
     out, P = torch.empty_like(first), first.numel()
     BLOCK_C = 256
     if P:
@@ -124,6 +128,6 @@ def dare_merge_forward(
             # no fused multiply-add: the last bits are those of the torch backend
             _dare_merge_kernel[(triton.cdiv(P, 4 * BLOCK_C),)](
                 first, second, base, out, P, seed, stream, threshold, first_scale, second_scale,
-                BLOCK_C=BLOCK_C, num_warps=4, enable_fp_fusion=False,
+                start // 4, BLOCK_C=BLOCK_C, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ _PUBLIC = {
     "MoE": "moe_runtime.modules.moe:MoE",
     "MoEConfig": "moe_runtime.config:MoEConfig",
     "doctor": "moe_runtime.backends:doctor",
+    "esft": "moe_runtime.methods.esft:",
     "merge_experts": "moe_runtime.ops.merging:merge_experts",
     "mixing": "moe_runtime.ops.merging:mixing",
     "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp",
@@ -21,7 +22,9 @@ _PUBLIC = {
     "register": "moe_runtime.hf.experts:register",
     "register_auto_classes": "moe_runtime.hf.modeling:register_auto_classes",
     "route": "moe_runtime.ops.routing:route",
+    "ultrafuser": "moe_runtime.methods.ultrafuser:",
     "unpatch": "moe_runtime.hf.experts:unpatch",
+    "upit": "moe_runtime.methods.upit:",
     "xft": "moe_runtime.methods.xft:",
 }
 

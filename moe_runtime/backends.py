@@ -1,13 +1,17 @@
 """Which implementation runs an op: "torch" (any device), "triton" (kernels/) or "cuda" (csrc/); and why not another."""
 
+import functools
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
+from pathlib import Path
 
 import torch
 
+from moe_runtime import cuda
 from moe_runtime.config import check_choice
 
 BACKENDS = ("torch", "triton", "cuda")
@@ -19,7 +23,11 @@ OPS = (
     "dare_merge", "fused_cross_entropy",
 )  # fmt: skip
 TRITON_OPS = OPS
-CUDA_OPS = ()
+CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
+
+# where "cuda" was measured faster than "triton", and so is the default: rows of op, device, date, torch, triton and
+# times_faster at its worst size; `python -m bench.report --cuda-table` writes it
+CUDA_TABLE = Path(__file__).with_name("cuda_table.json")
 
 SUPPORTED = {  # package: versions that the test suite runs on
     "torch": ">=2.11",
@@ -60,6 +68,10 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
         return None
     if op not in {"triton": TRITON_OPS, "cuda": CUDA_OPS}[backend]:
         return f"{op} has no {backend} kernel"
+    if backend == "cuda" and device.type in ("cpu", "cuda"):
+        reason = cuda.why_not(device)
+        if reason is not None or device.type == "cpu":
+            return reason
     if backend == "triton":
         if not _TRITON_INSTALLED:
             return "triton is not installed"
@@ -77,12 +89,35 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def measured_faster() -> frozenset[tuple[str, str]]:
+    """Return the (op, device name) pairs of CUDA_TABLE."""
+    return frozenset((row["op"], row["device"]) for row in json.loads(CUDA_TABLE.read_text())["measured"])
+
+
+def _cuda_is_faster(op: str, device: torch.device) -> bool:
+    table = measured_faster()
+    return bool(table) and (op, torch.cuda.get_device_name(device)) in table
+
+
+_cuda_is_faster._dynamo_marked_constant = True
+
+
+def _default(op: str, x: torch.Tensor) -> str:
+    """Return the backend of `op` where nobody asks for one: the fastest kernel on a GPU that has it, else "torch"."""
+    if not x.is_cuda:
+        return "torch"
+    if _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
+        return "cuda"
+    return "triton" if why_not("triton", op, x.device) is None else "torch"
+
+
 def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
     """Return the backend that runs `op` on `x`.
 
     An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that
-    have a kernel of that backend, is refused where none has, and leaves the other ops on "torch". Without either:
-    "triton" on a GPU that has the kernel, else "torch".
+    have a kernel of that backend, is refused where none has, and leaves the other ops on their default: on a GPU that has
+    the kernel "triton", or "cuda" where CUDA_TABLE says that it was measured faster; else "torch".
     """
     asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
     if x.dtype == torch.float64:  # the kernels sum in float32
@@ -90,12 +125,12 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
             raise ValueError(f"backend is {backend!r} for {op}, but the tensor is {x.dtype}; want 'torch' for float64")
         return "torch"
     if asked is None:
-        return "triton" if x.is_cuda and why_not("triton", op, x.device) is None else "torch"
+        return _default(op, x)
     check_choice("backend", asked, BACKENDS)
     reason = why_not(asked, op, x.device)
     kernels = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS}[asked]
     if backend is None and kernels and op not in kernels:
-        return "torch"
+        return _default(op, x)
     if reason is None and asked == "triton" and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         reason = None if interpreter_knows_bfloat16 else "Triton's interpreter computes bfloat16 wrong; want float32"
     if reason is not None:
@@ -111,6 +146,7 @@ def doctor() -> dict[str, dict[str, str]]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "nvcc": shutil.which("nvcc") or "none",
+            "cuda library": cuda.describe(),
         },
         "packages": {name: _package(name, spec) for name, spec in SUPPORTED.items()}
         | {name: _package(name, "", extra) for extra, names in EXTRAS.items() for name in names},
@@ -163,4 +199,6 @@ def _explain(op: str, device: torch.device) -> str:
     reasons = [
         f"not {other}: {why}" for other in ("triton", "cuda") if other != chosen and (why := why_not(other, op, device))
     ]
+    if chosen == "triton" and why_not("cuda", op, device) is None:
+        reasons.append("cuda when asked for: not measured faster here")
     return "; ".join([chosen, *reasons])

@@ -140,16 +140,19 @@ class Checkpoint:
     """A safetensors folder open for reading: `model.safetensors`, or shards and their `model.safetensors.index.json`.
 
     Opening reads the headers and checks them against each other and the index; ValueError names the file and the key.
-    Tensors are read on demand, with one shard open at a time, into memory of their own. One thread at a time.
+    Tensors are read on demand, with one shard open at a time, into memory of their own. One thread at a time. `file` is
+    the name of the one file to read, whatever else is there: an adapter's `adapter_model.safetensors`.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, file: str | None = None):
         self.path = Path(path)
         self.metadata: dict[str, str] = {}  # of all shards; the first one's word stands
         self._tensors: dict[str, tuple[TensorSpec, str, int]] = {}  # spec, shard, first byte
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._stream: BinaryIO | None = None
-        shards, weight_map = _list_shards(self.path)
+        if file is not None and not (self.path / file).is_file():
+            raise ValueError(f"path is {self.path}, which has no {file}; want the folder of one")
+        shards, weight_map = _list_shards(self.path) if file is None else ([file], None)
         with self:
             for shard in shards:
                 metadata, tensors = _read_header(self._open(shard))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime import cli_esft, cli_esft_tables, cli_tune, cli_xft
+from moe_runtime import cli_esft, cli_esft_tables, cli_fuser, cli_tune, cli_upit, cli_xft
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -194,9 +194,11 @@ def run(
     ] = Path("runs/recipe"),
     seed: Annotated[int | None, typer.Option(help="Seed; the recipe's unless given.", show_default=False)] = None,
 ):
-    """Run a method from a recipe, XFT (base, upcycle, tune, learn mixing, merge) or ESFT (base, score, select, tune).
+    """Run a method from a recipe.
 
-    What is there is not made again. A name may have its method before it: esft/tiny.
+    XFT (base, upcycle, tune, learn mixing, merge), ESFT (base, score, select, tune), UpIT (base, tune, expand experts, route,
+    assemble, tune) or UltraFuser (specialists, gate, all). What is there is not made again. A name may have its method before
+    it: esft/tiny.
 
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli run RECIPE --out OUT.
     """
@@ -228,6 +230,9 @@ app.command(epilog=cli_tune.EPILOG)(cli_tune.tune)
 app.add_typer(cli_xft.app, name="xft")
 cli_esft_tables.mount(cli_esft.app)
 app.add_typer(cli_esft.app, name="esft")
+app.add_typer(cli_upit.app, name="upit")
+app.command(epilog=cli_fuser.FUSE)(cli_fuser.fuse)
+app.add_typer(cli_fuser.app, name="fuser")
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -166,7 +166,7 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
 def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[str]:
     """Return the standard library's source as documents of about `piece` characters, the held-out files excepted, or alone."""
     documents = []
-    for module, text in _library_files():
+    for module, text in standard_library_files():
         if is_held_out(module) != held_out:
             continue
         document, size = [], 0
@@ -186,8 +186,8 @@ def is_held_out(module: str) -> bool:
 
 
 @functools.cache
-def _library_files() -> tuple[tuple[str, str], ...]:
-    """Read the standard library: pairs of a file's path below it and its text, sorted."""
+def standard_library_files() -> tuple[tuple[str, str], ...]:
+    """Return the standard library's files: pairs of a file's path below it and its text, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in root.rglob("*.py"):
@@ -203,7 +203,7 @@ def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], .
     train: dict[str, dict[str, str]] = {}
     held_out: dict[str, dict[str, str]] = {}
     known = set()  # all that the train files define, documented or not, however deep
-    for module, text in _library_files():
+    for module, text in standard_library_files():
         lines, is_test = text.splitlines(), is_held_out(module)
         for node, owner in _functions(ast.parse(text)):
             completion = _cut(lines, node)

@@ -1,9 +1,14 @@
 """Which backend runs, and why not another: asked for is honoured or refused with the reason, never replaced."""
 
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from moe_runtime import backends
+from moe_runtime import backends, cuda
 from moe_runtime.ops.averaging import average_experts_
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
@@ -200,3 +205,106 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
         return x + 1 if backends.why_not("triton", "moe_mlp", torch.device("cuda:0")) is None else x
 
     assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 1
+
+
+# the library of csrc/: asked for, or measured faster
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library for GPUs, which nobody calls, and a GPU that has it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    cuda.use(cuda.Library(None, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
+    yield OnGpu()
+    cuda.use(None)
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """Write another table of measured backends."""
+    path = tmp_path / "table.json"
+    monkeypatch.setattr(backends, "CUDA_TABLE", path)
+
+    def write(*rows):
+        path.write_text(json.dumps({"measured": rows}))
+        backends.measured_faster.cache_clear()
+
+    yield write
+    backends.measured_faster.cache_clear()
+
+
+def test_cuda_runs_only_when_it_is_asked_for(library, monkeypatch):
+    assert [backends.pick(op, library) for op in backends.CUDA_OPS] == ["triton"] * len(backends.CUDA_OPS)
+    assert [backends.pick(op, library, "cuda") for op in backends.CUDA_OPS] == ["cuda"] * len(backends.CUDA_OPS)
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
+    assert {op: backends.pick(op, library) for op in CALLS} == {
+        op: "cuda" if op in backends.CUDA_OPS else "triton" for op in CALLS
+    }
+
+
+def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch):
+    table({"op": "dispatch", "device": "NVIDIA H200"}, {"op": "route", "device": "NVIDIA A100"})
+    assert backends.pick("dispatch", library) == "cuda" and backends.pick("route", library) == "triton"
+    assert backends.pick("dispatch", library, "triton") == "triton"
+    cuda.use(None)  # the table does not make a library
+    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built")
+    assert backends.pick("dispatch", library) == "triton"
+
+
+def test_the_table_that_is_shipped_is_one():
+    rows = json.loads(backends.CUDA_TABLE.read_text())["measured"]
+    for row in rows:
+        assert row.keys() == {"op", "device", "date", "torch", "triton", "times_faster"}
+        assert (
+            row["op"] in backends.CUDA_OPS
+            and row["times_faster"] >= 1
+            and re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
+        )
+
+
+def test_cuda_says_why_it_cannot(library, monkeypatch):
+    assert backends.why_not("cuda", "moe_mlp", library.device) == "moe_mlp has no cuda kernel"
+    with pytest.raises(ValueError, match="'cuda' for dispatch, but the tensor is on the CPU; want cuda"):
+        backends.pick("dispatch", torch.zeros(1), "cuda")
+    assert backends.why_not("cuda", "dispatch", torch.device("xpu")) == "the tensor is on xpu; want cuda"
+    cuda.use(None)
+    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
+    with pytest.raises(ValueError, match="'cuda' for combine, but the CUDA library is not built; how to"):
+        backends.pick("combine", library, "cuda")
+    cuda.use(cuda.Library(None, Path("emulator.so"), {}))
+    assert backends.pick("combine", torch.zeros(1), "cuda") == "cuda"  # on the CPU, as in tests/csrc
+    with pytest.raises(ValueError, match="the emulator's, for the CPU"):
+        backends.pick("combine", library, "cuda")
+
+
+def test_asking_for_the_library_does_not_break_a_graph(library, table):
+    table({"op": "dispatch", "device": "NVIDIA H200"})
+    torch._dynamo.reset()
+
+    def f(x):
+        return (
+            x
+            + (backends.why_not("cuda", "route", torch.device("cuda:0")) is None)
+            + backends._cuda_is_faster("dispatch", torch.device("cuda:0"))
+        )
+
+    assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 2
+
+
+def test_doctor_says_that_cuda_is_there(library, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: library)
+    assert backends._explain("dispatch", library.device) == "triton; cuda when asked for: not measured faster here"
+    assert backends._explain("gram", library.device) == "triton; not cuda: gram has no cuda kernel"
+
+
+def test_doctor_names_the_library(monkeypatch):
+    handle = SimpleNamespace(moert_probe=lambda *_: 35, moert_error_string=lambda code: b"no driver")
+    monkeypatch.setattr(
+        cuda, "_find", lambda: cuda.Library(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"})
+    )
+    assert backends.doctor()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
+    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
+    doctor = backends.doctor()
+    assert doctor["system"]["cuda library"] == "none: the CUDA library is not built; how to"
+    assert "not cuda: the tensor is on the CPU" in doctor["backends"]["dispatch"]

@@ -141,7 +141,8 @@ def goal_rows(share=0.9, ratio=3.0) -> dict:
     """Rows of every benchmark that a goal asks for."""
     row = {"ms": 1.0, "share": share}
     variants = {
-        "moe_runtime": row, "moe_runtime triton": row, "transformers grouped_mm": {"ms": ratio},
+        "moe_runtime": row, "moe_runtime triton": row, "moe_runtime cuda": {"ms": 1 / ratio},
+        "transformers grouped_mm": {"ms": ratio},
         "moe_runtime torch": row | {"peak MiB": 1.0}, report.NAIVE: {"ms": ratio, "peak MiB": 10.0},
         "moe_runtime, apart": row | {"kept MiB": 3.0}, "official": {"ms": ratio}, "LoRA per slot": {"ms": ratio},
         "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},
@@ -171,7 +172,7 @@ def test_goals_missed():
 
 def test_goals_ask_for_benchmarks_that_exist():
     """Their names, as pytest makes them of the functions and the shapes."""
-    whole = {*shapes.layers(), *shapes.GPU, *shapes.CPU, *shapes.FUSION_GPU, *shapes.FUSION_CPU}
+    whole = {*shapes.layers(), *shapes.plans(), *shapes.GPU, *shapes.CPU, *shapes.FUSION_GPU, *shapes.FUSION_CPU}
     for goal in ALL:
         for name in goal.benchmarks:
             function, _, rest = name.rstrip("]").partition("[")
@@ -202,3 +203,41 @@ def test_tables_show_what_is_off(tmp_path, capsys):
     assert "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in out and "bench_x[a]: peer: not installed" in out
     assert "machine H200, ceilings 4300 GB/s" in out and "failed: bench_x[b]: boom" in out
     assert json.loads(path.read_text().splitlines()[0])["name"] == "bench_x[a]"
+
+
+def cuda_lines(path, faster=1.5, but=None):
+    """Results of every benchmark of bench_cuda.py; the one named `but` is slower."""
+    from bench.bench_cuda import KERNELS
+
+    for name in (f"bench_cuda_kernel[{shape}-{kernel}]" for shape in shapes.plans() for kernel in KERNELS):
+        rows = {"moe_runtime triton": {"ms": faster if name != but else 0.9}, "moe_runtime cuda": {"ms": 1.0}}
+        about = {"machine": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11", "triton": "3.6"}
+        Records(path).write(name, extra_info={"rows": rows, **about})
+
+
+@pytest.mark.parametrize(
+    "faster, but, ops",
+    [
+        pytest.param(1.5, None, ["combine", "dispatch", "merge_experts", "route"], id="everywhere"),
+        pytest.param(1.02, None, [], id="by noise"),
+        pytest.param(1.5, "bench_cuda_kernel[OLMoE-512-dalpha]", ["combine", "dispatch", "route"], id="not everywhere"),
+    ],
+)
+def test_table_of_cuda_names_what_is_faster_everywhere(tmp_path, faster, but, ops):
+    lines, table = tmp_path / "r.jsonl", tmp_path / "table.json"
+    cuda_lines(lines, faster, but)
+    report.main([str(lines), "--cuda-table", str(table)])
+    rows = json.loads(table.read_text())["measured"]
+    assert [row["op"] for row in rows] == ops
+    assert all(
+        row
+        == {
+            "op": row["op"], "device": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11", "triton": "3.6",
+            "times_faster": 1.5,
+        }
+        for row in rows
+    )  # fmt: skip
+    # half of the shapes is not everywhere
+    lines.write_text("\n".join(lines.read_text().splitlines()[::2]) + "\n")
+    report.main([str(lines), "--cuda-table", str(table)])
+    assert json.loads(table.read_text())["measured"] == []

@@ -234,7 +234,7 @@ def library(monkeypatch, *files):
     held = next(f"held{i}.py" for i in range(99) if data.is_held_out(f"held{i}.py"))
     assert not data.is_held_out("b.py")
     files = tuple((held if name == "held.py" else name, text) for name, text in files)
-    monkeypatch.setattr(data, "_library_files", lambda: files)
+    monkeypatch.setattr(data, "standard_library_files", lambda: files)
     monkeypatch.setattr(data, "_library_rows", SCAN)
     return data.standard_library_pairs()
 
@@ -268,7 +268,7 @@ def test_library_pairs_repeat_and_limit(pairs):
 
 def test_library_text_is_the_files_in_pieces():
     documents = data.standard_library_text()
-    files = [text for module, text in data._library_files() if not data.is_held_out(module)]
+    files = [text for module, text in data.standard_library_files() if not data.is_held_out(module)]
     assert len(files) > 100 and sum(map(len, documents)) > 0.99 * sum(map(len, files))
     assert sorted(map(len, documents))[len(documents) // 2] > data.PIECE * 0.9
     assert documents[0] == "".join(files)[: len(documents[0])]

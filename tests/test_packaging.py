@@ -17,11 +17,16 @@ import pytest
 from packaging.version import Version
 
 import moe_runtime
+from moe_runtime import build_cuda
+from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 IGNORED = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info", "runs", ".*")
-WHEEL_BUDGET = 500_000  # bytes
+WHEEL_BUDGET = 800_000  # bytes
+CUDA_WHEEL_BUDGET = 3_000_000
+
+SOURCES = (".cu", ".cuh", ".h")
 
 # a build backend's hooks, called as pip calls them
 BUILD = "import os, sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -39,6 +44,15 @@ def python_files(root: Path) -> set[str]:
     """List the package's modules under `root` as a wheel names them, kernels/ among them."""
     ours = {path.relative_to(root).as_posix() for path in (root / "moe_runtime").rglob("*.py")}
     return ours | {f"moe_runtime/{path.relative_to(root).as_posix()}" for path in (root / "kernels").rglob("*.py")}
+
+
+def data_files(root: Path) -> set[str]:
+    """List what else a wheel holds: recipes, the table of measured backends, and the sources of the CUDA library."""
+    package = root / "moe_runtime"
+    recipes = {path.relative_to(root).as_posix() for path in (package / "recipes").rglob("*.yaml")}
+    sources = {f"moe_runtime/_csrc/{path.name}" for path in (root / "csrc").iterdir() if path.suffix in SOURCES}
+    assert len(recipes) >= 5 and len(sources) >= 7
+    return recipes | sources | {"moe_runtime/cuda_table.json"}
 
 
 def is_checkout() -> bool:
@@ -106,7 +120,7 @@ def test_package_list_is_the_tree():
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(r'"(.+)"', re.search(r"^packages = \[(.*?)^\]", text, re.S | re.M)[1])
     found = {path.parent.relative_to(ROOT) for path in (ROOT / "moe_runtime").rglob("__init__.py")}
-    assert listed == sorted({".".join(path.parts) for path in found} | {"moe_runtime.kernels"})
+    assert listed == sorted({".".join(path.parts) for path in found} | {"moe_runtime._csrc", "moe_runtime.kernels"})
 
 
 def test_kernels_is_a_symlink_and_no_package():
@@ -125,9 +139,7 @@ def test_wheel_holds_the_package_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         info = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
-    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_runtime" / "recipes").rglob("*.yaml")}
-    assert len(recipes) >= 5
-    assert names == python_files(ROOT) | recipes
+    assert names == python_files(ROOT) | data_files(ROOT)
     assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
@@ -141,6 +153,9 @@ def test_sdist_holds_sources_only(sdist):
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"pyproject.toml", "setup.py", "LICENSE", "README.md"} <= set(names)
+    # the emulator's header among them
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES}
+    assert sources <= set(names) and "csrc/moert.h" in sources
     assert [name for name in names if name.endswith((".so", ".o", ".pyc", ".cubin"))] == []
     assert [name for name in names if name.startswith(("bench", "tests"))] == []
 
@@ -175,12 +190,90 @@ def test_versions_are_not_compared_as_text():
     assert [path for path in paths if compared.search(path.read_text())] == []
 
 
-def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path):
+@pytest.mark.parametrize(
+    "asked, home, says",
+    [
+        pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
+        pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
+        pytest.param(
+            "native", "", "architectures are 'native'; want a list", id="a GPU would be asked", marks=needs_nvcc
+        ),
+    ],
+)
+def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, says):
     done = run(
-        "-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env], check=False, MOE_RUNTIME_BUILD_CUDA="1"
-    )
+        "-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env], check=False,
+        MOE_RUNTIME_BUILD_CUDA=asked, CUDA_HOME=home,
+    )  # fmt: skip
     assert done.returncode != 0 and not list(tmp_path.iterdir())
-    assert done.stderr.strip().splitlines()[-1].startswith("MOE_RUNTIME_BUILD_CUDA is set")
+    assert done.stderr.strip().splitlines()[-1].startswith(f"MOE_RUNTIME_BUILD_CUDA is {asked!r}, but {says}")
+
+
+@pytest.fixture(scope="session")
+def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
+    """The wheel with the library, from the sdist, in an environment that knows no torch and has no GPU to ask."""
+    out = tmp_path_factory.mktemp("cuda_wheel")
+    shutil.unpack_archive(sdist, out)
+    folder = next(out.glob("moe_runtime-*/"))
+    asked = {"MOE_RUNTIME_BUILD_CUDA": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run("-c", BUILD, "build_wheel", out, cwd=folder, path=[build_env], **asked)
+    return next(out.glob("*.whl"))
+
+
+@needs_nvcc
+def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
+    stem = f"moe_runtime-{moe_runtime.__version__}-py3-none-"
+    platform = re.fullmatch(re.escape(stem) + r"(linux_\w+)\.whl", cuda_wheel.name)[1]
+    assert cuda_wheel.stat().st_size < CUDA_WHEEL_BUDGET
+    with zipfile.ZipFile(wheel) as pure, zipfile.ZipFile(cuda_wheel) as archive:
+        found = {name.filename: name.CRC for name in archive.infolist() if ".dist-info/" not in name.filename}
+        assert found.pop("moe_runtime/_lib/libmoert_cuda.so")
+        assert found == {name.filename: name.CRC for name in pure.infolist() if ".dist-info/" not in name.filename}
+        info = f"{stem.rpartition('-py3')[0]}.dist-info/"
+        assert archive.read(info + "METADATA") == pure.read(info + "METADATA")
+        text = archive.read(info + "WHEEL").decode()
+    assert f"Tag: py3-none-{platform}\n" in text and "Root-Is-Purelib: false" in text
+
+
+DESCRIBE = "from moe_runtime import cuda; print(cuda.describe())"
+
+
+@needs_nvcc
+def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        tmp_path,
+        cuda_wheel,
+    ]
+    subprocess.run(pip, check=True)
+    library = tmp_path / "moe_runtime" / "_lib" / "libmoert_cuda.so"
+    machine, ptx = cubins(library)
+    assert machine == ["80", "86", "89", "90", "100", "120"] and ptx == ["100"]
+    # before a library of the user's own
+    done = run("-c", DESCRIBE, cwd=tmp_path, path=[tmp_path, *SITE])
+    assert done.stdout.startswith(f"{library}: nvcc ")
+
+
+def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
+    done = run("-c", DESCRIBE, cwd=tmp_path, path=[installed, *SITE], XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.build_cuda builds it"
+    assert build_cuda.source_hash(installed / "moe_runtime" / "_csrc") == build_cuda.source_hash(ROOT / "csrc")
+
+
+@needs_nvcc
+def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
+    shutil.unpack_archive(sdist, tmp_path)
+    folder = next(tmp_path.glob("moe_runtime-*/"))
+    run("-c", BUILD, "build_editable", tmp_path, cwd=folder, path=[build_env], MOE_RUNTIME_BUILD_CUDA="1")
+    done = run("-c", DESCRIBE, cwd=folder, path=[folder, *SITE])
+    assert done.stdout.startswith(f"{folder}/moe_runtime/_lib/libmoert_cuda.so: nvcc ")
 
 
 def kernel_modules(root: Path) -> list[str]:

@@ -6,7 +6,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.hf.rope import legacy_rope
 
 FORMAT = 1
-STAGES = ("moe", "mergeable", "ewa")
+STAGES = ("moe", "mergeable", "ewa", "lora")
 SHIM = "modeling_moe_runtime"  # the file beside a checkpoint that leads trust_remote_code here
 # what an upcycled config has beyond its base's; all of it goes when the model becomes dense again
 MOE_FIELDS = (
@@ -25,10 +25,12 @@ def moe_fields(
     stage: str = "moe",
     shared_rate: float | None = None,
     soup: bool = False,
+    lora: dict | None = None,
 ) -> dict:
     """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
 
-    Those count the routed experts only: `num_experts` is the width of the router logits.
+    Those count the routed experts only: `num_experts` is the width of the router logits. `lora` is what stage "lora" has beyond
+    the routers' config: form, rank, alpha, targets, train_backbone.
     """
     block = {
         "format": FORMAT,
@@ -40,7 +42,7 @@ def moe_fields(
         "base_architecture": base_architecture,
         "shared_rate": shared_rate,
         "soup": soup,
-    }
+    } | ({} if lora is None else {"lora": lora})
     return {
         "moe_runtime": block,
         "num_experts": config.num_routed_experts,

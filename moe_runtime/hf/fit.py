@@ -1,5 +1,6 @@
 """A small model and transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on."""
 
+import functools
 import math
 import tempfile
 import time
@@ -18,6 +19,7 @@ from moe_runtime.hf.adafactor import SplitAdafactor
 from moe_runtime.hf.adapters import needs_autocast
 from moe_runtime.hf.ranks import gather, state
 from moe_runtime.hf.recording import Best, History, Recorder, Watcher, last_checkpoint
+from moe_runtime.hf.row_losses import mean_loss, row_losses
 from moe_runtime.hf.tokenizer import pair_collator
 from moe_runtime.hf.training import MoETrainer
 
@@ -181,6 +183,9 @@ def train(
     seed: int = 0,
     callbacks: Sequence[TrainerCallback] = (),
     on_step: Callable[[int, int, float], None] | None = None,
+    trainer: Callable[..., MoETrainer] = MoETrainer,
+    collator: Callable | None = None,
+    losses: Callable | None = None,
 ) -> Trained:
     """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
 
@@ -188,6 +193,8 @@ def train(
     other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
     steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly;
     `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this training lasts.
+    For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
+    `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
     Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
     """
     bf16 = bf16 or needs_autocast(model)
@@ -199,9 +206,10 @@ def train(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     history = History()
+    losses = losses or functools.partial(row_losses, tokenizer=tokenizer)
 
     def take() -> tuple[float, tuple]:
-        found = row_losses(model, held_out, tokenizer, batch_size=device_batch, bf16=bf16)
+        found = losses(model, held_out, batch_size=device_batch, bf16=bf16)
         return mean_loss(*found), found
 
     best = Best(model, folder) if keep_best else None
@@ -212,23 +220,28 @@ def train(
         weight_decay=weight_decay, lr_scheduler_type=schedule, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
         bf16=bf16,
     )  # fmt: skip
-    trainer = MoETrainer(
-        model=model, args=arguments, train_dataset=rows, data_collator=pair_collator(tokenizer), router_stats=False,
-        balance_loss=balance_loss, balance_loss_coef=balance_loss_coef, callbacks=[SplitAdafactor(), *callbacks, recorder],
+    made = trainer(
+        model=model, args=arguments, train_dataset=rows, data_collator=collator or pair_collator(tokenizer),
+        router_stats=False, balance_loss=balance_loss, balance_loss_coef=balance_loss_coef,
+        callbacks=[SplitAdafactor(), *callbacks, recorder],
     )  # fmt: skip
+    _run(made, recorder, last_checkpoint(folder) if save_steps else None)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def state_dict() -> dict | None:
+        return made.accelerator.get_state_dict(made.model_wrapped)
+
+    return Trained(history, total, *recorder.last, state_dict, trained, _optimizer_bytes(made.optimizer))
+
+
+def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
+    """Train, from a checkpoint on if there is one."""
     trainer.remove_callback(PrinterCallback)
-    checkpoint = last_checkpoint(folder) if save_steps else None
     if checkpoint is not None:
         recorder.restore(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.balance_loss is not None:
         trainer.balance_loss.close()
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-    def state_dict() -> dict | None:
-        return trainer.accelerator.get_state_dict(trainer.model_wrapped)
-
-    return Trained(history, total, *recorder.last, state_dict, trained, _optimizer_bytes(trainer.optimizer))
 
 
 def _warmup(steps: int | None, total: int) -> int:
@@ -279,37 +292,6 @@ def count_steps(rows: int, epochs: float, device_batch: int, accumulation: int) 
     """Return the optimizer steps of `epochs`, as transformers counts them: the last step of an epoch may be smaller."""
     batches = math.ceil(rows / (device_batch * state().num_processes))
     return math.ceil(epochs * math.ceil(batches / accumulation))
-
-
-@torch.no_grad()
-def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
-    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
-
-    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast.
-    """
-    rank, ranks, device = state().process_index, state().num_processes, state().device
-    # as many for every rank: the forward pass of a split model waits for the others
-    places = [min(rank + i * ranks, len(rows) - 1) for i in range(math.ceil(len(rows) / ranks))]
-    training, bf16 = model.training, bf16 or needs_autocast(model)
-    model.eval()
-    found = []
-    loader = DataLoader(rows.select(places), batch_size=batch_size, collate_fn=pair_collator(tokenizer))
-    for batch in loader:
-        batch = {name: value.to(device) for name, value in batch.items()}
-        labels = batch.pop("labels")[:, 1:]
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-        found += zip(losses.double().sum(1).tolist(), (labels != -100).sum(1).tolist(), strict=True)
-    model.train(training)
-    by_place = dict(gather(list(zip(places, found, strict=True))))
-    sums, tokens = zip(*(by_place[place] for place in range(len(rows))), strict=True)
-    return [total / count for total, count in zip(sums, tokens, strict=True)], list(tokens)
-
-
-def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
-    """Return the mean over all label tokens of `row_losses`' numbers."""
-    return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
 
 
 @torch.no_grad()

@@ -76,12 +76,12 @@ def write_config(writer: CheckpointWriter, config) -> None:
         writer.write_text(f"{SHIM}.py", config.shim())
 
 
-def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
-    """Copy tokenizer, generation config, chat template and the like; return their names."""
+def copy_side_files(source: Path, writer: CheckpointWriter, skip: Sequence[str] = ()) -> list[str]:
+    """Copy tokenizer, generation config, chat template and the like, but not `skip`; return their names."""
     names = sorted(
         path.name
         for path in source.iterdir()
-        if path.is_file() and not path.name.endswith(_LEFT_OUT) and path.name not in ("config.json", f"{SHIM}.py")
+        if path.is_file() and not path.name.endswith(_LEFT_OUT) and path.name not in ("config.json", f"{SHIM}.py", *skip)
         and not path.name.startswith((".", "training_args"))
     )  # fmt: skip
     for name in names:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from moe_runtime.hf.experts import is_experts
+from moe_runtime.modules.lora import LoRAExperts
+from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Router
 
 # what DDP, torch.compile, FSDP and PEFT put into a module's path
@@ -105,8 +107,16 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
 
 
 def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
-    """Return the module that holds a layer's expert stacks: transformers' experts, or our Experts beside our Router."""
-    return layer.module if layer.is_stock else block_of(model, layer).experts
+    """Return the module that holds a layer's expert stacks: transformers' experts, or our Experts beside our Router.
+
+    Raises ValueError for LoRA experts, which have none.
+    """
+    if layer.is_stock:
+        return layer.module
+    block = block_of(model, layer)
+    if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
+        raise ValueError(f"{layer.name} is of LoRA experts; want whole ones; lora_moe.to_moe makes them")
+    return block.experts
 
 
 def plain_name(name: str) -> str:

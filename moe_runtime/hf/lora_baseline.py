@@ -1,12 +1,14 @@
-"""LoRA on a MoE model, experts too, by peft: what ESFT is compared with."""
+"""LoRA by peft: on a MoE model, experts too, which ESFT is compared with; on a dense model's MLPs, as UpIT's experts begin."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from moe_runtime.data import require
+from moe_runtime.hf.families import family_of
 from moe_runtime.hf.layers import experts_module, numbered_layers
 
 # peft takes linear layers of these names for the experts of old checkpoints, and leaves those of dense and shared MLPs out
@@ -30,17 +32,38 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
     config = peft.LoraConfig(
         r=rank, lora_alpha=scaling * rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
-    torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        # peft reads an old name of transformers'
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        adapted = peft.get_peft_model(model, config)
+    adapted = _adapted(model, config, seed)
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
         raise ValueError(
             f"model is {type(model).__name__}, of whose {len(modules) + len(parameters)} weights peft adapted {pairs}; want all"
         )
     return adapted
+
+
+def add_mlp_lora(
+    model: nn.Module, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] | None = None, seed: int = 0
+) -> nn.Module:
+    """Return a dense `model` with low-rank matrices that alone train, on the linear layers of its MLPs, all unless named.
+
+    What peft saves of it is an expert to `hf.lora_moe.to_lora_moe`. Raises ValueError for a name that its MLPs do not have.
+    """
+    family = family_of(model)
+    names = (*family.up, family.down)
+    if targets is not None and (isinstance(targets, str) or not targets or set(targets) - set(names)):
+        raise ValueError(f"targets is {targets!r}; want some of {', '.join(names)}")
+    paths = [family.path.format(layer) for layer in range(model.config.num_hidden_layers)]
+    modules = [f"{path}.{name}" for path in paths for name in (names if targets is None else targets)]
+    config = require("peft").LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    return _adapted(model, config, seed)
+
+
+def _adapted(model: nn.Module, config, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        # peft reads an old name of transformers'
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return require("peft").get_peft_model(model, config)
 
 
 def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = None) -> None:

@@ -1,10 +1,10 @@
 """The saved form of an upcycled model: one config class and one model class per base architecture.
 
 `MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that `config.moe_runtime` lists, are
-`modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable") or `modules.ewa.EWAMLP` ("ewa"); so for every
-family of the table. The classes are generated on first use and registered with transformers' auto classes
-(`register_auto_classes`). Checkpoints hold the stacks as they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H],
-`.down_proj`, `.gate.weight`.
+`modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what
+`modules.lora_linear.add_experts` makes of them ("lora"); so for every family of the table. The classes are generated on first
+use and registered with transformers' auto classes (`register_auto_classes`). Checkpoints hold the stacks as they are:
+`model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
 """
 
 import copy
@@ -24,6 +24,8 @@ from moe_runtime.hf import outputs
 from moe_runtime.hf.configuration import FORMAT, STAGES, ConfigMixin, moe_config
 from moe_runtime.hf.families import FAMILIES, PREFIX
 from moe_runtime.modules.ewa import EWAMLP
+from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
+from moe_runtime.modules.lora_linear import LoRALinear, add_experts
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router, RouterOutput
 
@@ -37,6 +39,11 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
     return {layer: model.get_submodule(path.format(layer)) for layer in block["layers"]}
 
 
+def is_routed(module: nn.Module) -> bool:
+    """Whether a module collects what its router returns; it does not while its tokens' experts are forced."""
+    return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
+
+
 class _Model:
     """What both model classes add: initialisation, and the collection of what the routers return."""
 
@@ -47,6 +54,10 @@ class _Model:
                 std = module.config.initializer_range
                 # transformers' functions pass over what a checkpoint has filled; a module's reset_parameters would not
                 init.zeros_(weight) if name.endswith("_bias") else init.normal_(weight, mean=0.0, std=std)
+        elif isinstance(module, LoRAExperts | LoRALinear):
+            for a, b in module.pairs():
+                init.uniform_(a, -(a.shape[2] ** -0.5), a.shape[2] ** -0.5)
+                init.zeros_(b)
         elif isinstance(module, MergedMLP):
             if not getattr(module.mixing_logits, "_is_hf_initialized", False):
                 module.reset_parameters()
@@ -69,7 +80,7 @@ class _Model:
         """
         want = self.config.output_router_logits if output_router_logits is None else output_router_logits
         balanced = self.config.moe_runtime["config"]["balance_loss"] != "none"
-        blocks = [module for module in self.modules() if isinstance(module, MoE)] if want or balanced else []
+        blocks = [module for module in self.modules() if is_routed(module)] if want or balanced else []
         if not blocks or blocks[0].records is not None:
             return forward(*args, **kwargs), None, False
         records: list[RouterOutput] = []
@@ -140,8 +151,9 @@ class _CausalLM(_Model):
                 + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
                 + "; want a folder that save_pretrained wrote"
             )
-        if model.config.moe_runtime["stage"] == "mergeable":
-            freeze_for_mixing(model)  # loading has put trainable parameters in place of the frozen ones
+        stage = model.config.moe_runtime["stage"]
+        if stage in FREEZE:
+            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
         return (model, info) if output_loading_info else model
 
 
@@ -155,21 +167,37 @@ def install_layers(model: PreTrainedModel) -> None:
         )
     config, path = moe_config(model.config), FAMILIES[block["base_model_type"]].path
     for layer in block["layers"]:
-        if block["stage"] == "moe":
+        if block["stage"] == "lora":
+            lora = {name: value for name, value in block["lora"].items() if name != "train_backbone"}
+            module = add_experts(model.get_submodule(path.format(layer)), config, **lora)
+        elif block["stage"] == "moe":
             module = MoE(config)
         elif block["stage"] == "ewa":
             module = EWAMLP(config)
         else:
             module = MergedMLP(config, shared_rate=block["shared_rate"], soup=block["soup"])
         model.set_submodule(path.format(layer), module)
-    if block["stage"] == "mergeable":
-        freeze_for_mixing(model)
+    if block["stage"] in FREEZE:
+        FREEZE[block["stage"]](model)
 
 
 def freeze_for_mixing(model: nn.Module) -> None:
     """Freeze everything but the mixing logits (XFT, Sec. 3.3)."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(".mixing_logits"))
+
+
+def freeze_for_lora(model: nn.Module) -> None:
+    """Freeze everything but the low-rank pairs and their routers; with train_backbone only what the pairs belong to."""
+    model.requires_grad_(model.config.moe_runtime["lora"]["train_backbone"])
+    for module in model.modules():
+        if isinstance(module, LoRAMoE):
+            module.requires_grad_(True).experts.base.requires_grad_(False)
+        elif isinstance(module, LoRALinear):
+            module.requires_grad_(True).base.requires_grad_(False)
+
+
+FREEZE = {"mergeable": freeze_for_mixing, "lora": freeze_for_lora}
 
 
 def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:

@@ -18,10 +18,14 @@ from moe_runtime.hf.ranks import state
 
 @dataclass
 class History:
-    """What a training saw: (step, loss) of the training batches and of the held-out rows, and the seconds of training alone."""
+    """What a training saw: (step, loss) of the training batches and of the held-out rows, and the seconds of training alone.
+
+    `rows` has, for each point of `held_out`, the step and the loss of every held-out row.
+    """
 
     train: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    rows: list[tuple[int, list[float]]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -119,7 +123,10 @@ class Recorder(Watcher):
             self.best.begin(is_resumed=state.global_step > 0)
 
     def on_step_end(self, args, state, control, **kwargs):
+        before = len(self.history.held_out)
         super().on_step_end(args, state, control, **kwargs)
+        if len(self.history.held_out) > before:
+            self.history.rows.append((state.global_step, list(self.last[0])))
         if state.global_step >= state.max_steps:
             control.should_save = False  # going on from there would train a step too many
 
@@ -140,8 +147,8 @@ class Recorder(Watcher):
     def restore(self, checkpoint: Path) -> None:
         values = read_json(checkpoint / self.NAME)
         self.last, self.before = tuple(values["last"]), values["seconds"]
-        for name in ("train", "held_out"):
-            getattr(self.history, name)[:] = map(tuple, values[name])
+        for name in ("train", "held_out", "rows"):
+            getattr(self.history, name)[:] = map(tuple, values.get(name, []))
 
     def _seconds(self) -> float:
         return self.before + time.perf_counter() - self.start - self.paused

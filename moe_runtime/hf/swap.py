@@ -4,9 +4,10 @@
          ^  '-----------stage="ewa"--> EWAMLP layers                  |
          '------------------------moe_to_dense------------------------'
 
-All three work in place: modules are exchanged and the classes of the model and of its config change with them, so that
-save_pretrained and from_pretrained know what they have. Attention, norms, embeddings, head, tied weights, generation
-config and the other modules' hooks stay the very objects they were. Checks come first: a refused model is untouched.
+LoRA experts (stage "lora") have a way of their own: `moe_runtime.hf.lora_moe`. All three work in place: modules are
+exchanged and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained know
+what they have. Attention, norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very
+objects they were. Checks come first: a refused model is untouched.
 """
 
 import copy
@@ -35,7 +36,7 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance:
     weights on the meta device and for accelerate's hooks, which swap weights in and out behind the module.
     """
     family = family_of(model)
-    layers = _layers(model, layers)
+    layers = check_layers(model.config.num_hidden_layers, layers)
     mlps = {layer: model.get_submodule(family.path.format(layer)) for layer in layers}
     for layer, mlp in mlps.items():
         _refuse_offloaded(mlp, family.path.format(layer))
@@ -67,17 +68,7 @@ def dense_to_moe(
     does not fit.
     """
     check_choice("stage", stage, ("moe", "ewa"))
-    family = family_of(model)
-    classes = model_classes(family.model_type)
-    if type(model) is not classes.base_causal_lm:
-        raise ValueError(
-            f"model is {type(model).__name__}; want {classes.base_causal_lm.__name__} itself; unwrap it, and merge "
-            "adapters (merge_and_unload)"
-        )
-    _refuse_offloaded(model, type(model).__name__, recurse=False)
-    layers = _layers(model, layers)
-    for layer in layers:
-        _check_shape(model.get_submodule(family.path.format(layer)), family, config, layer)
+    family, layers = check_stock(model, config, layers)
     errors = verify_mlp(model, layers)
     for layer in layers:
         path = family.path.format(layer)
@@ -87,12 +78,43 @@ def dense_to_moe(
         config, layers=layers, base_model_type=family.model_type, base_architecture=type(model).__name__, method=method,
         stage=stage,
     )  # fmt: skip
+    become_moe(model, fields)
+    return errors
+
+
+def check_stock(model: nn.Module, config: MoEConfig, layers: Sequence[int] | None) -> tuple[Family, list[int]]:
+    """Return the family of a model and its layers to change, all for None; ValueError unless it is stock and `config` fits."""
+    family = family_of(model)
+    stock = model_classes(family.model_type).base_causal_lm
+    if type(model) is not stock:
+        raise ValueError(
+            f"model is {type(model).__name__}; want {stock.__name__} itself; unwrap it, and merge adapters (merge_and_unload)"
+        )
+    _refuse_offloaded(model, type(model).__name__, recurse=False)
+    layers = check_layers(model.config.num_hidden_layers, layers)
+    for layer in layers:
+        _check_shape(model.get_submodule(family.path.format(layer)), family, config, layer)
+    return family, layers
+
+
+def become_moe(model: nn.Module, fields: dict) -> None:
+    """Give a stock model whose MLPs have been exchanged the class and the config of `fields`, which `moe_fields` made."""
+    classes = model_classes(fields["moe_runtime"]["base_model_type"])
     model.config.__class__ = classes.config
     for name, value in fields.items():
         setattr(model.config, name, value)
     model.config.architectures = [classes.causal_lm.__name__]
     adopt(model, classes.causal_lm, classes.inner)
-    return errors
+
+
+def become_stock(model: nn.Module) -> None:
+    """Give an upcycled model whose MLPs are stock again its base's class, and a config as clean as the base's was."""
+    classes = model_classes(model.config.moe_runtime["base_model_type"])
+    config = stock_config(model.config, classes.base_config)
+    model.config.__class__ = classes.base_config
+    model.config.__dict__.clear()
+    model.config.__dict__.update(config.__dict__)
+    adopt(model, classes.base_causal_lm, classes.base_inner)
 
 
 def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> None:
@@ -131,9 +153,8 @@ def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[
     """
     modules, block = _swappable(model), model.config.moe_runtime
     classes, family = model_classes(block["base_model_type"]), FAMILIES[block["base_model_type"]]
-    config = stock_config(model.config, classes.base_config)
     with torch.device("meta"):
-        stock = classes.base_causal_lm(copy.deepcopy(config))
+        stock = classes.base_causal_lm(stock_config(model.config, classes.base_config))
     weights = {}
     for layer, module in modules.items():
         weights[layer] = {name: weight.detach() for name, weight in weights_of_layer(module).items()}
@@ -144,10 +165,7 @@ def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[
         if hasattr(mlp, "config"):
             mlp.config = model.config
         model.set_submodule(family.path.format(layer), mlp.train(module.training))
-    model.config.__class__ = classes.base_config
-    model.config.__dict__.clear()
-    model.config.__dict__.update(config.__dict__)
-    adopt(model, classes.base_causal_lm, classes.base_inner)
+    become_stock(model)
     if block["stage"] == "mergeable":
         model.requires_grad_(True)
     return model
@@ -193,10 +211,6 @@ def stock_config(config, base: type):
     return new
 
 
-def _layers(model: nn.Module, layers: Sequence[int] | None) -> list[int]:
-    return check_layers(model.config.num_hidden_layers, layers)
-
-
 def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
     """Return the layer numbers below `count`, sorted; all of them for None. Raises ValueError for a bad one."""
     layers = list(range(count)) if layers is None else sorted(layers)
@@ -220,6 +234,10 @@ def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) 
 def _swappable(model: nn.Module) -> dict[int, nn.Module]:
     """Return `moe_layers`; raises ValueError where a module is not what it was when it was put there."""
     modules = moe_layers(model)
+    if model.config.moe_runtime["stage"] == "lora":
+        raise ValueError(
+            "the model's stage is 'lora'; want whole experts; lora_moe.to_moe makes them, lora_moe.merge a dense model"
+        )
     _refuse_offloaded(model, type(model).__name__, recurse=False)
     for layer, module in modules.items():
         _refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")

@@ -7,6 +7,12 @@ dense model in the end.
     to_ewa               every MLP becomes E copies of itself
     (tune)               by any trainer, with AveragingCallback or average_after_steps
     xft.merge            the dense model: the experts' mean (of partition "router" with alpha="uniform")
+
+UpIT's (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE over it, from fresh pairs or from copies of one.
+
+    to_lora              peft's pairs on the MLPs' linear layers
+    (tune, save)         an adapter folder
+    lora_moe.to_lora_moe fresh pairs, or experts=[folder] * E
 """
 
 from collections.abc import Sequence
@@ -16,9 +22,14 @@ from torch import nn
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.averaging import SCHEDULES, Averaging, AveragingCallback, average_after_steps
+from moe_runtime.hf.lora_baseline import add_mlp_lora as to_lora
 from moe_runtime.methods import xft
+from moe_runtime.methods.lora_moe import to_lora_moe
 
-__all__ = ["BASELINES", "SCHEDULES", "Averaging", "AveragingCallback", "Baseline", "average_after_steps", "to_ewa"]
+__all__ = [
+    "BASELINES", "SCHEDULES", "Averaging", "AveragingCallback", "Baseline", "average_after_steps", "to_ewa", "to_lora",
+    "to_lora_moe",
+]  # fmt: skip
 PARTITIONS = ("random", "router")
 
 
@@ -28,7 +39,7 @@ class Baseline(NamedTuple):
     label: str
     what: str
     source: str
-    call: str  # on `model`: the dense base, or for a merge the tuned upcycled model
+    call: str  # on `model`: the dense base, or for a merge the tuned upcycled model; `adapter`: a tuned LoRA's folder
 
 
 BASELINES = {
@@ -66,6 +77,20 @@ BASELINES = {
         "lambda 0", "without the shared expert", "XFT, Table 6", "xft.to_mergeable(model, shared_rate=0.0)"
     ),
     "lambda_1": Baseline("lambda 1", "the shared expert alone", "XFT, Table 6", "xft.merge(model, shared_rate=1.0)"),
+    "lora": Baseline("LoRA", "low-rank pairs on the MLPs", "UpIT, arXiv 2410.01610, Table 1", "baselines.to_lora(model)"),
+    "loramoe_pt": Baseline(
+        "LoRAMoE, PT", "fresh pairs as experts, a router per MLP, two experts per token",
+        "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979", "baselines.to_lora_moe(model, num_experts=8, top_k=2)",
+    ),
+    "loramoe_sft": Baseline(
+        "LoRAMoE, SFT", "the same, of equal copies of one tuned LoRA",
+        "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979",
+        "baselines.to_lora_moe(model, experts=[adapter] * 8, top_k=2)",
+    ),
+    "loramoe_dense": Baseline(
+        "LoRAMoE", "a router per linear layer, all experts by their softmax", "LoRAMoE, arXiv 2312.09979",
+        "baselines.to_lora_moe(model, num_experts=8, top_k=None, form='linear', rank=4, alpha=32)",
+    ),
 }  # fmt: skip
 
 

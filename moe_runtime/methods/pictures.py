@@ -151,11 +151,14 @@ def curves(report):
     return figure
 
 
-def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1):
-    """Return a Figure of its own, not pyplot's, with no display and no global state, and its axes, one or an array."""
+def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
+    """Return a Figure of its own, not pyplot's, with no display and no global state, and its axes, one or an array.
+
+    `subplots` are Figure.subplots' settings; rows share the x axis unless they say otherwise.
+    """
     figure = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained")
     figure.suptitle(f"{report.title} ({report.source})", fontsize=11)
-    return figure, figure.subplots(rows, columns, sharex=rows > 1)
+    return figure, figure.subplots(rows, columns, **{"sharex": rows > 1} | subplots)
 
 
 def _near(entries, reference) -> list:

@@ -6,7 +6,12 @@ from pathlib import Path
 from moe_runtime.config import check_choice
 from moe_runtime.methods.recipe import method_of, recipe_path
 
-STAGES = {"xft": "moe_runtime.methods.xft_stages", "esft": "moe_runtime.methods.esft_stages"}
+STAGES = {
+    "xft": "moe_runtime.methods.xft_stages",
+    "esft": "moe_runtime.methods.esft_stages",
+    "upit": "moe_runtime.methods.upit_stages",
+    "ultrafuser": "moe_runtime.methods.fuser_stages",
+}
 
 
 def run(path_or_name: str | Path, out: str | Path, seed: int | None = None, say=print) -> list:

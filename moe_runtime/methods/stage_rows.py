@@ -1,6 +1,9 @@
 """The rows and texts that a recipe names: read, told apart from those held out, tokenized."""
 
+from collections.abc import Iterable
+
 from moe_runtime import data
+from moe_runtime.methods.domains import DOMAINS, domain_rows, domain_text
 from moe_runtime.methods.recipe import Pretrain, Recipe
 
 
@@ -22,6 +25,20 @@ def tokenized(tokenizer, recipe: Recipe) -> tuple:
     return tuple(parts)
 
 
+def domain_pairs(domain) -> tuple:
+    """Return the rows of a recipe's domain, to train on and held out, not tokenized; no row is in both.
+
+    `domain` has train, split, held_out, held_out_split and held_out_rows; of a built-in one these are all its held-out rows.
+    """
+    if domain.train in DOMAINS:
+        return tuple(domain_rows(domain.train))
+    rows = data.read_rows(domain.train, domain.split)
+    if domain.held_out is None:
+        return data.hold_out(rows, domain.held_out_rows)
+    held_out = data.read_rows(domain.held_out, domain.held_out_split)
+    return _without(rows, held_out, domain.held_out), held_out
+
+
 def _without(train, held_out, source: str | None) -> list:
     """Return the rows of `train` that are not held out; raises ValueError where none is left."""
     known = {str(dict(row)) for row in held_out}
@@ -36,3 +53,13 @@ def documents(pretrain: Pretrain) -> list[str]:
     documents = data.standard_library_text()
     count = pretrain.documents or len(documents)
     return documents[:: max(len(documents) // count, 1)][:count]
+
+
+def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
+    """The texts that the small base of a study of domains is made of: as many of each built-in one among `sources`.
+
+    Code's are the standard library's source. Where no source is built in, all built-in domains are read.
+    """
+    names = [name for name in DOMAINS if name in set(sources)] or list(DOMAINS)
+    count = pretrain.documents and max(pretrain.documents // len(names), 1)
+    return [text for name in names for text in domain_text(name, limit=count)]

@@ -124,12 +124,11 @@ class KeptStages:
     def _train(
         self, name: str, model, rows, held_out, training: Training, checkpoints: Path, callbacks=(), seed=None, **more
     ) -> trainers.Trained:
-        settings = asdict(training) | more
+        settings = {"evaluations": self.recipe.evaluations} | asdict(training) | more
         with _bar(name, self.is_main) as on_step:
             return trainers.train(
                 model, rows, self.tokenizer, folder=checkpoints, held_out=held_out, on_step=on_step,
-                evaluations=self.recipe.evaluations, seed=self.seed if seed is None else seed, callbacks=callbacks,
-                **settings,
+                seed=self.seed if seed is None else seed, callbacks=callbacks, **settings,
             )  # fmt: skip
 
     def _save(self, model, trained: trainers.Trained, folder: Path) -> None:

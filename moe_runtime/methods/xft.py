@@ -148,13 +148,15 @@ def merge(
         raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
-    rows = [None] * len(layers) if alpha is None else _alpha_rows(alpha, len(layers), layers[0].config.num_experts)
+    rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
 
 
 def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
+    if stage == "lora":
+        raise ValueError("the model's stage is 'lora'; want whole experts; lora_moe.merge merges LoRA experts")
     if shared_rate is not None and (stage != "moe" or alpha is not None):
         fixed = {
             "mergeable": "the model is mergeable, whose lambda to_mergeable fixed",
@@ -198,7 +200,8 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
     return mixing(torch.ones(config.num_experts - 1), shared_rate)
 
 
-def _alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+    """Return one alpha [E] float32 for each layer, of alpha [E], [L, E] or "uniform"; ValueError unless each sums to 1."""
     if isinstance(alpha, str):
         check_choice("alpha", alpha, ("uniform",))
         alpha = uniform_mixture(num_experts)

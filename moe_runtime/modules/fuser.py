@@ -6,15 +6,17 @@ The last bias moves all z_s alike, so its gradient is 0. `joint` is a gate that 
 z = g(h_1 : ... : h_S), which serves specialists of several hidden sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.ops.fusion import REDUCTIONS, fused_cross_entropy
+from moe_runtime.ops.fusion import REDUCTIONS, check_labels, fused_cross_entropy, mean_of
+from moe_runtime.ops.fusion_gradients import CHUNK, wide
 
 GATES = ("mlp", "linear")
 
@@ -81,18 +83,87 @@ def fuser_loss(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
+    scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> FuserLoss:
     """Eq. (2) of responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states before each token, and `heads`.
 
     `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples.
-    Specialists whose states and heads want no gradient are frozen (stage 1): the gate alone learns, without a backward
-    product.
+    `scales` multiply the specialists' logits, of some families. Specialists whose states and heads want no gradient are
+    frozen (stage 1): the gate alone learns, without a backward product.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     weight = gate(hidden)
+    if scales is not None:
+        hidden = [h if scale == 1.0 else h * scale for h, scale in zip(hidden, scales, strict=True)]
     inner = "sum" if reduction == "sample" else reduction
     loss = fused_cross_entropy(
         hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend
     )
     return FuserLoss(loss / labels.shape[0] if reduction == "sample" else loss, weight.detach())
+
+
+Logits = Callable[[torch.Tensor], torch.Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
+
+
+def mix_logits(hidden: Sequence[torch.Tensor], heads: Sequence[Logits], weight: torch.Tensor) -> torch.Tensor:
+    """Eq. (1) with logits that functions make of states S of [..., H_s]; `weight` [..., S] -> [..., V] float32.
+
+    The result has the ids that all have, on weight's device; differentiable.
+    """
+    fused = None
+    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
+        logits = head(h)
+        logits = logits.to(weight.device, wide(logits.dtype))
+        if fused is None:
+            fused = weight[..., s : s + 1] * logits
+        else:
+            V = min(fused.shape[-1], logits.shape[-1])
+            fused = fused[..., :V] + weight[..., s : s + 1] * logits[..., :V]
+    return fused
+
+
+def chunked_loss(
+    gate: FuserGate,
+    hidden: Sequence[torch.Tensor],
+    heads: Sequence[Logits],
+    labels: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> FuserLoss:
+    """`fuser_loss` for heads that are no product: functions from states to logits, on whatever devices.
+
+    `chunk` tokens' logits are in memory at once, by default as many as make ops.fusion's chunk of the CPU; the backward
+    pass makes them anew.
+    """
+    check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
+    device = gate.score.weight.device
+    weight = gate([h.to(device) for h in hidden])
+    flat, states = weight.flatten(0, -2), [h.flatten(0, -2) for h in hidden]
+    targets = labels.to(device).flatten()
+    T = len(targets)
+    if T and chunk is None:
+        with torch.no_grad():
+            chunk = max(CHUNK // mix_logits([h[:1] for h in states], heads, flat[:1]).shape[-1], 1)
+
+    def nll_of(target: torch.Tensor, part: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        logits = mix_logits(states, heads, part)
+        check_labels(target, ignore_index, logits.shape[-1])
+        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+
+    parts = []
+    for start in range(0, T, chunk or 1):
+        rows = slice(start, start + chunk)
+        inputs = (targets[rows], flat[rows], *(h[rows] for h in states))
+        parts.append(checkpoint(nll_of, *inputs, use_reentrant=False) if torch.is_grad_enabled() else nll_of(*inputs))
+    nll = torch.cat(parts) if parts else flat.sum(-1)
+    total = nll.sum()
+    if reduction == "none":
+        loss = nll.view(labels.shape)
+    elif reduction == "mean":
+        loss = mean_of(total, targets, ignore_index)
+    else:
+        loss = total / labels.shape[0] if reduction == "sample" else total
+    return FuserLoss(loss, weight.detach())

@@ -40,7 +40,7 @@ class LoRAExperts(nn.Module):
         check_positive("rank", rank)
         check_number("alpha", alpha, positive=True)
         check_choice("hidden_act", hidden_act, ACTIVATIONS)
-        _check_base(base)
+        check_base(base)
         if not targets or set(targets) - set(TARGETS):
             raise ValueError(f"targets is {targets!r}; want some of {', '.join(TARGETS)}")
         self.base = base.requires_grad_(False)
@@ -59,16 +59,22 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw every a from U(-1, 1) / sqrt(in), nn.Linear's own distribution; set every b to zero."""
+        """Draw every a from U(-1, 1) / sqrt(in), nn.Linear's own distribution; set every b to zero.
+
+        A `generator` draws in float32 on its own device: the same numbers whatever the layer's device and dtype.
+        """
         for target in self.targets:
-            bound = 1 / math.sqrt(self.lora_a[target].shape[2])
-            self.lora_a[target].uniform_(-bound, bound, generator=generator)
+            draw_as_linear(self.lora_a[target], generator)
             self.lora_b[target].zero_()
 
     @property
     def scaling(self) -> float:
         """What b^T a is multiplied by: alpha / rank."""
         return self.alpha / self.rank
+
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return a [E, r, in] and b [E, r, out] of each target."""
+        return [(self.lora_a[target], self.lora_b[target]) for target in self.targets]
 
     def _weight(self, target: str) -> torch.Tensor:
         return getattr(self.base, target).weight
@@ -97,9 +103,16 @@ class LoRAExperts(nn.Module):
         weight = self._weight(target)
         if target not in self.targets:
             return weight.clone()
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        a, b = (half[target][expert].to(wide) for half in (self.lora_a, self.lora_b))
-        return torch.addmm(weight.to(wide), b.t(), a, alpha=self.scaling).to(weight.dtype)
+        a, b = (half[target][expert : expert + 1] for half in (self.lora_a, self.lora_b))
+        return add_pairs(weight, a, b, torch.tensor([self.scaling]))
+
+    @torch.no_grad()
+    def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
+        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in the base's dtype."""
+        weight = self._weight(target)
+        if target not in self.targets:
+            return weight.clone()
+        return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
 
     @torch.no_grad()
     def merged_experts(self) -> dict[str, torch.Tensor]:
@@ -158,7 +171,7 @@ class LoRAMoE(MoE):
         dtype=None,
     ):
         nn.Module.__init__(self)  # MoE's own experts are full ones
-        _check_base(base)
+        check_base(base)
         sizes = (config.intermediate_size, config.hidden_size)
         if base.gate_proj.weight.shape != sizes or not config.gated:
             raise ValueError(
@@ -173,6 +186,14 @@ class LoRAMoE(MoE):
             recompute=config.recompute, dtype=dtype,
         )  # fmt: skip
         self.records = None
+        self.forced: torch.Tensor | None = None  # [B] the one expert of each row of a batch, in the router's place
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states` [..., H] -> [..., H]; with `forced`, [B, ..., H] and every token of row b to expert forced[b]."""
+        if self.forced is None:
+            return super().forward(hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self.experts(x, *forced_slots(self.forced, hidden_states)).view_as(hidden_states)
 
     @torch.no_grad()
     def to_moe(self) -> MoE:
@@ -187,7 +208,33 @@ class LoRAMoE(MoE):
         return moe.train(self.training)
 
 
-def _check_base(base: nn.Module) -> None:
+def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Fill `weight` [..., in] from U(-1, 1) / sqrt(in), in float32 on the generator's device if there is one."""
+    bound = 1 / math.sqrt(weight.shape[-1])
+    if generator is None:
+        weight.uniform_(-bound, bound)
+    else:
+        drawn = torch.empty(weight.shape, device=generator.device)
+        weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
+
+
+def add_pairs(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype; a [E, r, in], b [E, r, out]."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scaled = b.to(wide) * scale.to(device=weight.device, dtype=wide)[:, None, None]
+    return torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1)).to(weight.dtype)
+
+
+def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return topk_idx, topk_weight [T, 1] that send every token of row b of `x` [B, ..., H] to expert forced[b], weight 1."""
+    if x.shape[0] != forced.shape[0]:
+        raise ValueError(f"the batch has {x.shape[0]} rows, forced {forced.shape[0]}; want one expert for each row")
+    tokens = x[..., 0].numel() // max(x.shape[0], 1)
+    idx = forced.to(device=x.device, dtype=torch.int32).repeat_interleave(tokens)[:, None]
+    return idx, torch.ones(idx.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def check_base(base: nn.Module) -> None:
     """Raise ValueError unless `base` is a gated MLP of linear layers, of one dtype on one device."""
     layers = [getattr(base, target, None) for target in TARGETS]
     weights = [getattr(layer, "weight", None) for layer in layers]

@@ -4,7 +4,8 @@ stacked  one adapter for a model whose layers have all experts made whole side b
          PEFT's target_parameters on experts.gate_up_proj [E, 2I, H] and experts.down_proj [E, H, I], the router among
          modules_to_save. PEFT wants A as [E r, in], expert after expert, and B as [out, r E], rank after rank. gate and up
          share one weight there, so they share one pair of twice the rank, B being [B_gate 0; 0 B_up]; alpha / r stays.
-single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj, down_proj.
+single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj, down_proj. So may those of linear
+         layers with routers of their own be saved (LoRALinear), which have no stacked form.
 """
 
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from moe_runtime.files import atomic_folder, read_json
 from moe_runtime.files import atomic_write_json as write_json
 from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
+from moe_runtime.modules.lora_linear import LinearExperts
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -58,7 +60,7 @@ def save_stacked(
 
 
 def save_single(
-    layers: Mapping[str, LoRAExperts | LoRAMoE],
+    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts],
     folder: str | os.PathLike,
     expert: int,
     *,
@@ -69,7 +71,7 @@ def save_single(
 
     Raises ValueError for an expert that is not there and for layers of different settings.
     """
-    experts = {name: _experts(layer) for name, layer in layers.items()}
+    experts = {name: _experts(layer, LinearExperts) for name, layer in layers.items()}
     first = _alike(experts)
     _check_expert(first, expert)
     tensors = {}
@@ -87,7 +89,7 @@ def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.P
     experts = {name: _experts(layer) for name, layer in layers.items()}
     first, path = _alike(experts), os.path.join(folder, WEIGHTS)
     _check_config(first, os.path.join(folder, CONFIG))
-    tensors = _read(path)
+    tensors = read_tensors(path)
     found = {}
     for name, layer in experts.items():
         E, nested = layer.num_experts, len(_stacked_names(layer)) == 2
@@ -125,7 +127,7 @@ def load_single(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.Pa
     first, path = _alike(experts), os.path.join(folder, WEIGHTS)
     _check_expert(first, expert)
     _check_config(first, os.path.join(folder, CONFIG))
-    tensors, found = _read(path), []
+    tensors, found = read_tensors(path), []
     for name, layer in experts.items():
         for target in layer.targets:
             a, b = layer.lora_a[target][expert], layer.lora_b[target][expert]
@@ -147,9 +149,10 @@ def _check_empty(left: dict, path: str) -> None:
         raise ValueError(f"{path} has {sorted(left)[0]} and {len(left) - 1} more tensors; want those of `layers` alone")
 
 
-def _experts(layer) -> LoRAExperts:
+def _experts(layer, *kinds: type) -> LoRAExperts | LinearExperts:
+    """Return the pairs of a layer that is of our kinds, or of one of `kinds`."""
     experts = layer.experts if isinstance(layer, LoRAMoE) else layer
-    if not isinstance(experts, LoRAExperts):
+    if not isinstance(experts, (LoRAExperts, *kinds)):
         raise ValueError(f"a layer is a {type(layer).__name__}; want LoRAExperts or LoRAMoE")
     return experts
 
@@ -237,7 +240,8 @@ def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bo
         write_json(tmp / CONFIG, config)
 
 
-def _read(path: str) -> dict[str, torch.Tensor]:
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of an adapter's file; raises ValueError where it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}

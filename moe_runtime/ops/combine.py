@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
+from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register, register_backward
 
@@ -67,6 +68,8 @@ def _forward(y, topk_weight, slot_row, backend):
         from moe_runtime.kernels.combine import combine_forward
 
         return combine_forward(y, topk_weight, slot_row)
+    if backend == "cuda":
+        return cuda_kernels.combine_forward(y, topk_weight, slot_row)
     slot_row = slot_row.reshape(topk_weight.shape)
     slot_row = slot_row if slot_row.dtype in (torch.int32, torch.int64) else slot_row.int()
     return weighted_sum(y.to(topk_weight.dtype), topk_weight.contiguous(), slot_row).to(y.dtype)
@@ -77,6 +80,8 @@ def _backward(dout, y, topk_weight, slot_row, backend):
         from moe_runtime.kernels.combine import combine_backward
 
         return combine_backward(dout, y, topk_weight, slot_row)
+    if backend == "cuda":
+        return cuda_kernels.combine_backward(dout, y, topk_weight, slot_row)
     T, K = topk_weight.shape
     wide = dout.to(topk_weight.dtype)
     H, slot_row = y.shape[1], slot_row.reshape(-1).long()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime import backends
+from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import LIB, register
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -33,9 +34,10 @@ def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = Non
         raise ValueError(f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}; want [T, K] integers")
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}; want at least 1")
-    return Dispatch(
-        *torch.ops.moe_runtime.dispatch(topk_idx, num_experts, backends.pick("dispatch", topk_idx, backend))
-    )
+    chosen = backends.pick("dispatch", topk_idx, backend)
+    if chosen == "cuda":
+        cuda_kernels.check_experts(num_experts)
+    return Dispatch(*torch.ops.moe_runtime.dispatch(topk_idx, num_experts, chosen))
 
 
 LIB.define("dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -64,6 +66,8 @@ def _dispatch(topk_idx, num_experts, backend):
         from moe_runtime.kernels.dispatch import dispatch_forward
 
         return dispatch_forward(topk_idx, num_experts)
+    if backend == "cuda":
+        return cuda_kernels.dispatch_forward(topk_idx, num_experts)
     offsets, row_slot = sort_slots(topk_idx, num_experts)
     return offsets, (row_slot // max(topk_idx.shape[1], 1)).int(), row_slot.int(), invert(row_slot).int()
 

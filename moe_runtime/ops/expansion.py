@@ -4,7 +4,8 @@ UpIT, Algorithm 2 (its body is missing in the paper; what is a guess is an optio
     G_ij = <d_i, d_j>,  d_i = W_i - W_base over all tensors       distance: cosine 1 - G_ij / sqrt(G_ii G_jj),
                                                                   l2 sqrt(G_ii + G_jj - 2 G_ij)
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  (j, k) the farthest pair, a + b = 1
-DARE (arXiv 2311.03099, Eq. 1):  D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) for each element;  D(d) = 0 for p = 1
+DARE (arXiv 2311.03099, Eq. 1):  D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) for each element;  D(d) = 0 for p = 1;
+                                 without rescaling  D(d) = (1 - m) d
 
 Element i of a tensor has one 64-bit number of Philox 4x64-10 (Salmon et al., 2011): output i % 4 at the counter
 (i // 4 + 1, 0, 0, 0), key (seed, stream), the stream being the tensor's own. Its low 32 bits decide for j, the high ones for
@@ -23,7 +24,7 @@ from moe_runtime.config import check_choice, check_number
 from moe_runtime.ops.library import LIB, register
 
 METRICS = ("cosine", "l2")
-FEW = 64  # experts of one Gram matrix
+FEW = 64  # experts whose products are taken at once
 BLOCK = 1 << 17  # elements of all experts that are looked at together on the CPU
 WHOLE = 1 << 24  # on a GPU, where experts are apart and are put side by side
 
@@ -35,8 +36,11 @@ def gram(
     """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each is read once.
 
     Products and short sums are in float32, long sums in float64 (all of it for float64). Add up the matrices of a model's
-    tensors to compare its experts as a whole. No gradient. Raises ValueError for shapes, dtypes, devices that differ.
+    tensors to compare its experts as a whole. More than FEW tensors, of a sequence, are read several times. No gradient.
+    Raises ValueError for shapes, dtypes, devices that differ.
     """
+    if len(experts) > FEW and not isinstance(experts, torch.Tensor):
+        return _gram_of_many(experts, base, backend)
     first = experts[0] if len(experts) else None
     tensors = [] if first is None else [*([experts] if isinstance(experts, torch.Tensor) else experts)]
     if first is None or len(experts) > FEW:
@@ -65,6 +69,37 @@ def gram(
         part = slice(start, start + step)
         stack = torch.stack([row[part] for row in rows])
         total += torch.ops.moe_runtime.gram(stack, None if base is None else base[part], chosen)
+    return total
+
+
+def _gram_of_many(experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None) -> torch.Tensor:
+    """G of more experts than FEW: of every two groups of them."""
+    n, size = len(experts), FEW // 2
+    groups = [range(start, min(start + size, n)) for start in range(0, n, size)]
+    total = torch.zeros(n, n, dtype=torch.float64, device=experts[0].device)
+    for i, rows in enumerate(groups):
+        for columns in groups[i + 1 :]:
+            places = [*rows, *columns]
+            total[torch.tensor(places)[:, None], places] = gram([experts[e] for e in places], base, backend=backend)
+    return total
+
+
+@torch.no_grad()
+def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...], in the precision of `gram`.
+
+    Each is read once. No kernel of its own: torch, on any device. No gradient.
+    """
+    rows = [tensor.reshape(-1) for tensor in (*experts, child)]
+    origin = None if base is None else base.reshape(-1)
+    wide = torch.promote_types(child.dtype, torch.float32)
+    step = WHOLE if child.device.type != "cpu" else max(BLOCK // len(rows), 1024)
+    total = torch.zeros(len(rows), dtype=torch.float64, device=child.device)
+    for start in range(0, child.numel(), step):
+        part = torch.stack([row[start : start + step] for row in rows]).to(wide)
+        if origin is not None:
+            part -= origin[start : start + step].to(wide)
+        total += (part @ part[-1]).double()
     return total
 
 
@@ -104,15 +139,18 @@ def dare_merge(
     *,
     weights: tuple[float, float],
     drop: float = 0.5,
+    rescale: bool = True,
     seed: int,
     tensor: str | int,
+    start: int = 0,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return the child [...] of `first` and `second` [...], trained from `base` (None: zero, as of LoRA's halves).
 
     `weights` are a and b, `drop` is p. `tensor` names the stream of random numbers under `seed`: a tensor's name, or a
-    number of one's own. Computed in float32 (float64 for float64) and rounded once. No gradient. Raises ValueError for
-    shapes, dtypes, devices that differ and numbers out of range.
+    number of one's own; a part of a tensor that begins at its element `start`, a multiple of 4, gets that part of the
+    child. Computed in float32 (float64 for float64) and rounded once. No gradient. Raises ValueError for shapes, dtypes,
+    devices that differ and numbers out of range.
     """
     for name, other in (("second", second), ("base", base)):
         if other is not None and (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
@@ -131,10 +169,12 @@ def dare_merge(
     for name, number in (("seed", seed), ("tensor", stream)):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
             raise ValueError(f"{name} is {number!r}; want an integer from 0 to 2^63 - 1")
-    threshold, rescale = round(drop * (1 << 32)), 1.0 if drop == 1 else 1 / (1 - drop)
-    scales = [weight * rescale for weight in weights]
+    if start < 0 or start % 4:
+        raise ValueError(f"start is {start}; want a multiple of 4, the element at which this part begins")
+    threshold, scale = round(drop * (1 << 32)), 1.0 if drop == 1 or not rescale else 1 / (1 - drop)
+    scales = [weight * scale for weight in weights]
     backend = backends.pick("dare_merge", first, backend)
-    return torch.ops.moe_runtime.dare_merge(first, second, base, seed, stream, threshold, *scales, backend)
+    return torch.ops.moe_runtime.dare_merge(first, second, base, seed, stream, threshold, *scales, backend, start)
 
 
 def stream_of(tensor: str | int) -> int:
@@ -153,7 +193,7 @@ def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
 LIB.define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
 LIB.define(
     "dare_merge(Tensor first, Tensor second, Tensor? base, int seed, int stream, int threshold, float first_scale, "
-    "float second_scale, str backend) -> Tensor"
+    "float second_scale, str backend, int start=0) -> Tensor"
 )
 
 
@@ -182,20 +222,18 @@ def _gram_by_blocks(rows, base):
     return total
 
 
-def _dare_merge(first, second, base, seed, stream, threshold, first_scale, second_scale, backend):
+def _dare_merge(first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start=0):
     first, second, base = (None if t is None else t.contiguous() for t in (first, second, base))
     if backend == "triton":
         from moe_runtime.kernels.expansion import dare_merge_forward
 
-        return dare_merge_forward(first, second, base, seed, stream, threshold, first_scale, second_scale)
+        return dare_merge_forward(first, second, base, seed, stream, threshold, first_scale, second_scale, start)
     out = torch.empty_like(first)
     flat = [None if t is None else t.view(-1) for t in (first, second, base)]
-    for start in range(0, first.numel(), BLOCK):
-        part = [None if t is None else t[start : start + BLOCK] for t in flat]
-        block = _dare_merge_block(
-            *part, draws(seed, stream, start, part[0].numel()), threshold, first_scale, second_scale
-        )
-        out.view(-1)[start : start + BLOCK] = block
+    for at in range(0, first.numel(), BLOCK):
+        part = [None if t is None else t[at : at + BLOCK] for t in flat]
+        numbers = draws(seed, stream, start + at, part[0].numel())
+        out.view(-1)[at : at + BLOCK] = _dare_merge_block(*part, numbers, threshold, first_scale, second_scale)
     return out
 
 

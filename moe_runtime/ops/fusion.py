@@ -80,10 +80,12 @@ def fused_cross_entropy(
         if reduction == "none":
             return nll.view(shape)
         total = nll.sum()
-    if reduction == "sum":
-        return total
+    return total if reduction == "sum" else mean_of(total, labels, ignore_index)
+
+
+def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return `total` over the number of `labels` that count: of none NaN, whose gradients are 0, as in torch."""
     count = (labels != ignore_index).sum()
-    # of no labels NaN, whose gradients are 0, as in torch
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
 
@@ -130,7 +132,7 @@ LIB.define(
 )
 
 
-def _check_labels(labels, ignore_index, V) -> None:
+def check_labels(labels, ignore_index, V) -> None:
     """Raise ValueError for a label that not all specialists have; on the CPU alone: a GPU would have to be waited for."""
     if labels.device.type == "cpu":
         bad = (labels != ignore_index) & ((labels < 0) | (labels >= V))
@@ -143,7 +145,7 @@ def _check_labels(labels, ignore_index, V) -> None:
 
 def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
     V = common_vocabulary(heads)
-    _check_labels(labels, ignore_index, V)
+    check_labels(labels, ignore_index, V)
     return kernels_of(backend).fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score)
 
 
@@ -203,7 +205,7 @@ def _gradients_fake(dnll, gate, labels, hidden, heads, ignore_index, need_hidden
 
 
 def _loss(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
-    _check_labels(labels, ignore_index, common_vocabulary(heads))
+    check_labels(labels, ignore_index, common_vocabulary(heads))
     valid = (labels != ignore_index).to(gate.dtype)
     nll, *grads, sums = gradients(gate, labels, valid, hidden, heads, ignore_index, need_hidden, need_heads, backend)
     return nll.sum(), *grads, [total.to(kept(head.dtype)) for total, head in zip(sums, heads, strict=True)]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
+from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import LIB, register, register_backward
 
 
@@ -126,6 +127,8 @@ def _merge(weight, alpha, backend):
         from moe_runtime.kernels.merging import merge_experts_forward
 
         return merge_experts_forward(weight, alpha)
+    if backend == "cuda":
+        return cuda_kernels.merge_experts_forward(weight, alpha)
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
     rows, flat = weight.reshape(weight.shape[0], out.numel()), out.view(-1)
     total, term = torch.empty(2, block_size(out), dtype=alpha.dtype, device=weight.device)
@@ -158,6 +161,8 @@ def _merge_backward_alpha(dout, weight, backend):
         from moe_runtime.kernels.merging import merge_experts_backward_alpha
 
         return merge_experts_backward_alpha(dout, weight)
+    if backend == "cuda":
+        return cuda_kernels.merge_experts_backward_alpha(dout, weight)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
         dout = dout.reshape(-1).to(dtype)

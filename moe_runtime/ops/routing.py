@@ -22,6 +22,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
+from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import LIB, register, register_backward
 
 
@@ -53,6 +54,8 @@ def route(
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
     chosen = backends.pick("route", router_logits, backend)
+    if chosen == "cuda":
+        cuda_kernels.check_experts(router_logits.shape[1])
     if topk_idx is not None:
         topk_idx = topk_idx.to(router_logits.device, torch.int32)
         return Routing(torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen), topk_idx)
@@ -135,11 +138,20 @@ def _wide_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def route_kernel(router_logits, bias, top_k, gate, backend):
-    if backend == "triton" and router_logits.shape[1]:  # else the shared expert is alone
-        from moe_runtime.kernels.routing import route_forward
+def _kernels(backend: str, router_logits: torch.Tensor):
+    """Return the module of the launchers; None where torch computes, as it does where the shared expert is alone."""
+    if backend == "torch" or not router_logits.shape[1]:
+        return None
+    if backend == "cuda":
+        return cuda_kernels
+    from moe_runtime.kernels import routing
 
-        return route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
+    return routing
+
+
+def route_kernel(router_logits, bias, top_k, gate, backend):
+    if kernels := _kernels(backend, router_logits):
+        return kernels.route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
     return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
 
 
@@ -150,12 +162,10 @@ def _route_fake(router_logits, bias, top_k, gate, backend):
 
 
 def route_to_kernel(router_logits, topk_idx, gate, backend):
-    if backend == "triton" and router_logits.shape[1]:
-        from moe_runtime.kernels.routing import route_forward
-
-        K = topk_idx.shape[1]
-        return route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
-    return route_reference(_wide(router_logits), topk_idx.shape[1], gate, topk_idx=topk_idx).topk_weight.contiguous()
+    K = topk_idx.shape[1]
+    if kernels := _kernels(backend, router_logits):
+        return kernels.route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
+    return route_reference(_wide(router_logits), K, gate, topk_idx=topk_idx).topk_weight.contiguous()
 
 
 def _route_to_fake(router_logits, topk_idx, gate, backend):
@@ -163,10 +173,8 @@ def _route_to_fake(router_logits, topk_idx, gate, backend):
 
 
 def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
-    if backend == "triton" and router_logits.shape[1]:
-        from moe_runtime.kernels.routing import route_backward
-
-        return route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced)
+    if kernels := _kernels(backend, router_logits):
+        return kernels.route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced)
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 

@@ -149,18 +149,22 @@ def test_labels_are_unlike_and_sources_are_named():
 
 
 @pytest.mark.parametrize("name", baselines.BASELINES)
-def test_every_call_runs_and_makes_what_it_says(name):
+def test_every_call_runs_and_makes_what_it_says(name, tmp_path):
     call = baselines.BASELINES[name].call
     model = tiny.dense("llama")
     if "merge" in call:
         xft.upcycle(model, num_experts=4, top_k=3)
-    names = {"xft": xft, "baselines": baselines, "model": model}
+    if "adapter" in call:
+        baselines.to_lora(model).save_pretrained(str(tmp_path))
+        model = tiny.dense("llama")
+    names = {"xft": xft, "baselines": baselines, "model": model, "adapter": str(tmp_path)}
     eval(call, names)
     assert torch.isfinite(tiny.logits(model)).all()
     block = getattr(model.config, "moe_runtime", None)
     want = {
         "sft": None, "upcycling": "topk_softmax", "upcycling_paper": "softmax_topk", "mocle": "nonorm", "ewa": "ewa",
         "ewa_router": "moe", "init": None, "soup": True, "uniform": None, "lambda_0": 0.0, "lambda_1": None,
+        "lora": None, "loramoe_pt": "softmax_topk_renorm", "loramoe_sft": "lora", "loramoe_dense": "softmax_topk",
     }[name]  # fmt: skip
     found = () if block is None else (block["config"]["gate"], block["stage"], block["soup"], block["shared_rate"])
     assert (want is None) == (block is None) and (want is None or want in found)

@@ -116,7 +116,7 @@ def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
     assert method_of(RECIPES / "esft" / "tiny.yaml") == "esft" and method_of(RECIPES / "xft" / "tiny.yaml") == "xft"
     with pytest.raises(ValueError, match="recipe is 'none'; want a YAML file, or one of .*esft/tiny"):
         recipe_path("none", "xft", "esft")
-    (tmp_path / "mine.yaml").write_text("method: upit")
-    with pytest.raises(ValueError, match="method is 'upit'; want one of xft, esft"):
+    (tmp_path / "mine.yaml").write_text("method: dare")
+    with pytest.raises(ValueError, match="method is 'dare'; want one of xft, esft, upit, ultrafuser"):
         runs.run(tmp_path / "mine.yaml", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.modules.fuser import FuserGate, fuser_loss
+from moe_runtime.modules.fuser import FuserGate, chunked_loss, fuser_loss, mix_logits
 
 
 def sample(B=3, R=5, sizes=(16, 16, 16), V=40, dtype=torch.float32):
@@ -102,6 +102,82 @@ def test_loss_is_the_naive_one(frozen, reduction, joint):
     grads = [torch.autograd.grad(loss.sum(), leaves) for loss in (got.loss, want)]
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_scales_of_logits():
+    gate, (hidden, heads, labels) = FuserGate((16,) * 3), sample()
+    leaves = [*gate.parameters(), *(t.requires_grad_() for t in (*hidden, *heads))]
+    scales = (0.5, 1.0, 3.0)
+    got = fuser_loss(gate, hidden, heads, labels, scales=scales)
+    scaled = [head * scale for head, scale in zip(heads, scales)]
+    want = naive(gate, hidden, scaled, labels, "mean")
+    torch.testing.assert_close(got.loss, want)
+    for ours, theirs in zip(torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def bent(head, bias):
+    """A head that is no product: a bias and a soft cap."""
+    return lambda h: 4 * torch.tanh((F.linear(h, head) + bias) / 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 15, 100, None])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sample", "none"])
+def test_chunks_of_any_heads(reduction, chunk):
+    gate, (hidden, heads, labels) = FuserGate((16,) * 3), sample()
+    heads[1] = torch.cat([heads[1], torch.randn(3, 16)])
+    biases = [torch.randn(len(head)) for head in heads]
+    leaves = [*gate.parameters(), *(t.requires_grad_() for t in (*hidden, *heads, *biases))]
+    functions = [bent(*pair) for pair in zip(heads, biases)]
+    got = chunked_loss(gate, hidden, functions, labels, reduction=reduction, chunk=chunk)
+    weight = gate(hidden)
+    logits = sum(w[..., None] * f(h)[..., :40] for w, f, h in zip(weight.unbind(-1), functions, hidden))
+    torch.testing.assert_close(mix_logits(hidden, functions, weight), logits)
+    nll = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    want = {
+        "none": nll, "sum": nll.sum(), "mean": nll.sum() / (labels != -100).sum(), "sample": nll.sum(1).mean(),
+    }[reduction]  # fmt: skip
+    torch.testing.assert_close(got.loss, want)
+    assert torch.equal(got.weight, weight) and not got.weight.requires_grad
+    grads = [torch.autograd.grad(loss.sum(), leaves) for loss in (got.loss, want)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_chunks_are_not_kept():
+    """Between forward and backward pass no chunk's logits are there: a head is called again instead."""
+    gate, (hidden, heads, labels) = FuserGate((16,) * 3), sample()
+    rows = []
+
+    def counted(head):
+        return lambda h: rows.append(len(h)) or F.linear(h, head)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
+        sizes = []
+        loss = chunked_loss(gate, hidden, [counted(head) for head in heads], labels, chunk=4).loss
+    assert rows == [4, 4, 4] * 3 + [3] * 3 and not any(40 in size for size in sizes)
+    rows.clear()
+    loss.backward()
+    assert sorted(rows) == [3] * 3 + [4] * 9
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_loss(gate, hidden, [counted(head) for head in heads], labels).loss, loss)
+
+
+def test_chunks_of_labels_that_do_not_count_or_fit():
+    gate, (hidden, heads, labels) = FuserGate((16,) * 3), sample()
+    functions = [bent(head, 0.0) for head in heads]
+    nothing = torch.full_like(labels, -100)
+    loss = chunked_loss(gate, hidden, functions, nothing).loss
+    assert loss.isnan() and chunked_loss(gate, hidden, functions, nothing, reduction="sum").loss == 0
+    gradients = torch.autograd.grad(loss, list(gate.parameters()))
+    assert all((g == 0).all() for g in gradients)
+    empty = chunked_loss(gate, [h[:0] for h in hidden], functions, labels[:0], reduction="none").loss
+    assert empty.shape == (0, 5)
+    labels[1, 1] = 40
+    with pytest.raises(ValueError, match="labels hold 40, .* want ids below 40"):
+        chunked_loss(gate, hidden, functions, labels)
+    with pytest.raises(ValueError, match="reduction is 'token'"):
+        chunked_loss(gate, hidden, functions, labels, reduction="token")
 
 
 def test_training_the_gate_alone_finds_the_specialist_and_leaves_it_as_it_is():

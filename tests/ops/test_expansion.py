@@ -1,5 +1,6 @@
 """Gram matrices, distances and children of two parents, against plain Python; what each reads, and what a child depends on."""
 
+import itertools
 import math
 import os
 
@@ -330,6 +331,7 @@ def test_float64_is_computed_in_float64(monkeypatch):
         pytest.param({"weights": (1.0,)}, "weights is (1.0,)", id="one weight"),
         pytest.param({"weights": (1.0, math.inf)}, "weights is (1.0, inf)", id="an infinite weight"),
         pytest.param({"seed": -1}, "seed is -1", id="a negative seed"),
+        pytest.param({"start": 2}, "start is 2", id="a part that begins within four"),
         pytest.param({"tensor": 1 << 63}, "tensor is 9223372036854775808", id="a stream beyond 63 bits"),
     ],
 )
@@ -369,3 +371,47 @@ def test_experts_beyond_int32(stride, backend):
     experts = memory.as_strided((2, 5), (stride, 1))
     experts[0], experts[1] = torch.arange(5), torch.arange(5, 10)
     assert gram(experts, backend=backend).tolist() == [[30, 80], [80, 255]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cuts", [(0, 4, 9001), (0, 4096, 8192, 9001)], ids=str)
+def test_a_childs_parts_are_those_of_the_whole(cuts, backend, device):
+    parts = torch.randn(3, 9001, device=device)
+    want = dare_merge(*parts, **ARGS, backend=backend)
+    found = [
+        dare_merge(*parts[:, start:end].clone(), **ARGS, start=start, backend=backend)
+        for start, end in itertools.pairwise(cuts)
+    ]
+    assert torch.equal(torch.cat(found), want)
+
+
+def test_parts_beyond_int32():
+    """Counters are 64 bits wide: an element beyond 2^33 has numbers of its own."""
+    parts = torch.randn(3, 64)
+    near, far = (dare_merge(*parts, **ARGS, start=start) for start in (0, 1 << 34))
+    assert not torch.equal(near, far)
+    want = draws(ARGS["seed"], stream_of(ARGS["tensor"]), 1 << 34, 64)
+    assert want.tolist()[0][0] == philox([(1 << 32) + 1, 0, 0, 0], [11, stream_of("a")])[0] & 0xFFFFFFFF
+
+
+def test_without_rescaling_the_rest_stays_as_it_is():
+    first, second, base = torch.randn(3, 500)
+    found = dare_merge(first, second, base, **ARGS, rescale=False)
+    want = child(first, second, base, (0.3 * 0.6, 0.7 * 0.6), **{k: ARGS[k] for k in ("drop", "seed", "tensor")})
+    assert relative_error(found, want) < 2e-7
+
+
+def test_gram_of_more_experts_than_are_taken_at_once(monkeypatch):
+    monkeypatch.setattr(expansion, "FEW", 4)
+    experts, base = [torch.randn(300) for _ in range(7)], torch.randn(300)
+    assert relative_error(gram(experts, base), gram_in_float64(experts, base)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("with_base", [False, True], ids=["", "base"])
+def test_the_row_of_one_more(with_base, dtype, device, monkeypatch):
+    monkeypatch.setattr(expansion, "BLOCK", 4096)
+    experts = torch.randn(4, 7, 1201, device=device).to(dtype)
+    base = torch.randn(7, 1201, device=device).to(dtype) if with_base else None
+    found = expansion.gram_row(list(experts[:3]), experts[3], base)
+    assert relative_error(found, gram_in_float64(experts, base)[3]) < 2e-6

@@ -239,7 +239,7 @@ def test_compiles_without_a_graph_break(dynamic):
         pytest.param({"merged": torch.randn(34, 33, requires_grad=True)}, "merged requires grad", id="merged trains"),
         pytest.param({"bias": torch.randn(33)}, "bias is (33,)", id="bias of another width"),
         pytest.param({"alpha": torch.rand(8, device="meta")}, "alpha is on meta", id="another device"),
-        pytest.param({"backend": "cuda"}, "has no cuda kernel", id="a backend that has no kernel"),
+        pytest.param({"backend": "cuda"}, "'cuda' for merge_experts, but", id="a backend that cannot run here"),
     ],
 )
 def test_bad_arguments_are_named(change, words):

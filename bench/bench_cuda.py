@@ -1,0 +1,162 @@
+"""The kernels of csrc/ beside Triton's: each alone against a copy of its bytes, and the way of the tokens end to end.
+
+A layer of few tokens waits for launches, one of many for memory; so T goes from 512 to 65536. A GPU only; the library of csrc/
+must be built: python -m moe_runtime.build_cuda. What it says of an op at every T decides who runs it: bench/report.py.
+"""
+
+import pytest
+import torch
+
+from bench import shapes
+from bench.clock import random_bytes
+from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime import backends
+from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops.combine import combine
+from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.grouped_gemm import grouped_gemm
+from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.routing import route
+
+pytestmark = pytest.mark.gpu
+GPU_SHAPES = shapes.plans()
+DTYPE = torch.bfloat16
+# by the op that the kernel belongs to
+KERNELS = {
+    "route": "route",
+    "route_backward": "route",
+    "dispatch": "dispatch",
+    "combine": "combine",
+    "combine_backward": "combine",
+    "merge": "merge_experts",
+    "dalpha": "merge_experts",
+}
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=DTYPE, device=DEVICE)
+
+
+class Layer:
+    """Logits, rows and experts of one shape."""
+
+    def __init__(self, shape):
+        T, H, I, E, K, shared = shape
+        self.shape, self.gate = shape, "xft" if shared else "softmax_topk_renorm"
+        self.logits, self.dweight = random(T, E - shared), torch.randn(T, K, device=DEVICE)
+        self.weight, self.idx = route(self.logits, K, self.gate, backend="torch")
+        self.x, self.y, self.dout = random(T, H), random(T * K, H), random(T, H)
+        self.slot_row = dispatch(self.idx, E, "torch").slot_row
+        self.experts = random(E, I, H)
+        self.alpha, self.dmerged = torch.full([E], 1 / E, device=DEVICE), random(I, H)
+
+    def call(self, kernel: str, backend: str):
+        """Return a function of no argument that runs one kernel by its op."""
+        K, E = self.shape.K, self.shape.E
+        if kernel == "dispatch":
+            return lambda: dispatch(self.idx, E, backend)
+        op, leaf, grad = {
+            "route": (lambda leaf: route(leaf, K, self.gate, backend=backend)[0], self.logits, self.dweight),
+            "combine": (lambda leaf: combine(leaf, self.weight, self.slot_row, backend), self.y, self.dout),
+            "merge_experts": (
+                lambda leaf: merge_experts(self.experts, leaf, backend=backend),
+                self.alpha,
+                self.dmerged,
+            ),
+        }[KERNELS[kernel]]
+        if kernel in ("route", "combine", "merge"):
+            return lambda: op(leaf)
+        leaf = leaf.detach().requires_grad_()
+        out = op(leaf)
+        return lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True)
+
+    def bytes(self, kernel: str) -> int:
+        """Return the bytes that the kernel must move."""
+        T, H, I, E, K, shared = self.shape
+        R, routed = T * K, E - shared
+        return {
+            "route": 2 * T * routed + 8 * R,
+            "route_backward": 4 * T * routed + 8 * R,
+            "dispatch": 4 * R + 3 * 4 * R,
+            "combine": 2 * (R + T) * H + 8 * R,
+            "combine_backward": 2 * (2 * R + T) * H + 12 * R,
+            "merge": 2 * (E + 1) * H * I,
+            "dalpha": 2 * (E + 1) * H * I,
+        }[kernel]
+
+    def way(self, backend: str):
+        """Return the way of the tokens: route, sort, gather, multiply, combine; the product is Triton's in each."""
+        product = "triton" if CUDA or backends.interpreted() else "torch"
+
+        def call():
+            weight, idx = route(self.logits, self.shape.K, self.gate, backend=backend)
+            plan = dispatch(idx, self.shape.E, backend)
+            rows = grouped_gemm(self.x[plan.row_token], self.experts, plan.expert_offsets, backend=product)
+            y = grouped_gemm(rows, self.experts.transpose(1, 2), plan.expert_offsets, backend=product)
+            return combine(y, weight, plan.slot_row, backend)
+
+        return call
+
+
+def usable() -> tuple[list[str], dict[str, str]]:
+    """Return the backends that run here, and why the others do not."""
+    device = torch.empty(0, device=DEVICE).device
+    reasons = {name: backends.why_not(name, "dispatch", device) for name in ("torch", "triton", "cuda")}
+    return [name for name in reasons if reasons[name] is None], {
+        f"moe_runtime {name}": reason for name, reason in reasons.items() if reason is not None
+    }
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def bench_cuda_kernel(interleaved, shape, kernel):
+    names, notes = usable()
+    with fits():
+        layer = Layer(shape)
+        source, target = random_bytes(layer.bytes(kernel), DEVICE)
+        variants = {f"moe_runtime {name}": layer.call(kernel, name) for name in names}
+    interleaved({"copy (floor)": lambda: target.copy_(source), **variants}, bytes=layer.bytes(kernel), notes=notes)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
+def bench_cuda_plan(interleaved, shape, counted):
+    """All that the grouped products want to know: rows, offsets and two maps of tiles; with the router before, who counts."""
+    from moe_runtime.kernels import dispatch as triton_dispatch
+    from moe_runtime.kernels import routing as triton_routing
+
+    T, _, _, E, K, shared = shape
+    with fits():
+        layer = Layer(shape)
+        source, target = random_bytes(16 * T * K, DEVICE)
+    router = (layer.logits, None, K, layer.gate, int(shared))
+
+    def triton():
+        idx = triton_routing.route_forward(*router)[1] if counted else layer.idx
+        plan = triton_dispatch.dispatch_forward(idx, E)
+        return plan, [triton_dispatch.tile_map(plan[0], T * K, block) for block in (64, 128)]
+
+    def ours():
+        if not counted:
+            return cuda_kernels.route_plan(layer.idx, E, (64, 128))
+        count = cuda_kernels.new_block_count(layer.logits, int(shared))
+        idx = cuda_kernels.route_forward(*router, block_count=count)[1]
+        return cuda_kernels.route_plan(idx, E, (64, 128), 0, count, cuda_kernels.block_tokens(*layer.logits.shape))
+
+    names, notes = usable()
+    variants = {f"moe_runtime {name}": {"triton": triton, "cuda": ours}[name] for name in names if name != "torch"}
+    interleaved({"copy (floor)": lambda: target.copy_(source), **variants}, bytes=16 * T * K, notes=notes)
+
+
+def bench_cuda_layer(interleaved, shape):
+    names, notes = usable()
+    T, H, I, _, K, _ = shape
+    with fits(), torch.no_grad():
+        layer = Layer(shape)
+        rows, weight = random(T * K, H), random(I, H)
+        h, y = random(T * K, I), random(T * K, H)
+
+        def floor():
+            torch.mm(rows, weight.t(), out=h)
+            torch.mm(h, weight, out=y)
+
+        variants = {f"moe_runtime {name}": layer.way(name) for name in names}
+        interleaved({"dense matmuls (floor)": floor, **variants}, flops=4 * T * K * H * I, notes=notes)

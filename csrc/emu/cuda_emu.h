@@ -1,0 +1,337 @@
+// Runs csrc/ on the CPU, for tests on machines without a GPU: the sources that nvcc compiles, compiled by g++ -DMOERT_EMU.
+//
+// Each CUDA thread is a fiber. Blocks run one after another, those of MOERT_LAUNCH_TOGETHER all at once. Emulated: grids,
+// dynamic shared memory (filled with 0xCD, so that nobody relies on zeros, and as large as the launch says, so that
+// AddressSanitizer sees its end), barriers of a block and of the grid, shuffles and matches of full warps, integer atomics.
+// Not emulated: memory ordering, time. MOERT_EMU_SEED=n (n > 0) visits the threads in another order and lets warps fall
+// behind, which brings out missing barriers. What would hang or is undefined on a GPU (a barrier that a thread never
+// reaches, a warp operation without all lanes of its mask) is an error.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#define __global__ static
+#define __device__ static
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct __half {
+  uint16_t bits;
+};
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorCooperativeLaunchTooLarge = 720
+};
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaDriverGetVersion(int*) { return cudaSuccess; }
+inline cudaError_t cudaRuntimeGetVersion(int*) { return cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+
+namespace emu {
+
+constexpr int kProcessors = 5;        // few, and a number that divides nothing
+constexpr size_t kShared = 48 << 10;  // bytes that a launch may have without asking for more
+constexpr size_t kStack = 128 << 10;
+
+struct Barrier {
+  int arrived = 0, any = 0, result = 0;
+  uint64_t round = 0;
+};
+struct Warp {
+  uint64_t value[2][32] = {};  // of this round and of the last one, which slow lanes still read
+  unsigned present[2] = {0, 0};
+  int live = 0, arrived = 0;
+  uint64_t round = 0;
+};
+struct Block {
+  dim3 index;
+  int live = 0;
+  Barrier barrier;
+  std::vector<Warp> warps;
+  std::unique_ptr<unsigned char[]> shared;
+};
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Block* block;
+  unsigned thread;
+  bool done = true;
+};
+
+// one for the program, though every source has a copy of this code
+struct Machine {
+  std::vector<Fiber> fibers;
+  std::vector<Block> blocks;
+  ucontext_t scheduler;
+  std::function<void()> body;
+  dim3 grid;
+  unsigned threads = 0;
+  int live = 0, now = 0;
+  bool moved = false;
+  const char* error = nullptr;
+  Barrier all;
+};
+inline Machine& machine() {
+  static Machine m;
+  return m;
+}
+inline Fiber& self() { return machine().fibers[machine().now]; }
+inline unsigned lane() { return self().thread & 31; }
+
+inline void yield() { swapcontext(&self().context, &machine().scheduler); }
+
+// ends the launch; its fibers are left where they are
+[[noreturn]] inline void fail(const char* what) {
+  machine().error = what;
+  for (;;) yield();
+}
+
+// returns whether `predicate` holds for any of the `count` threads that meet here
+inline int meet(Barrier& barrier, int count, int predicate) {
+  const uint64_t round = barrier.round;
+  barrier.any |= predicate != 0;
+  machine().moved = true;
+  if (++barrier.arrived == count) {
+    barrier.result = barrier.any;
+    barrier.arrived = barrier.any = 0;
+    ++barrier.round;
+  }
+  while (barrier.round == round) yield();
+  machine().moved = true;
+  return barrier.result;
+}
+
+// all lanes of the warp meet; returns what each of them brought
+inline const uint64_t* exchange(unsigned mask, uint64_t value) {
+  Warp& warp = self().block->warps[self().thread / 32];
+  const uint64_t round = warp.round;
+  if (warp.arrived == 0) warp.present[round & 1] = 0;
+  warp.value[round & 1][lane()] = value;
+  warp.present[round & 1] |= 1u << lane();
+  machine().moved = true;
+  if (++warp.arrived == warp.live) {
+    if (warp.present[round & 1] != mask) fail("a warp operation without all lanes of its mask");
+    warp.arrived = 0;
+    ++warp.round;
+  }
+  while (warp.round == round) yield();
+  machine().moved = true;
+  return warp.value[round & 1];
+}
+
+template <typename T>
+inline uint64_t pack(T value) {
+  static_assert(sizeof(T) <= 8, "one slot of the table");
+  uint64_t raw = 0;
+  memcpy(&raw, &value, sizeof(T));
+  return raw;
+}
+template <typename T>
+inline T unpack(uint64_t raw) {
+  T value;
+  memcpy(&value, &raw, sizeof(T));
+  return value;
+}
+
+inline void enter() {
+  machine().body();
+  Fiber& fiber = self();
+  Block& block = *fiber.block;
+  fiber.done = true;
+  --machine().live;
+  --block.live;
+  --block.warps[fiber.thread / 32].live;
+  machine().moved = true;
+  // a GPU counts a thread that has left as arrived; a kernel that relies on it has a bug
+  if (block.barrier.arrived || block.warps[fiber.thread / 32].arrived || machine().all.arrived)
+    fail("a thread has left while others wait for it");
+  yield();
+}
+
+inline void start(Fiber& fiber, Block& block, unsigned thread) {
+  if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+  fiber.block = &block;
+  fiber.thread = thread;
+  fiber.done = false;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStack;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, enter, 0);
+}
+
+inline void run_blocks(int64_t first, int count, size_t shared_bytes, unsigned& random) {
+  Machine& m = machine();
+  m.blocks.clear();
+  m.blocks.resize(count);
+  m.all = Barrier{};
+  if (m.fibers.size() < (size_t)count * m.threads) m.fibers.resize((size_t)count * m.threads);
+  std::vector<int> order(count * m.threads);
+  for (int b = 0; b < count; ++b) {
+    Block& block = m.blocks[b];
+    const int64_t index = first + b;
+    block.index = dim3(index % m.grid.x, index / m.grid.x % m.grid.y, index / m.grid.x / m.grid.y);
+    block.live = m.threads;
+    block.warps.resize((m.threads + 31) / 32);
+    block.shared.reset(new unsigned char[shared_bytes]);
+    memset(block.shared.get(), 0xCD, shared_bytes);
+    for (unsigned t = 0; t < m.threads; ++t) {
+      const int i = b * m.threads + t;
+      start(m.fibers[i], block, t);
+      ++block.warps[t / 32].live;
+      order[i] = i;
+    }
+  }
+  m.live = order.size();
+  const auto pick = [&](size_t choices) {
+    random = random * 1664525u + 1013904223u;
+    return (random >> 8) % choices;
+  };
+  int64_t slow = -1;  // this warp stands still for some rounds, while the others go as far as they can
+  for (int round = 0; m.live; ++round) {
+    m.moved = false;
+    for (size_t i = order.size() - 1; random && i > 0; --i) std::swap(order[i], order[pick(i + 1)]);
+    if (random && round % 32 == 0) slow = pick(order.size() / 32 + 1);
+    for (int i : order) {
+      m.now = i;
+      if (!m.fibers[i].done && i / 32 != slow) swapcontext(&m.scheduler, &m.fibers[i].context);
+      if (m.error) return;
+    }
+    if (!m.moved && slow >= 0) slow = -1;
+    else if (!m.moved) {
+      m.error = "threads wait at a barrier or a warp operation that others never reach";
+      return;
+    }
+  }
+}
+
+inline int launch(dim3 grid, dim3 block, size_t shared_bytes, bool together, std::function<void()> body) {
+  Machine& m = machine();
+  const int64_t blocks = (int64_t)grid.x * grid.y * grid.z;
+  m.threads = block.x * block.y * block.z;
+  if (blocks < 1 || m.threads < 1 || m.threads > 1024 || shared_bytes > kShared) return cudaErrorInvalidConfiguration;
+  if (together && blocks > kProcessors) return cudaErrorCooperativeLaunchTooLarge;
+  m.error = nullptr;
+  m.grid = grid;
+  m.body = std::move(body);
+  const char* seed = getenv("MOERT_EMU_SEED");
+  unsigned random = seed ? (unsigned)atoi(seed) * 2654435761u : 0;
+  if (together) run_blocks(0, (int)blocks, shared_bytes, random);
+  else
+    for (int64_t b = 0; b < blocks && !m.error; ++b) run_blocks(b, 1, shared_bytes, random);
+  return m.error ? cudaErrorLaunchFailure : cudaSuccess;
+}
+
+}  // namespace emu
+
+inline const char* cudaGetErrorString(cudaError_t code) {
+  if (code == cudaErrorLaunchFailure) return emu::machine().error;
+  return code == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+                                               : "too many blocks in cooperative launch";
+}
+
+#define threadIdx (dim3(::emu::self().thread, 0, 0))
+#define blockIdx (::emu::self().block->index)
+#define blockDim (dim3(::emu::machine().threads))
+#define gridDim (::emu::machine().grid)
+#define MOERT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  ((void)(stream),                                                   \
+   ::emu::launch(dim3((unsigned)(grid)), dim3(block), (shared_bytes), false, [=] { (kernel)(__VA_ARGS__); }))
+#define MOERT_LAUNCH_TOGETHER(kernel, grid, block, shared_bytes, stream, argument) \
+  ((void)(stream),                                                                 \
+   ::emu::launch(dim3((unsigned)(grid)), dim3(block), (shared_bytes), true, [=] { (kernel)(argument); }))
+#define MOERT_SHARED(type, name) type* name = reinterpret_cast<type*>(::emu::self().block->shared.get())
+
+namespace moert {
+static inline void wait_for_all_blocks() { ::emu::meet(::emu::machine().all, ::emu::machine().live, 0); }
+static inline int processors(int* count) { return *count = ::emu::kProcessors, 0; }
+}  // namespace moert
+
+static inline void __syncthreads() { emu::meet(emu::self().block->barrier, emu::self().block->live, 0); }
+static inline int __syncthreads_or(int predicate) {
+  return emu::meet(emu::self().block->barrier, emu::self().block->live, predicate);
+}
+static inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::exchange(mask, 0); }
+template <typename T>
+static inline T __shfl_xor_sync(unsigned mask, T value, int other) {
+  return emu::unpack<T>(emu::exchange(mask, emu::pack(value))[(emu::lane() ^ other) & 31]);
+}
+template <typename T>
+static inline T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+  const unsigned lane = emu::lane();
+  const uint64_t* values = emu::exchange(mask, emu::pack(value));
+  return lane >= delta ? emu::unpack<T>(values[lane - delta]) : value;
+}
+template <typename T>
+static inline unsigned __match_any_sync(unsigned mask, T value) {
+  const uint64_t* values = emu::exchange(mask, emu::pack(value));
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) same |= (unsigned)(values[i] == emu::pack(value)) << i;
+  return same;
+}
+template <typename T>
+static inline T atomicAdd(T* place, T value) {
+  const T before = *place;
+  *place += value;
+  return before;
+}
+
+template <typename T>
+static inline void __stcg(T* place, T value) {
+  *place = value;
+}
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __float_as_int(float x) { return emu::unpack<int>(emu::pack(x)); }
+static inline float __int_as_float(uint32_t x) { return emu::unpack<float>(x); }
+static inline float __fmul_rn(float a, float b) { return a * b; }  // compiled with -ffp-contract=off
+static inline float __fadd_rn(float a, float b) { return a + b; }
+
+// to the nearest, ties to even, as the hardware does
+static inline float __bfloat162float(__nv_bfloat16 x) { return __int_as_float((uint32_t)x.bits << 16); }
+static inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+  const uint32_t bits = (uint32_t)__float_as_int(x);
+  if (x != x) return {0x7fff};
+  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+static inline float __half2float(__half x) {
+  const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+  if (exponent == 0) return __int_as_float(sign | (uint32_t)__float_as_int(std::ldexp((float)fraction, -24)));
+  return __int_as_float(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+}
+static inline __half __float2half_rn(float x) {
+  const uint32_t bits = (uint32_t)__float_as_int(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return {0x7fff};
+  if (size >= 0x477ff000) return {(uint16_t)(sign | 0x7c00)};  // what rounds to 2^16 or more
+  if (size < 0x38800000) {                                     // subnormal: a multiple of 2^-24
+    const float scaled = std::nearbyint(std::ldexp(std::fabs(x), 24));
+    return {(uint16_t)(sign | (uint32_t)scaled)};
+  }
+  const uint32_t rounded = size + 0xfff + (size >> 13 & 1);
+  return {(uint16_t)(sign | ((rounded - (112u << 23)) >> 13))};
+}

@@ -1,0 +1,147 @@
+"""What trains and judges UltraFuser's models: rows for several templates, balanced batches, the two stages' Trainer.
+
+UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps of all, each on n rows of every domain.
+
+A row has `prompt_ids`, a list of ids per specialist; `response_ids`, the same for all; and `domain`. Encoder.collate makes
+batches of rows. The loss of a step is, over all its processes and micro-batches,
+
+    reduction "mean"     sum of the tokens' losses / response tokens of the step
+    reduction "sample"   the same sum / rows of the step, the paper's Eq. (2)
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+from moe_runtime.data import require
+from moe_runtime.hf.row_losses import each_row, means_of, sums_of
+from moe_runtime.hf.training import MoETrainer
+from moe_runtime.hf.ultrafuser_inputs import Encoder
+from moe_runtime.sampling import BalancedSampler, union_sampler
+
+
+def encode_rows(encoder: Encoder, rows: Iterable[Mapping], max_length: int, limit: int | None = None):
+    """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
+
+    Of a chat, its first answer is the response, what stands before it the prompt. A response is cut where the longest
+    prompt and it reach `max_length`; a row whose prompt alone is as long is dropped. Raises ValueError if no row remains.
+    """
+    columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
+    for place, row in enumerate(rows):
+        if len(columns["response_ids"]) == limit:
+            break
+        prompt, response = _exchange(row, place)
+        prompts = encoder.prompt(prompt)
+        answer = encoder.answer(response)[: max(max_length - max(map(len, prompts)), 0)]
+        if answer:
+            columns["prompt_ids"].append(prompts)
+            columns["response_ids"].append(answer)
+    if not columns["response_ids"]:
+        raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
+    return require("datasets").Dataset.from_dict(columns)
+
+
+def _exchange(row: Mapping, place: int) -> tuple[str | list[Mapping], str]:
+    """Return the prompt and the response of a row."""
+    if "messages" in row:
+        turns = row["messages"]
+        first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
+        if not first:
+            raise ValueError(f"row {place} has messages without an answer of the assistant to a user; want one")
+        return turns[:first], turns[first]["content"]
+    if not all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
+        raise ValueError(f"row {place} has the columns {', '.join(row)}; want texts prompt and completion, or messages")
+    return row["prompt"], row["completion"]
+
+
+def single_rows(rows, specialist: int):
+    """Return the rows as one specialist alone reads them: input_ids, and labels on the response."""
+    prompts, responses = rows["prompt_ids"], rows["response_ids"]
+    pairs = [(prompt[specialist], response) for prompt, response in zip(prompts, responses, strict=True)]
+    columns = {
+        "input_ids": [prompt + response for prompt, response in pairs],
+        "labels": [[-100] * len(prompt) + response for prompt, response in pairs],
+    }
+    return require("datasets").Dataset.from_dict(columns)
+
+
+def sampler_for(
+    domains: Sequence[str],
+    *,
+    steps: int,
+    batch_size: int,
+    balanced: bool = True,
+    replacement: bool = False,
+    seed: int = 0,
+) -> Sampler[int]:
+    """Return what draws the rows of a whole training: as many of each domain in every step, or of all rows alike.
+
+    Raises ValueError for a batch that the domains do not share evenly.
+    """
+    if not balanced:
+        return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
+    count = len(set(domains))
+    if batch_size % count:
+        raise ValueError(f"batch_size is {batch_size}, there are {count} domains; want a multiple")
+    return BalancedSampler(domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed)
+
+
+class SampledTrainer(MoETrainer):
+    """A MoETrainer whose rows a sampler of one's own draws; None for transformers' own."""
+
+    def __init__(self, *args, sampler: Sampler[int] | None = None, **kwargs):
+        self.sampler = sampler
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset=None) -> Sampler | None:
+        return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
+
+
+class FuserTrainer(SampledTrainer):
+    """A SampledTrainer for UltraFuser, in both stages; the loss is of whole steps, by the model's `loss_reduction`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # each micro-batch's sum is divided by what the whole step has; no label stands for the token after it
+        self.model_accepts_loss_kwargs, self._loss_shifts_labels = True, False
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+        """Count what the loss is a mean over: label tokens, or rows."""
+        if self.accelerator.unwrap_model(self.model).config.loss_reduction == "sample":
+            batch_samples = [{"labels": batch["labels"].new_zeros(len(batch["labels"]), 1)} for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+
+def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[str, Callable]:
+    """Return the settings with which `fit.train` trains an UltraFuser, on rows as this file says."""
+    return {
+        "trainer": functools.partial(FuserTrainer, sampler=sampler),
+        "collator": encoder.collate,
+        "losses": functools.partial(fuser_losses, collator=encoder.collate),
+    }
+
+
+def fuser_losses(
+    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+) -> tuple[list[float], list[int]]:
+    """Return the mean loss per response token of each row, and its number of response tokens; as `fit.row_losses`."""
+
+    def take(model, batch: dict) -> list[tuple[float, int]]:
+        return sums_of(model(**batch, reduction="none").loss, batch["labels"])
+
+    return means_of(each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16))
+
+
+def gate_weights(
+    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+) -> list[list[list[float]]]:
+    """Return the gate's weights [R, S] for the response tokens of each row; every process must call."""
+
+    def take(model, batch: dict) -> list[list[list[float]]]:
+        counts = (batch.pop("labels") != -100).sum(1).tolist()
+        weight = model(**batch).gate_weight.float().cpu()
+        return [own[:count].tolist() for own, count in zip(weight, counts, strict=True)]
+
+    return each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)

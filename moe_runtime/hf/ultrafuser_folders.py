@@ -1,0 +1,221 @@
+"""Folders of an UltraFuser: what it is, its gate, and its specialists, by name or copied.
+
+fuser_config.json     {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
+                      each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
+gate.safetensors      the gate's parameters, float32
+specialists/<name>    a copied specialist: a folder of transformers with its tokenizer; its path is this
+tokenizers/<name>     the tokenizer of one that is not copied
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys
+from moe_runtime.config import check_choice
+from moe_runtime.files import atomic_folder, atomic_write_json, check_out_dir, read_json
+from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.hf.ultrafuser import UltraFuser
+from moe_runtime.hf.ultrafuser_inputs import check_tokenizers
+from moe_runtime.hf.ultrafuser_specialists import fingerprint, has_changed, one_each, open_model, tokenizers_of
+
+CONFIG, GATE, COPIES, TOKENIZERS = "fuser_config.json", "gate.safetensors", "specialists", "tokenizers"
+FORMAT = 1
+MODES = ("reference", "copy")
+
+
+def save(
+    fuser: UltraFuser,
+    folder: str | os.PathLike,
+    specialists: str = "reference",
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Write a folder that `load` reads: the gate and, by "reference", where the specialists are; by "copy" they too.
+
+    Of several processes that hold the whole model, one calls.
+    Raises ValueError, with nothing written, for a reference to a specialist that has no path or has changed, and for a copy
+    of one with an adapter.
+    """
+    check_choice("specialists", specialists, MODES)
+    folder = check_out_dir(folder, overwrite)
+    paths = [one["path"] for one in fuser.config.specialists]
+    if specialists == "reference":
+        for s, (name, path) in enumerate(zip(fuser.names, paths, strict=True)):
+            reason = "was loaded from no folder" if path is None else "has changed since it was loaded"
+            if path is None or has_changed(fuser, s):
+                raise ValueError(f"specialists is 'reference', and {name!r} {reason}; want specialists='copy'")
+    for name, model in zip(fuser.names, fuser.specialists, strict=True):
+        if specialists == "copy" and any(hasattr(module, "base_layer") for module in model.modules()):
+            raise ValueError(
+                f"specialist {name!r} has an adapter; want it merged; peft's merge_and_unload does it in place"
+            )
+    with atomic_folder(folder, overwrite) as tmp:
+        described = []
+        for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
+            path, place = paths[s], tmp / TOKENIZERS / name
+            if specialists == "copy":
+                path, place = f"{COPIES}/{name}", tmp / COPIES / name
+                model.save_pretrained(place, max_shard_size=max_shard_size)
+                write_legacy_rope(place)
+            if fuser.encoder is not None:
+                fuser.encoder.tokenizers[s].save_pretrained(place)
+            template, dtype = fuser.templates[s], str(model.dtype).removeprefix("torch.")
+            weights = fingerprint(model) if specialists == "copy" else fuser.fingerprints[s]
+            described.append({"name": name, "path": path, "template": template, "dtype": dtype, "weights": weights})
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in fuser.gate.state_dict().items()}
+        save_file(tensors, tmp / GATE, metadata={"format": "pt"})
+        # save_file leaves 0600; give what any new file here would get
+        (tmp / GATE).chmod(tmp.stat().st_mode & 0o666)
+        gate = {"kind": fuser.gate.kind, "joint": fuser.gate.joint, "hidden_sizes": list(fuser.gate.hidden_sizes)}
+        values = {"format": FORMAT, "gate": gate, "loss_reduction": fuser.config.loss_reduction}
+        atomic_write_json(tmp / CONFIG, values | {"specialists": described})
+    return folder
+
+
+def load(
+    folder: str | os.PathLike,
+    *,
+    specialists: Mapping[str, str | os.PathLike] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: torch.device | str | Sequence | None = None,
+) -> UltraFuser:
+    """Load what `save` wrote. `specialists` says where some of those that are named, by name, are now.
+
+    `dtype` is by default as saved; `device` is one for all or one for each. Raises ValueError for a folder or a specialist
+    that is missing, for other weights than the gate was saved with, another tokenizer, another gate.
+    """
+    config = read(folder)
+    parts = locate(folder, config, specialists or {})
+    devices, tokenizers = one_each("device", device, len(parts)), [saved_tokenizer(part) for part in parts]
+    models = [open_model(part.path, dtype=dtype or part.dtype) for part in parts]
+    models = [model if where is None else model.to(where) for model, where in zip(models, devices, strict=True)]
+    fuser = UltraFuser(
+        models,
+        [part.template for part in parts],
+        tokenizer=tokenizers,
+        names=[part.name for part in parts],
+        gate=config["gate"]["kind"],
+        joint=config["gate"]["joint"],
+        loss_reduction=config["loss_reduction"],
+    )
+    _check_weights(fuser, parts)
+    load_gate(fuser, folder)
+    return fuser.eval()
+
+
+class Part(NamedTuple):
+    """A specialist as a folder names it."""
+
+    name: str
+    path: str
+    template: str | None
+    dtype: str
+    weights: str | None
+    tokenizer: Path | None  # its folder
+
+
+def read(folder: str | os.PathLike) -> dict[str, Any]:
+    """Return a folder's fuser_config.json; raises ValueError for another folder or another format."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"folder is {str(folder)!r}, which has no {CONFIG}; want one that ultrafuser.save wrote")
+    values = read_json(path)
+    if values.get("format") != FORMAT:
+        raise ValueError(f"format of {path} is {values.get('format')}; want {FORMAT}; upgrade moe_runtime")
+    keys = {"name", "path", "template", "dtype", "weights"}
+    wrong = [key for key in ("gate", "loss_reduction", "specialists") if key not in values]
+    if wrong or any(keys - one.keys() for one in values["specialists"]):
+        raise ValueError(f"{path} lacks {', '.join(wrong) or 'fields of a specialist'}; want a file that save wrote")
+    return values
+
+
+def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]) -> list[Part]:
+    """Return the specialists of a folder; raises ValueError for one that is missing and for a name that is none's."""
+    names = [one["name"] for one in values["specialists"]]
+    if unknown := sorted(set(moved) - set(names)):
+        raise ValueError(f"specialists has {', '.join(unknown)}; want names among {', '.join(names)}")
+    parts = []
+    for one in values["specialists"]:
+        name, path = one["name"], os.fspath(moved.get(one["name"], one["path"]))
+        copied = Path(folder, COPIES, name)
+        if name not in moved and path == f"{COPIES}/{name}":
+            path = str(copied)
+        is_local = os.path.isabs(path) or name in moved or path == str(copied)
+        if is_local and not Path(path, "config.json").is_file():
+            raise ValueError(
+                f"specialist {name!r} of {str(folder)!r} is {path}, which is no model's folder; want it there; or pass "
+                f"specialists={{{name!r}: its folder}}"
+            )
+        kept = next(
+            (p for p in (copied, Path(folder, TOKENIZERS, name)) if (p / "tokenizer_config.json").is_file()), None
+        )
+        parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], kept))
+    return parts
+
+
+def saved_tokenizer(part: Part):
+    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder has another by now."""
+    if part.tokenizer is None:
+        return None
+    tokenizer = tokenizers_of([part.tokenizer], [None])[0]
+    own = tokenizers_of([part.path], [None])[0] if os.path.isdir(part.path) else None
+    if own is not None:
+        check_tokenizers([tokenizer, own], [str(part.tokenizer), part.path], min(len(tokenizer), len(own)))
+    return tokenizer
+
+
+def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
+    """Raise ValueError for a specialist with other weights than it was saved with; in another dtype nobody can tell."""
+    for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
+        if part.weights is not None and str(model.dtype) == f"torch.{part.dtype}" and weights != part.weights:
+            raise ValueError(
+                f"specialist {part.name!r} at {part.path} has other weights than the gate was saved with; want the same; "
+                "give its folder as specialists, or train the gate anew"
+            )
+
+
+@torch.no_grad()
+def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
+    """Read gate.safetensors into a fuser's gate; raises ValueError for other names or shapes."""
+    with Checkpoint(folder, GATE) as checkpoint:
+        own = fuser.gate.state_dict()
+        want = {name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in own.items()}
+        check_keys(checkpoint.specs(), want, source=Path(folder) / GATE)
+        for name, tensor in own.items():
+            tensor.copy_(checkpoint.get(name))
+
+
+@torch.no_grad()
+def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
+    """Read a checkpoint of a training, which `save_pretrained` wrote, into a fuser of the same specialists, in place.
+
+    Tensor by tensor. Raises ValueError, with nothing read, for tensors that do not fit, and if the checkpoint has not the
+    specialist that has changed here.
+    """
+    own = fuser.state_dict()
+    with Checkpoint(checkpoint) as saved:
+        specs, tied = saved.specs(), set(fuser.all_tied_weights_keys)
+        absent = {int(key.split(".")[1]) for key in own.keys() - specs.keys() - tied if key.startswith("specialists.")}
+        held = {s for s in absent if any(key.startswith(f"specialists.{s}.") for key in specs)}
+        for s in sorted(absent - held):
+            if has_changed(fuser, s):
+                raise ValueError(
+                    f"checkpoint is {str(checkpoint)!r}, without specialist {fuser.names[s]!r}, which has changed here; want "
+                    "a fuser of the specialists as they were"
+                )
+        missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
+        want = {
+            key: TensorSpec(tuple(tensor.shape), specs[key].dtype if key in specs else tensor.dtype)
+            for key, tensor in own.items()
+            if key in specs or key not in missing | tied
+        }
+        check_keys(specs, want, source=checkpoint)
+        for key in specs:
+            own[key].copy_(saved.get(key))
+    return fuser

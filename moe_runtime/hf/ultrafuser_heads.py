@@ -1,0 +1,131 @@
+"""How a specialist's logits come from its last hidden states, and the loss of several such mixed.
+
+    o_s = cap(scale_s (W_s h_s + b_s)),  cap(x) = c tanh(x / c) where the model has a soft cap c
+
+Cohere and Granite scale, Gemma caps, Phi has a bias. Where no specialist caps or has a bias and all are on one device
+in one dtype, the loss is `ops.fusion`'s, which never has the logits; a scale goes into the states. Else (also for a head
+with an adapter, quantised or loaded piece by piece) it goes in chunks of tokens through the specialists' own heads, and
+each chunk's logits are computed again in the backward pass.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss, mix_logits
+from moe_runtime.ops.fusion import fuse_logits
+
+PROBE = 1e-2  # relative difference between a head's logits and its model's, beyond what bfloat16 rounds
+
+
+class Head(NamedTuple):
+    """A specialist's head: its model, whose output layer this is, and what the model does to the product."""
+
+    model: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def linear(self) -> nn.Module:
+        """The output layer as it is now: an adapter or a resized vocabulary may have replaced it."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are a product with a weight: what the fused loss takes."""
+        linear = self.linear
+        # a quantised layer or one with an adapter does more than its weight says; an offloaded weight is on no device
+        own = type(linear) is nn.Linear and linear.weight.device.type != "meta"
+        return own and linear.bias is None and self.softcap is None
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., V_s] of last states [..., H_s], on the head's device."""
+        linear = self.linear
+        device = linear.weight.device
+        logits = linear(h if device.type == "meta" else h.to(device))
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the part of a causal LM that ends in the last hidden states: its head does not run on all positions."""
+    return getattr(model, model.base_model_prefix or "model", model)
+
+
+def head_of(model, name: str) -> Head:
+    """Return the head of a causal LM, tried on a few tokens; raises ValueError if its logits come about otherwise."""
+    linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+    if not hasattr(linear, "out_features") or inner_model(model) is model:
+        raise ValueError(
+            f"specialist {name!r} is {type(model).__name__}; want a causal language model with a linear head"
+        )
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    head = Head(model, float(scale), getattr(config, "final_logit_softcapping", None))
+    if linear.weight.device.type != "meta":
+        error = _probe(model, head)
+        if not error <= PROBE:
+            raise ValueError(
+                f"specialist {name!r} is {type(model).__name__}, whose logits differ by {error:.1e} from those of its head "
+                "on its last states; want a model with logits of the form cap(scale (W h + b))"
+            )
+    return head
+
+
+@torch.no_grad()
+def _probe(model, head: Head) -> float:
+    """Return the relative difference of the two ways to a few tokens' logits."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
+    want = model(input_ids=ids, use_cache=False).logits.float()
+    got = head(inner_model(model)(input_ids=ids, use_cache=False)[0]).float()
+    for module, mode in training.items():
+        module.training = mode
+    return ((got - want.to(got.device)).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+def _fits_fused_loss(heads: Sequence[Head], hidden: Sequence[torch.Tensor]) -> bool:
+    if not all(head.plain for head in heads):
+        return False
+    tensors = [*hidden, *(head.linear.weight for head in heads)]
+    one_dtype = len({t.dtype for t in tensors}) == 1 or torch.is_autocast_enabled(tensors[0].device.type)
+    return one_dtype and len({t.device for t in tensors}) == 1
+
+
+def gate_weight(gate: FuserGate, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the gate's weights [..., S] of states that may be on several devices, on the gate's."""
+    return gate([h.to(gate.score.weight.device) for h in hidden])
+
+
+def logits_of(heads: Sequence[Head], hidden: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """Mix the specialists' logits of states [..., H_s] by `weight` [..., S]: [..., V] float32, differentiable."""
+    if _fits_fused_loss(heads, hidden):
+        states = [h * head.scale if head.scale != 1.0 else h for h, head in zip(hidden, heads, strict=True)]
+        return fuse_logits(states, [head.linear.weight for head in heads], weight)
+    return mix_logits(hidden, heads, weight)
+
+
+def loss_of(
+    gate: FuserGate,
+    heads: Sequence[Head],
+    hidden: Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> FuserLoss:
+    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s].
+
+    Raises ValueError for a `backend` with heads that the fused loss does not take.
+    """
+    if _fits_fused_loss(heads, hidden):
+        weights, scales = [head.linear.weight for head in heads], [head.scale for head in heads]
+        return fuser_loss(gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend)
+    if backend is not None:
+        raise ValueError(
+            f"backend is {backend!r}; want None: a head has a bias, a soft cap or an adapter, or they differ in device or dtype"
+        )
+    return chunked_loss(gate, hidden, heads, labels, reduction=reduction)

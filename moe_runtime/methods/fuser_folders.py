@@ -1,0 +1,60 @@
+"""UltraFuser from folders: what the command line's verbs do, each with one call.
+
+fuse_folders   specialists' folders -> a fused model's folder, its gate not trained yet
+answer         a fused model's folder and prompts -> answers
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.config import check_choice
+from moe_runtime.files import check_out_dir
+from moe_runtime.hf import ranks
+from moe_runtime.methods import ultrafuser
+from moe_runtime.modules.fuser import GATES
+
+
+class FuseReceipt(NamedTuple):
+    """What `fuse_folders` did."""
+
+    path: Path
+    names: tuple[str, ...]
+    gate_parameters: int
+
+
+def fuse_folders(
+    specialists: Sequence[str | Path],
+    out: str | Path,
+    *,
+    templates: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    gate: str = "mlp",
+    joint: bool = False,
+    copy: bool = False,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> FuseReceipt:
+    """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate that `seed` draws.
+
+    `templates` and `names` as UltraFuser's, a single template for all. `copy` puts the specialists in it. Raises
+    ValueError, with nothing written, for specialists that do not fit together and for an existing target.
+    """
+    check_choice("gate", gate, GATES)
+    check_out_dir(out, overwrite)
+    templates = templates[0] if templates and len(templates) == 1 else templates or None
+    torch.manual_seed(seed)
+    fuser = ultrafuser.UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
+    path = ultrafuser.save(fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite)
+    return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
+
+
+def answer(
+    folder: str | Path, prompts: Sequence[str], *, system: str | None = None, seed: int = 0, **settings
+) -> list[str]:
+    """Return the answers of a folder's fused model to prompts; `settings` are generate()'s."""
+    fuser = ultrafuser.load(folder, device=ranks.state().device)
+    torch.manual_seed(seed)
+    return fuser.complete(list(prompts), system=system, **settings)

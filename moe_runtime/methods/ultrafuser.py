@@ -1,0 +1,34 @@
+"""UltraFuser: specialists of one family fused by a token-level gate, in the order of the paper.
+
+UltraFuser (arXiv 2403.08281), Sec. 3:
+
+  1. UltraFuser(specialists, templates)     models with one tokenizer, each with the template it was tuned on
+  2. fuser.freeze_specialists(), train      stage 1: the gate alone
+  3. fuser.train_all(), train               stage 2: all, with batches balanced over the domains
+  4. fuser.generate(**fuser.encode([...]))  one token at a time from the mixed logits
+  5. save, load                             a folder that names the specialists or holds them
+"""
+
+from moe_runtime.hf.ultrafuser import UltraFuser, UltraFuserConfig, UltraFuserOutput
+from moe_runtime.hf.ultrafuser_folders import load, restore, save
+from moe_runtime.hf.ultrafuser_inputs import TEMPLATES, Encoder
+from moe_runtime.hf.ultrafuser_serving import FusedHead, load_head
+from moe_runtime.modules.fuser import FuserGate, fuser_loss
+from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
+
+__all__ = [
+    "TEMPLATES",
+    "Encoder",
+    "FusedHead",
+    "FuserGate",
+    "UltraFuser",
+    "UltraFuserConfig",
+    "UltraFuserOutput",
+    "fuse_logits",
+    "fused_cross_entropy",
+    "fuser_loss",
+    "load",
+    "load_head",
+    "restore",
+    "save",
+]

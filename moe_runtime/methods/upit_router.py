@@ -1,0 +1,209 @@
+"""Routing vectors that know their expert: each expert and its vectors are tuned on the rows that the expert is best at.
+
+UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.hf.routing_vectors` has the equations.
+Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
+`init_routers` does all experts. Beside "skilled" there are vectors that nobody trains: "random", from N(0, 0.02), and
+"hidden_mean", the mean of h over the bucket, of length 1.
+
+A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if it was tuned, the expert: a
+model folder, or an adapter's.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_runtime.config import check_bool, check_choice
+from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.hf import expert_models, fit, ranks
+from moe_runtime.hf.routing_vectors import Measured, RoutingVectors, drawn, hidden_means
+from moe_runtime.methods.stage_folders import fingerprint, hash_of, remove
+from moe_runtime.methods.upit_experts import open_expert
+
+FORMAT = 1
+INITS = ("skilled", "random", "hidden_mean")
+VECTORS, RECORD = "routing_vectors.safetensors", "router.json"
+STD = 0.02  # of drawn vectors: of those that nobody trains, and of "skilled" ones before training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedExpert:
+    """An expert and its routing vectors."""
+
+    vectors: torch.Tensor  # [L, H] float32
+    folder: Path  # of the expert: as it was tuned, or where it was before if it was not
+    router_init: str
+    before: Measured  # loss, and mean sigmoid(h . r) of each layer, on the bucket
+    after: Measured  # the same as before for vectors that nobody trains
+    steps: int = 0
+    seconds: float = 0.0  # of the training alone
+
+
+def init_router(
+    expert: str | Path,
+    rows,
+    tokenizer,
+    *,
+    folder: str | Path,
+    learning_rate: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int = 8,
+    alpha: float = 0.5,
+    router_init: str = "skilled",
+    detach_h: bool = False,
+    train_ffn: bool = True,
+    base: str | Path | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    index: int = 0,
+    overwrite: bool = False,
+    callbacks: Sequence = (),
+    on_step: Callable[[int, int, float], None] | None = None,
+    **training,
+) -> RoutedExpert:
+    """Tune an expert and its routing vectors on its bucket and write both to `folder`, whole or not at all.
+
+    `rows` are tokenized (data.tokenize_pairs). 4 `epochs`, or `steps`, of AdamW at a constant rate, the paper's 2e-5 for
+    whole experts and 2e-4 for adapters unless given; `training` are hf.fit.train's other settings. With save_steps a
+    training that was killed goes on from its last checkpoint; a folder that was made of just the same is read, not made
+    again. `base` is a delta's or an adapter's dense model, `index` the expert's number, by which its first vectors differ
+    from others. `train_ffn=False` trains the vectors alone. In a run of several processes every one must call.
+    """
+    _check(rows, alpha, epochs, steps, router_init, train_ffn)
+    at_once, _ = fit.split_batch(batch_size, training.get("per_device_batch_size"))
+    folder, settings = Path(folder), _settings(learning_rate, epochs, steps, batch_size, seed, training)
+    objective = {"alpha": alpha, "detach_h": detach_h, "train_ffn": train_ffn}
+    made_of = objective | {
+        "expert": fingerprint(expert), "base": str(base), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]),
+        "settings": settings, "router_init": router_init, "dtype": dtype, "index": index,
+    }  # fmt: skip
+    if not overwrite and ranks.agree(_is_made(folder, made_of)):
+        return load_routed(folder)
+    check_out_dir(folder, overwrite)
+    model, adapted = _load(expert, base, dtype)
+    settings.setdefault("learning_rate", 2e-5 if adapted is None else 2e-4)
+    vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, seed, index)
+    routing = RoutingVectors(model, vectors, alpha, detach_h)
+    measure = functools.partial(routing.measure, rows, tokenizer, at_once, settings.get("bf16", False))
+    work = folder.with_name(f"{folder.name}.checkpoints-{hash_of(made_of)}")
+    before, weights = measure(), None
+    done = {"vectors": vectors, "before": before, "after": before}
+    if router_init == "skilled":
+        routing.train_only(train_ffn)
+        # one row to judge by: all are measured beside, with the vectors
+        first = rows.select([0]).select_columns(["input_ids", "labels"])
+        trained = fit.train(
+            model, rows, tokenizer, folder=work, held_out=first, evaluations=1, callbacks=callbacks, on_step=on_step,
+            **settings,
+        )  # fmt: skip
+        done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
+        done["seconds"], weights = trained.history.seconds, trained.state_dict()
+    routing.close()
+    tuned = router_init == "skilled" and train_ffn
+    routed = RoutedExpert(folder=folder if tuned else Path(expert), router_init=router_init, **done)
+    write = functools.partial(expert_models.save_tuned, model, adapted, tokenizer, weights) if tuned else None
+    _save(routed, folder, made_of, overwrite, write)
+    remove(work)
+    return routed
+
+
+def _load(expert: str | Path, base: str | Path | None, dtype: str | None):
+    """Return the expert's dense model, an adapter's pairs in it, and peft's model around it, None for another expert."""
+    with open_expert(expert, base) as opened:
+        if not any(map(opened.is_ffn, opened.keys())):
+            raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; want one that does")
+        if opened.kind != "lora":
+            return expert_models.load(opened, dtype=dtype), None
+        adapted = expert_models.load_adapters([opened], dtype=dtype, trainable=True)
+        return adapted.get_base_model(), adapted
+
+
+def _settings(learning_rate, epochs, steps, batch_size: int, seed: int, training: dict) -> dict:
+    """Return hf.fit.train's settings; the rate depends on the expert's kind unless given."""
+    settings = {"optimizer": "adamw_torch", "schedule": "constant", "batch_size": batch_size, "seed": seed} | training
+    settings |= {"steps": steps} if steps is not None else {"epochs": 4 if epochs is None else epochs}
+    return settings if learning_rate is None else settings | {"learning_rate": learning_rate}
+
+
+def _first_vectors(router_init: str, model, rows, tokenizer, batch_size: int, seed: int, index: int) -> torch.Tensor:
+    if router_init == "hidden_mean":
+        return hidden_means(model, rows, tokenizer, batch_size)
+    return drawn(model.config.num_hidden_layers, model.config.hidden_size, STD, seed * 65537 + index)
+
+
+def _is_made(folder: Path, made_of: dict) -> bool:
+    return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(made_of)
+
+
+def init_routers(
+    experts: Sequence[str | Path], rows, buckets: Sequence[Sequence[int]], tokenizer, *, folder: str | Path, **settings
+) -> list[RoutedExpert]:
+    """Call `init_router` for each expert on its bucket, row numbers of `rows`, into FOLDER/expert-<i>; `settings` are its.
+
+    One that is there, made of just the same, is read and not made again.
+    """
+    if len(experts) != len(buckets) or not all(buckets):
+        sizes = [len(bucket) for bucket in buckets]
+        raise ValueError(
+            f"buckets have {sizes} rows, experts are {len(experts)}; want a bucket with rows for each expert"
+        )
+    routed = []
+    for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
+        place = Path(folder) / f"expert-{i}"
+        routed.append(init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **settings))
+        ranks.free_memory()
+    return routed
+
+
+def load_routed(folder: str | Path) -> RoutedExpert:
+    """Read what `init_router` wrote; raises ValueError for another folder."""
+    folder = Path(folder)
+    record = read_json(folder / RECORD)
+    if record.get("format") != FORMAT or not (folder / VECTORS).is_file():
+        raise ValueError(
+            f"folder is {folder}, with format {record.get('format')!r}; want {FORMAT}, and {VECTORS} beside it"
+        )
+    return RoutedExpert(
+        vectors=load_file(folder / VECTORS)["vectors"],
+        folder=folder / record["expert"],
+        router_init=record["router_init"],
+        before=Measured(**record["before"]),
+        after=Measured(**record["after"]),
+        steps=record["steps"],
+        seconds=record["seconds"],
+    )
+
+
+def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool) -> None:
+    check_choice("router_init", router_init, INITS)
+    check_bool("train_ffn", train_ffn)
+    if not len(rows):
+        raise ValueError("rows are 0; want the rows of the expert's bucket")
+    if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
+        raise ValueError(f"alpha is {alpha!r}; want 0 to 1, the weight of the language model's loss")
+    if epochs is not None and steps is not None:
+        raise ValueError(f"epochs is {epochs}, steps is {steps}; want one of them")
+
+
+def _save(
+    routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None
+) -> None:
+    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait."""
+    if ranks.state().is_main_process:
+        with atomic_folder(folder, overwrite) as tmp:
+            if write is not None:
+                write(tmp)
+            save_file({"vectors": routed.vectors}, tmp / VECTORS)
+            (tmp / VECTORS).chmod(tmp.stat().st_mode & 0o666)  # save_file leaves 0600
+            names = ("router_init", "steps", "seconds")
+            values = {"format": FORMAT, "expert": "." if write else str(routed.folder.resolve())}
+            values |= {name: getattr(routed, name) for name in names}
+            values |= {name: getattr(routed, name)._asdict() for name in ("before", "after")}
+            atomic_write_text(tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n")
+    ranks.agree()  # nobody reads before rank 0 has moved the folder in

@@ -1,0 +1,135 @@
+"""LoRA experts of one linear layer, with a router of its own: LoRAMoE's form (arXiv 2312.09979, Eq. (5) and its code).
+
+    y = W x + s sum_i w_i(x) B_i A_i x,   w(x) = softmax(G x) over all experts,   s = alpha / r
+
+LoRAMoE's experts see every token; with config.top_k below num_experts, w is what `config.gate` makes of the best top_k. Where
+`modules.lora.LoRAMoE` routes once for a whole MLP and mixes what comes out of its activation, here each linear layer routes
+its own input and the activation sees the mixture. G and A are drawn as nn.Linear draws, B is zero, as in LoRAMoE's code.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
+from moe_runtime.modules.lora import TARGETS, LoRAMoE, add_pairs, draw_as_linear, forced_slots
+from moe_runtime.modules.moe import Router, RouterOutput
+from moe_runtime.ops.lora import mixed_weight
+
+FORMS = ("block", "linear")
+
+
+class LoRALinear(nn.Module):
+    """`base`, an nn.Linear which is kept by reference and frozen, and E low-rank changes of it that a router weighs.
+
+    `lora_a` [E, r, in], `lora_b` [E, r, out]. Takes and returns what `base` did. Of `config` it uses what a router does; its
+    hidden_size is the layer's in_features, whatever `config` says. `records` collects as a MoE's do; `forced` as LoRAMoE's.
+    """
+
+    def __init__(self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, dtype=None):
+        super().__init__()
+        check_positive("rank", rank)
+        check_number("alpha", alpha, positive=True)
+        weight = getattr(base, "weight", None)
+        if not isinstance(base, nn.Linear) or not weight.is_floating_point():
+            raise ValueError(f"base is a {type(base).__name__}; want an nn.Linear of a floating dtype")
+        self.config = dataclasses.replace(config, hidden_size=base.in_features)
+        self.base, self.rank, self.alpha = base.requires_grad_(False), rank, alpha
+        self.gate = Router(self.config, dtype=weight.dtype, device=weight.device)
+        where = {"dtype": dtype or weight.dtype, "device": weight.device}
+        self.lora_a = nn.Parameter(torch.empty(config.num_experts, rank, base.in_features, **where))
+        self.lora_b = nn.Parameter(torch.empty(config.num_experts, rank, base.out_features, **where))
+        self.records: list[RouterOutput] | None = None
+        self.forced: torch.Tensor | None = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the router and every a from U(-1, 1) / sqrt(in); set every b to zero. `generator` as LoRAExperts'."""
+        for weight in (*self.gate.parameters(), self.lora_a):
+            draw_as_linear(weight, generator)
+        self.lora_b.zero_()
+
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return a [E, r, in] and b [E, r, out], as of the one target of a LoRAExperts."""
+        return [(self.lora_a, self.lora_b)]
+
+    @property
+    def scaling(self) -> float:
+        """What b^T a is multiplied by: alpha / rank."""
+        return self.alpha / self.rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] -> [..., out], in the dtype that `base` computes in."""
+        out, rows = self.base(x), x.reshape(-1, x.shape[-1])
+        weight = self._weights(x, rows)
+        E, dtype = self.config.num_experts, out.dtype
+        low = F.linear(rows.to(dtype), self.lora_a.to(dtype).flatten(0, 1)).view(-1, E, self.rank)
+        low = low * (weight * self.scaling).to(dtype)[:, :, None]
+        return out + (low.flatten(1) @ self.lora_b.to(dtype).flatten(0, 1)).view_as(out)
+
+    def _weights(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return what each token weighs each expert with, [T, E]."""
+        if self.forced is not None:
+            idx, weight = forced_slots(self.forced, x)
+        else:
+            logits, weight, idx, _ = routing = self.gate(rows)
+            if self.records is not None:
+                wide = torch.promote_types(logits.dtype, torch.float32)
+                self.records.append(routing._replace(router_logits=logits.to(wide)))
+        return mixed_weight(weight, idx, self.config.num_experts)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in print(model)."""
+        c = self.config
+        return f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, rank={self.rank}, alpha={self.alpha}"
+
+
+class LinearExperts:
+    """The LoRALinears of one MLP, read as a LoRAExperts is: by target, halves [E, r, in] and [E, r, out]."""
+
+    def __init__(self, mlp: nn.Module):
+        self.base = mlp
+        self.linears = {name: module for name, module in mlp.named_children() if isinstance(module, LoRALinear)}
+        if not self.linears:
+            raise ValueError(
+                f"mlp is a {type(mlp).__name__} without LoRALinear; want an MLP whose linear layers are such"
+            )
+        first = next(iter(self.linears.values()))
+        self.num_experts, self.rank, self.alpha = first.config.num_experts, first.rank, first.alpha
+        self.scaling, self.targets = first.scaling, tuple(self.linears)
+        self.lora_a = {name: linear.lora_a for name, linear in self.linears.items()}
+        self.lora_b = {name: linear.lora_b for name, linear in self.linears.items()}
+
+    @torch.no_grad()
+    def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
+        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in the base's dtype."""
+        weight = self.linears[target].base.weight
+        return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
+
+    def unwrap(self) -> nn.Module:
+        """Put the linear layers back in the LoRALinears' place; return the MLP."""
+        for name, linear in self.linears.items():
+            self.base.set_submodule(name, linear.base)
+        return self.base
+
+
+def add_experts(
+    mlp: nn.Module,
+    config: MoEConfig,
+    *,
+    form: str,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...] = TARGETS,
+    dtype=None,
+) -> nn.Module:
+    """Return what takes the MLP's place: a LoRAMoE over it (form "block"), or itself with LoRALinears in it ("linear")."""
+    check_choice("form", form, FORMS)
+    if form == "block":
+        return LoRAMoE(mlp, config, rank, alpha=alpha, targets=targets, dtype=dtype)
+    for target in targets:
+        mlp.set_submodule(target, LoRALinear(getattr(mlp, target), config, rank, alpha=alpha, dtype=dtype))
+    return mlp

@@ -1,0 +1,232 @@
+"""The CUDA library's kernels (csrc/) under the names and signatures of the Triton launchers in kernels/: the backend "cuda".
+
+What each computes is stated in the file of its op; csrc/moert.h is the interface. Outputs are allocated here, the library
+allocates nothing, and no launch waits for the GPU. Any strides are accepted, and copied away where the kernels want none.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from moe_runtime import cuda
+from moe_runtime.config import GATES
+
+MAX_EXPERTS = 1024  # that route and dispatch can tell apart
+
+
+class _Tiles(ctypes.Structure):
+    """moert_tiles: one map of row tiles."""
+
+    _fields_ = [("map", ctypes.c_void_p), ("block_m", ctypes.c_int32), ("first_expert", ctypes.c_int32)]
+
+
+def check_experts(num_experts: int) -> None:
+    """Raise ValueError for more experts than the kernels of route and dispatch take."""
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}; or another backend"
+        )
+
+
+def route_forward(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    gate: str,
+    shared: int,
+    topk_idx: torch.Tensor | None = None,
+    block_count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
+
+    `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them. `block_count` of `new_block_count` is filled with
+    how many slots of each block of tokens go to each expert, for `route_plan`.
+    """
+    T, E = router_logits.shape
+    router_logits = _rows(router_logits)
+    weight = router_logits.new_empty(T, top_k, dtype=torch.float32)
+    idx = router_logits.new_empty(T, top_k, dtype=torch.int32) if topk_idx is None else topk_idx.int().contiguous()
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+    cuda.launch(
+        "moert_route_forward", router_logits, router_logits, _dtype(router_logits), router_logits.stride(0), bias, T, E,
+        top_k, GATES.index(gate), int(topk_idx is not None), weight, idx, block_count,
+    )  # fmt: skip
+    return weight, idx
+
+
+def new_block_count(router_logits: torch.Tensor, shared: int) -> torch.Tensor:
+    """Return an unwritten [blocks of tokens, E + shared] int32 for `route_forward` of these logits."""
+    T, E = router_logits.shape
+    return router_logits.new_empty(-(-T // block_tokens(T, E)), E + shared, dtype=torch.int32)
+
+
+def block_tokens(T: int, E: int) -> int:
+    """Return how many tokens of T one row of `block_count` covers, for a router of E logits."""
+    return cuda.library().handle.moert_route_block_tokens(T, E)
+
+
+def route_backward(
+    dweight: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    gate: str,
+    shared: int,
+    is_forced: bool = False,
+) -> torch.Tensor:
+    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
+    (T, E), K = router_logits.shape, topk_idx.shape[1]
+    router_logits, dweight = _rows(router_logits), dweight.contiguous()
+    dlogits = router_logits.new_empty(T, E)
+    cuda.launch(
+        "moert_route_backward", router_logits, dweight, _dtype(dweight), router_logits, _dtype(router_logits),
+        router_logits.stride(0), topk_idx.int().contiguous(), T, E, K, GATES.index(gate), int(is_forced), dlogits,
+    )  # fmt: skip
+    return dlogits
+
+
+def dispatch_forward(
+    topk_idx: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
+    return route_plan(topk_idx, num_experts)[:4]
+
+
+def route_plan(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    block_rows: Sequence[int] = (),
+    first_expert: int = 0,
+    block_count: torch.Tensor | None = None,
+    count_tokens: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """As `dispatch_forward`, and the map of tiles of each of up to 4 `block_rows`, as of `tile_map`: all in one launch.
+
+    `block_count` [blocks, E] is what `route_forward` counted of these ids, `count_tokens` the tokens of a block.
+    """
+    idx, id_bytes = _index(topk_idx)
+    R, E, K = idx.numel(), num_experts, topk_idx.shape[1]
+    offsets = idx.new_empty(E + 1, dtype=torch.int32)
+    rows = [idx.new_empty(R, dtype=torch.int32) for _ in range(3)]
+    maps = _new_maps(offsets, R, block_rows)
+    # the router's counts make the blocks' own superfluous
+    workspace_bytes = 0 if block_count is not None else cuda.library().handle.moert_route_plan_workspace(R, E)
+    workspace = idx.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
+    cuda.launch(
+        "moert_route_plan", idx, idx, id_bytes, R, E, K, block_count, count_tokens * K, offsets, *rows,
+        _tiles(maps, block_rows, first_expert), len(maps), workspace, workspace_bytes,
+    )  # fmt: skip
+    return offsets, *rows, maps
+
+
+def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
+    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
+
+    Tiles lie in row order; behind the last one the expert is -1. No tile holds rows of experts below `first_expert`, or
+    dropped rows.
+    """
+    expert_offsets = expert_offsets.contiguous()
+    maps = _new_maps(expert_offsets, R, (BLOCK_M,))
+    tiles = _tiles(maps, (BLOCK_M,), first_expert)
+    cuda.launch("moert_tile_map", expert_offsets, expert_offsets, R, expert_offsets.numel() - 1, tiles, 1)
+    return maps[0]
+
+
+def merge_experts_forward(
+    weight: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor | None = None, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
+
+    With `seen` [E] float32 the kernel leaves `out` alone where alpha equals it; the host does not learn which.
+    """
+    weight, stride_e, P = _experts(weight)
+    out = weight.new_empty(weight.shape[1:]) if out is None else out
+    cuda.launch(
+        "moert_merge_forward", weight, weight, _dtype(weight), alpha.contiguous(), seen, weight.shape[0], P, stride_e, out,
+        _dtype(out),
+    )  # fmt: skip
+    return out
+
+
+def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
+    weight, stride_e, P = _experts(weight)
+    dout, E = dout.contiguous(), weight.shape[0]
+    dalpha = weight.new_empty(E, dtype=torch.float32)
+    workspace_bytes = cuda.library().handle.moert_merge_backward_alpha_workspace(E, P)
+    workspace = weight.new_empty(workspace_bytes, dtype=torch.uint8)
+    cuda.launch(
+        "moert_merge_backward_alpha", weight, dout, _dtype(dout), weight, _dtype(weight), E, P, stride_e, dalpha, workspace,
+        workspace_bytes,
+    )  # fmt: skip
+    return dalpha
+
+
+def combine_forward(
+    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
+
+    `num_rows` [1] int32, read on the device: slots whose row is not below it count nothing, whatever y and the weight hold.
+    """
+    (T, K), H = topk_weight.shape, y.shape[1]
+    y, (slot_row, row_bytes), out = y.contiguous(), _index(slot_row), y.new_empty(T, H)
+    weight = topk_weight.contiguous()
+    cuda.launch("moert_combine_forward", y, y, _dtype(y), weight, slot_row, row_bytes, num_rows, T, K, H, out)
+    return out
+
+
+def combine_backward(
+    dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
+    if dout.dtype != y.dtype:  # autograd's has y's
+        dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
+        return dy.to(y.dtype), dweight
+    (T, K), H = topk_weight.shape, y.shape[1]
+    dout, y, (slot_row, row_bytes), weight = (
+        dout.contiguous(),
+        y.contiguous(),
+        _index(slot_row),
+        topk_weight.contiguous(),
+    )
+    dy, dweight = y.new_empty(y.shape), weight.new_empty(T, K)
+    cuda.launch(
+        "moert_combine_backward", y, dout, y, _dtype(y), weight, slot_row, row_bytes, T, K, H, dy, dweight
+    )  # fmt: skip
+    return dy, dweight
+
+
+def _dtype(tensor: torch.Tensor) -> int:
+    if tensor.dtype not in cuda.DTYPES:
+        raise ValueError(f"dtype is {tensor.dtype}, backend is 'cuda'; want float32, float16 or bfloat16")
+    return cuda.DTYPES[tensor.dtype]
+
+
+def _index(index: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Contiguous int32 or int64, and the bytes of one; what is narrower is widened."""
+    index = index if index.dtype in (torch.int32, torch.int64) else index.int()
+    return index.contiguous(), index.element_size()
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """Each row contiguous; the rows themselves may lie anywhere."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _experts(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Each expert contiguous; the experts themselves may lie anywhere, even on top of each other (stride 0)."""
+    if not weight[0].is_contiguous():
+        weight = weight.contiguous()
+    return weight, weight.stride(0), weight[0].numel()
+
+
+def _new_maps(like: torch.Tensor, R: int, block_rows: Sequence[int]) -> list[torch.Tensor]:
+    E = like.numel() - 1
+    return [like.new_empty(3, R // rows + min(E, R)) for rows in block_rows]
+
+
+def _tiles(maps: list[torch.Tensor], block_rows: Sequence[int], first_expert: int) -> ctypes.Array:
+    tiles = zip(maps, block_rows, strict=True)
+    return (_Tiles * len(maps))(*(_Tiles(out.data_ptr(), rows, first_expert) for out, rows in tiles))

@@ -1,0 +1,208 @@
+"""Backend "cuda" on the CPU, by the emulator, against "torch" through the public ops; bit for bit where the order is fixed."""
+
+import pytest
+import torch
+
+from moe_runtime import cuda
+from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops.combine import combine
+from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.merging import merge_experts, merged_linear
+from moe_runtime.ops.routing import route
+from tests.csrc import emulator
+from tests.support.oracle import GATES, SHARED, choose_experts, relative_error, route_mismatches
+
+pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def emulated():
+    cuda.use(cuda.bind(emulator.build()))
+    yield
+    cuda.use(None)
+
+
+def both(f, *leaves, **kwargs):
+    """The outputs of `f` and the gradients of `leaves`, by torch and by the CUDA library."""
+    found = []
+    for backend in ("torch", "cuda"):
+        inputs = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        out = f(*inputs, **kwargs, backend=backend)
+        dout = torch.cos(torch.arange(out.numel())).view_as(out).to(out.dtype)  # the same for both
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
+    return zip(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8], ids=str)
+@pytest.mark.parametrize("T, E, K", [(0, 4, 2), (1, 4, 2), (37, 8, 3), (43, 3, 3), (13, 4, 4), (11, 100, 2)])
+def test_dispatch(T, E, K, dtype):
+    idx = choose_experts(T, E, K, "dropped" if T > 12 else "random").to(dtype)
+    for view in (idx, idx.t().contiguous().t()):
+        assert all(
+            torch.equal(*pair) for pair in zip(dispatch(view, E, "cuda"), dispatch(view, E, "torch"), strict=True)
+        )
+
+
+def test_dispatch_of_more_slots_than_a_block_takes():
+    idx = torch.randint(-1, 9, (2100, 4))
+    assert all(torch.equal(*pair) for pair in zip(dispatch(idx, 8, "cuda"), dispatch(idx, 8, "torch"), strict=True))
+    assert dispatch(torch.tensor([[2**32, 1]]), 2, "cuda").expert_offsets.tolist() == [0, 0, 1]  # no id wraps
+
+
+@pytest.mark.parametrize("T, E", [(5, 7), (1700, 7), (330, 30)], ids=["one block", "small rows", "wide rows"])
+def test_the_routers_counts_and_the_maps_make_one_launch_of_the_plan(T, E):
+    K, logits = 6, torch.randn(T, E)
+    count = cuda_kernels.new_block_count(logits, 1)
+    _, idx = cuda_kernels.route_forward(logits, None, K, "xft", 1, block_count=count)
+    assert count.sum(0).tolist() == torch.bincount(idx.flatten(), minlength=E + 1).tolist()
+    tokens = cuda_kernels.block_tokens(T, E)
+    *got, maps = cuda_kernels.route_plan(idx, E + 1, (16, 128), 1, count, tokens)
+    want = dispatch(idx, E + 1, "torch")
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    for rows, tiles in zip((16, 128), maps):
+        assert torch.equal(tiles, cuda_kernels.tile_map(want.expert_offsets, T * K, rows, 1))
+        live = tiles[:, tiles[0] >= 0].long()
+        size = (live[2] - live[1]).clamp(max=rows)
+        assert live[0].min() >= 1 and size.sum() == T * K - want.expert_offsets[1]
+        owner = torch.bucketize(live[1], want.expert_offsets, right=True) - 1
+        assert torch.equal(owner, live[0]) and torch.equal(live[2], want.expert_offsets[live[0] + 1].long())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_route(gate, dtype, tolerance):
+    for T, E, k in ((1, 7, 5), (33, 8, 2), (3, 1, 1), (4, 33, 17)):
+        logits, K = (2 * torch.randn(T, E)).to(dtype), k + (gate in SHARED)
+        assert not route_mismatches(lambda *args: route(*args, backend="cuda"), logits, K, gate, tolerance[dtype])
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_route_of_ties_bad_rows_and_any_layout(gate):
+    logits = torch.randn(9, 6)
+    logits[1], logits[2], logits[3, ::2] = float("nan"), -float("inf"), float("nan")
+    logits[4], logits[5, :2], logits[6] = torch.tensor([0.0, -0.0] * 3), float("inf"), logits[0, 0]
+    for view in (logits, logits.t().contiguous().t(), logits.repeat(1, 2)[:, ::2], logits[::2]):
+        got, want = route(view, 4, gate, backend="cuda"), route(view, 4, gate, backend="torch")
+        assert torch.equal(got.topk_idx, want.topk_idx)
+        torch.testing.assert_close(got.topk_weight, want.topk_weight, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_route(gate, tolerance):
+    shared = int(gate in SHARED)
+    idx = torch.cat([torch.rand(9, 6).argsort(1)[:, :3] + shared, torch.zeros(9, shared, dtype=torch.int64)], 1)
+    pairs = both(
+        lambda x, backend: route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, torch.randn(9, 6)
+    )
+    for want, got in pairs:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_route_with_noise_and_bias():
+    logits, noise, bias = torch.randn(9, 6), torch.randn(9, 6), torch.randn(6)
+    got, want = (route(logits, 2, "sigmoid_topk", noise, bias, backend) for backend in ("cuda", "torch"))
+    assert torch.equal(got.topk_idx, want.topk_idx)
+    torch.testing.assert_close(got.topk_weight, want.topk_weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 34, 33), (1, 7), (3, 17), (4,), (2, 0, 7), (33, 129), (5, 64)], ids=str)
+def test_merge(shape, dtype, tolerance):
+    weight, alpha = torch.randn(shape).to(dtype), torch.rand(shape[0])
+    for name, (want, got) in zip(("out", "dweight", "dalpha"), both(merge_experts, weight, alpha)):
+        if name == "dalpha":
+            assert relative_error(got, want) < tolerance[torch.float32]
+        else:  # products and sums rounded one by one, in torch's order
+            assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("view", [lambda w: w.transpose(1, 2), lambda w: w[::2], lambda w: w[:1].expand(4, -1, -1)])
+def test_merge_of_any_layout(view):
+    weight = view(torch.randn(4, 6, 16))
+    alpha = torch.rand(weight.shape[0])
+    assert torch.equal(merge_experts(weight, alpha, backend="cuda"), merge_experts(weight, alpha, backend="torch"))
+
+
+def test_merge_into_another_dtype_and_not_at_all():
+    weight, alpha = torch.randn(3, 33), torch.rand(3)
+    want = merge_experts(weight, alpha)
+    out = torch.zeros(33, dtype=torch.bfloat16)
+    cuda_kernels.merge_experts_forward(weight, alpha, out, seen=alpha.clone())
+    assert not out.any()
+    cuda_kernels.merge_experts_forward(weight, alpha, out, seen=alpha + 1)
+    assert torch.equal(out, want.bfloat16())
+
+
+def test_merged_linear(tolerance):
+    x, weight, alpha = torch.randn(6, 33), torch.randn(4, 17, 33), torch.rand(4)
+    for want, got in both(lambda x, alpha, backend: merged_linear(x, weight, alpha, backend=backend), x, alpha):
+        assert relative_error(got, want) < tolerance[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "T, K, H", [(0, 2, 33), (1, 2, 33), (29, 3, 33), (5, 64, 8), (3, 9, 1032), (4, 0, 5), (4, 3, 0)]
+)
+def test_combine(T, K, H, dtype, tolerance):
+    slot_row = torch.randperm(T * K)
+    y, weight = torch.randn(T * K, H).to(dtype), torch.rand(T, K)
+    found = dict(zip(("out", "dy", "dweight"), both(combine, y, weight, slot_row=slot_row), strict=True))
+    assert torch.equal(found["out"][1], fused_sum(y, weight, slot_row))
+    assert torch.equal(*found["dy"])
+    for want, got in found.values():
+        assert relative_error(got, want) < tolerance[torch.float32 if got.dtype == torch.float32 else dtype]
+
+
+def fused_sum(y, weight, slot_row):
+    """One fused multiply-add per slot, in order: float64 holds the product of two float32 exactly."""
+    (T, K), total = weight.shape, torch.zeros(weight.shape[0], y.shape[1])
+    rows = y.double()[slot_row].view(T, K, y.shape[1])
+    for k in range(K):
+        total = (weight[:, k, None].double() * rows[:, k] + total).float()
+    return total.to(y.dtype)
+
+
+def test_combine_of_any_layout_and_rows_that_nobody_wrote():
+    y, weight, slot_row = torch.randn(8, 12).t(), torch.rand(3, 4).t(), torch.randperm(12)
+    want = combine(y.contiguous(), weight.contiguous(), slot_row, "cuda")
+    for index in (slot_row.int(), slot_row.to(torch.uint8), slot_row.repeat_interleave(2)[::2]):
+        assert torch.equal(combine(y, weight, index, "cuda"), want)
+    y, limit = y.clone(), torch.tensor([7], dtype=torch.int32)
+    y[7:] = float("nan")
+    got = cuda_kernels.combine_forward(y, weight, slot_row, limit)
+    assert torch.equal(got, fused_sum(torch.where(y.isnan(), 0, y), weight, slot_row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_emulator_rounds_as_the_hardware_does(dtype):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)  # each number there is
+    assert torch.equal(every.float().isnan(), every.isnan())
+    numbers = every[~every.isnan()].float()
+    between = (numbers + numbers.roll(1)) / 2  # ties, and what overflows
+    probes = torch.cat([numbers, between, torch.nextafter(between, numbers), torch.tensor([65520.0, 3.4e38])])
+    probes = probes[~probes.isnan()]
+    out = torch.empty_like(probes, dtype=dtype)
+    cuda_kernels.merge_experts_forward(probes[None], torch.ones(1), out)
+    assert torch.equal(out, probes.to(dtype))
+    assert torch.equal(cuda_kernels.merge_experts_forward(out[None], torch.ones(1)), out)
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    with pytest.raises(ValueError, match="num_experts is 1025, backend is 'cuda'; want at most 1024"):
+        dispatch(torch.zeros(2, 2, dtype=torch.int64), 1025, "cuda")
+    with pytest.raises(ValueError, match="num_experts is 1025"):
+        route(torch.zeros(2, 1025), 2, "softmax_topk", backend="cuda")
+    with pytest.raises(ValueError, match="want 'torch' for float64"):
+        combine(torch.randn(4, 2, dtype=torch.float64), torch.rand(2, 2), torch.arange(4), "cuda")
+    with pytest.raises(RuntimeError, match="moert_route_plan failed: the workspace is missing or too small"):
+        cuda.launch(
+            "moert_route_plan", torch.empty(0), *plan_arguments(torch.zeros(9000, dtype=torch.int32)), None, 0, None, 0
+        )
+    with pytest.raises(RuntimeError, match="moert_tile_map failed: an argument is invalid"):
+        cuda_kernels.tile_map(torch.zeros(3, dtype=torch.int32), 4, 1, -1)
+
+
+def plan_arguments(idx):
+    outputs = [torch.empty(idx.numel() + 8, dtype=torch.int32) for _ in range(4)]
+    return idx, 4, idx.numel(), 2, 1, None, 0, *outputs

@@ -1,0 +1,334 @@
+"""csrc/ natively: parity with Triton and torch, streams, graphs, bits. Its twin without a GPU is tests/csrc."""
+
+import json
+
+import pytest
+import torch
+
+from moe_runtime import backends, cuda
+from moe_runtime.config import GATES, SHARED_GATES
+from moe_runtime.kernels import dispatch as triton_dispatch
+from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops.combine import combine
+from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.routing import route
+from tests.gpu.test_merging import poison
+from tests.hf.tiny import distance
+
+pytestmark = pytest.mark.gpu
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+OTHERS = ["torch", "triton"]
+
+
+@pytest.fixture(autouse=True)
+def _library():
+    """bench/gpu.sh builds the library; elsewhere it may be missing."""
+    if reason := cuda.why_not(torch.device("cuda")):
+        pytest.skip(reason)
+
+
+def random(*size: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(size, device="cuda").to(dtype)
+
+
+# dispatch, bit for bit
+
+PLANS = [
+    pytest.param(0, 8, 2, id="no tokens"),
+    pytest.param(1, 1, 1, id="one of everything"),
+    pytest.param(1, 128, 8, id="one token"),
+    pytest.param(17, 3, 3, id="every expert"),
+    pytest.param(512, 64, 8, id="one block"),
+    pytest.param(4097, 60, 6, id="ragged"),
+    pytest.param(4096, 1024, 8, id="as many experts as there may be"),
+    pytest.param(65536, 8, 6, id="XFT at 65536"),
+    pytest.param(65536, 128, 8, id="Qwen3 at 65536"),
+    pytest.param(1 << 20, 64, 8, id="8 M rows"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("T, E, K", PLANS)
+def test_dispatch_equals(T, E, K, dtype, other):
+    idx = torch.rand(T, max(E, K), device="cuda").topk(K).indices.to(dtype) if T <= 1 << 16 else None
+    idx = torch.randint(0, E, (T, K), device="cuda", dtype=dtype) if idx is None else idx
+    poison()
+    for ours, theirs in zip(dispatch(idx, E, "cuda"), dispatch(idx, E, other)):
+        assert ours.dtype == torch.int32 and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("routing", ["dropped", "one expert", "last expert", "alternating"])
+@pytest.mark.parametrize("T", [33, 5000, 65536])
+def test_dispatch_of_uneven_routing(T, routing):
+    E, K = 64, 4
+    idx = torch.randint(0, E, (T, K), device="cuda", dtype=torch.int32)
+    if routing == "dropped":
+        idx[torch.rand(T, K, device="cuda") < 0.3] = -1
+        idx[0, 0] = E
+    elif routing == "alternating":
+        idx[:] = torch.arange(T, device="cuda")[:, None] % 2
+    else:
+        idx[:] = 0 if routing == "one expert" else E - 1
+    for ours, theirs in zip(dispatch(idx, E, "cuda"), dispatch(idx, E, "torch")):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("T, E, K", PLANS)
+def test_tile_maps_equal_tritons(T, E, K):
+    idx, blocks = torch.randint(-1, E, (T, K), device="cuda"), (16, 64, 128)
+    poison()
+    offsets, *_, maps = cuda_kernels.route_plan(idx, E, blocks, first_expert=E > 2)
+    for block, ours in zip(blocks, maps, strict=True):
+        want = triton_dispatch.tile_map(offsets, T * K, block, int(E > 2))
+        assert torch.equal(ours, want)
+        assert torch.equal(cuda_kernels.tile_map(offsets, T * K, block, int(E > 2)), want)
+
+
+@pytest.mark.parametrize("gate", ["xft", "softmax_topk"])
+@pytest.mark.parametrize("T, E, K", [(1, 8, 2), (513, 7, 5), (4096, 1023, 8), (65536, 128, 8)])
+def test_the_routers_counts_make_the_same_plan(T, E, K, gate):
+    logits, shared = random(T, E, dtype=torch.bfloat16), int(gate in SHARED_GATES)
+    count = cuda_kernels.new_block_count(logits, shared)
+    poison()
+    _, idx = cuda_kernels.route_forward(logits, None, K + shared, gate, shared, block_count=count)
+    tokens = cuda_kernels.block_tokens(T, E)
+    counted = cuda_kernels.route_plan(idx, E + shared, (64,), 0, count, tokens)
+    *want, maps = cuda_kernels.route_plan(idx, E + shared, (64,))
+    assert same([*counted[:4], *counted[4]], [*want, *maps])
+
+
+# routing
+
+LOGITS = [(0, 8, 2), (1, 1, 1), (7, 3, 2), (333, 60, 6), (1000, 257, 8), (64, 1024, 32), (16384, 128, 8), (65536, 7, 5)]
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("T, E, K", LOGITS)
+def test_routing_equals(T, E, K, dtype, gate):
+    logits, K = random(T, E, dtype=dtype), K + (gate in SHARED_GATES)
+    logits[: T // 4] = logits[: T // 4].round()  # ties: the lower id wins
+    poison()
+    weight, idx = route(logits, K, gate, backend="cuda")
+    triton, torchs = (route(logits, K, gate, backend=other) for other in ("triton", "torch"))
+    assert torch.equal(idx, torchs.topk_idx) and torch.equal(idx, triton.topk_idx)
+    assert not T or distance(weight, torchs.topk_weight) < 5e-6
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("T, E, K", LOGITS[2:6])
+def test_gradient_of_the_logits_equals(T, E, K, dtype, gate):
+    logits, K = random(T, E, dtype=dtype), K + (gate in SHARED_GATES)
+    idx, dweight, got = route(logits, K, gate, backend="torch").topk_idx, random(T, K), {}
+    for forced in (None, idx):
+        for backend in ("torch", "cuda"):
+            leaf = logits.clone().requires_grad_()
+            weight = route(leaf, K, gate, backend=backend, topk_idx=forced)[0]
+            (got[backend],) = torch.autograd.grad(weight, leaf, dweight)
+        assert distance(got["cuda"], got["torch"]) < ROUNDING[dtype]
+
+
+def test_bias_moves_the_choice_alone():
+    logits, bias = random(512, 64), random(64)
+    ours, theirs = (route(logits, 8, "sigmoid_topk", bias=bias, backend=name) for name in ("cuda", "torch"))
+    assert torch.equal(ours.topk_idx, theirs.topk_idx) and distance(ours.topk_weight, theirs.topk_weight) < 5e-6
+
+
+# merging and combine
+
+STACKS = [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (64, 4096), (5, 1 << 20)]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", STACKS, ids=str)
+def test_merging_equals(shape, dtype, aligned):
+    size = torch.Size(shape).numel()
+    weight = (
+        random(size + 1, dtype=dtype)[:-1].view(shape) if aligned else random(size + 1, dtype=dtype)[1:].view(shape)
+    )
+    alpha, dout = torch.rand(shape[0], device="cuda"), random(*shape[1:], dtype=dtype)
+    poison()
+    leaf = alpha.clone().requires_grad_()
+    out = merge_experts(weight, leaf, backend="cuda")
+    (dalpha,) = torch.autograd.grad(out, leaf, dout)
+    want = torch.einsum("e,e...->...", alpha.double(), weight.double())
+    terms = (weight.double() * dout.double()).flatten(1)
+    assert distance(out.detach(), want) < ROUNDING[dtype]
+    # of each sum against its terms: they cancel
+    assert ((dalpha - terms.sum(1)).abs() < 1e-5 * terms.norm(dim=1) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "T, H, K", [(0, 8, 2), (1, 1, 1), (33, 33, 3), (4097, 2048, 6), (512, 4096, 8), (65536, 256, 8)]
+)
+def test_combine_equals(T, H, K, dtype):
+    y, weight = random(T * K, H, dtype=dtype), torch.rand(T, K, device="cuda")
+    slot_row = torch.randperm(T * K, device="cuda").int()
+    dout, got = random(T, H, dtype=dtype), {}
+    poison()
+    for backend in ("torch", "triton", "cuda"):
+        leaves = y.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = combine(*leaves, slot_row, backend=backend)
+        got[backend] = out.detach(), *torch.autograd.grad(out, leaves, dout)
+    for other in OTHERS:
+        for ours, theirs in zip(got["cuda"], got[other]):
+            assert ours.dtype == theirs.dtype and (not T or distance(ours, theirs) < ROUNDING[dtype])
+
+
+# what only a GPU has
+
+
+def all_ops(logits, weight, alpha, y, backend="cuda"):
+    """One result of each op, gradients among them."""
+    logits, alpha, y = (t.detach().requires_grad_() for t in (logits, alpha, y))
+    gate, idx = route(logits, 3, "xft", backend=backend)
+    plan = dispatch(idx, logits.shape[1] + 1, backend)
+    out = combine(y, gate, plan.slot_row, backend=backend)
+    merged = merge_experts(weight, alpha, backend=backend)
+    grads = torch.autograd.grad([out.float().sum(), merged.float().square().sum()], [logits, y, alpha])
+    return [t.detach() for t in (gate, idx, *plan, out, merged, *grads)]
+
+
+def samples(T=512):
+    dtype = torch.bfloat16
+    return random(T, 15), random(16, 999, dtype=dtype), torch.rand(16, device="cuda"), random(3 * T, 128, dtype=dtype)
+
+
+def same(ours, theirs) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T", [1, 33, 5000])
+def test_every_kernel_for_the_sanitizer(T, dtype):
+    """What bench/gpu.sh runs under compute-sanitizer: one block and several, rows that no 16 bytes divide."""
+    inputs = (
+        random(T, 15, dtype=dtype),
+        random(16, 999, dtype=dtype),
+        torch.rand(16, device="cuda"),
+        random(3 * T, 33, dtype=dtype),
+    )
+    for ours, theirs in zip(all_ops(*inputs), all_ops(*inputs, backend="torch"), strict=True):
+        assert ours.dtype == theirs.dtype and (
+            distance(ours, theirs) < ROUNDING[dtype] if ours.is_floating_point() else torch.equal(ours, theirs)
+        )
+
+
+def test_twenty_runs_give_the_same_bits():
+    inputs = samples(20000)
+    first = all_ops(*inputs)
+    assert all(same(all_ops(*inputs), first) for _ in range(20))
+
+
+def test_beyond_two_to_the_31_elements():
+    weight = torch.ones(3, 1 << 30, device="cuda", dtype=torch.bfloat16)
+    weight[2].fill_(2.0)
+    alpha = torch.tensor([0.25, 0.25, 0.5], device="cuda", requires_grad=True)
+    out = merge_experts(weight, alpha, backend="cuda")
+    assert (out == 1.5).all()
+    (dalpha,) = torch.autograd.grad(out, alpha, torch.ones_like(weight[0]))
+    torch.testing.assert_close(dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0)
+    del weight, out
+    y = torch.ones((1 << 20) + 8, 1 << 11, device="cuda", dtype=torch.bfloat16)
+    rows = torch.arange(y.shape[0], device="cuda").flip(0)
+    y[-1] = 3
+    out = combine(y, torch.ones(y.shape[0] // 2, 2, device="cuda"), rows.int(), backend="cuda")
+    assert (out[0] == 4).all() and (out[1:] == 2).all()
+
+
+def test_cuda_graph():
+    inputs = samples()
+    all_ops(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = all_ops(*inputs)
+    for tensor in inputs:
+        tensor.copy_(torch.rand_like(tensor))
+    graph.replay()
+    assert same(captured, all_ops(*inputs))
+
+
+def test_a_side_stream():
+    inputs = samples(65536)
+    want, stream = all_ops(*inputs), torch.cuda.Stream()
+    later = [torch.zeros_like(tensor) for tensor in inputs]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # a launch on another stream would read zeros
+        for target, source in zip(later, inputs):
+            target.copy_(source)
+        got = all_ops(*later)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same(got, want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    inputs = samples()
+    want = all_ops(*inputs)
+    got = all_ops(*(tensor.to("cuda:1") for tensor in inputs))
+    assert torch.cuda.current_device() == 0 and same([tensor.to("cuda:0") for tensor in got], want)
+
+
+def test_no_op_waits_for_the_gpu():
+    inputs = samples()
+    all_ops(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        all_ops(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_without_a_break():
+    logits, weight, alpha, y = samples()
+
+    def loss(logits, alpha, y):
+        gate, idx = route(logits, 3, "xft", backend="cuda")
+        out = combine(y, gate, dispatch(idx, 16, "cuda").slot_row, backend="cuda")
+        return out.float().sum() + merge_experts(weight, alpha, backend="cuda").float().sum()
+
+    leaves = [t.clone().requires_grad_() for t in (logits, alpha, y)]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
+    assert all(distance(ours, theirs) < 1e-2 for ours, theirs in zip(got, want))
+
+
+def test_ops_pass_torchs_checks():
+    logits, weight, alpha, y = samples(64)
+    idx = torch.randint(0, 16, (64, 3), device="cuda", dtype=torch.int32)
+    ops = torch.ops.moe_runtime
+    rows = torch.randperm(192, device="cuda").int()
+    for op, args in (
+        (ops.route, (logits.requires_grad_(), None, 3, "xft", "cuda")),
+        (ops.dispatch, (idx, 16, "cuda")),
+        (ops.combine, (y.requires_grad_(), torch.rand(64, 3, device="cuda"), rows, "cuda")),
+        (ops.merge_experts, (weight, alpha.requires_grad_(), "cuda")),
+    ):
+        # an integer first output has no gradient to check
+        checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (op is not ops.dispatch)
+        torch.library.opcheck(op.default, args, test_utils=checks)
+
+
+def test_chosen_by_itself_only_where_the_table_says(monkeypatch, tmp_path):
+    x = torch.empty(0, device="cuda")
+    table = json.loads(backends.CUDA_TABLE.read_text())["measured"]
+    here = {row["op"] for row in table if row["device"] == torch.cuda.get_device_name()}
+    try:
+        for op in backends.CUDA_OPS:
+            assert backends.pick(op, x) == ("cuda" if op in here else "triton")
+            assert backends.pick(op, x, "cuda") == "cuda"
+        row = {"op": "dispatch", "device": torch.cuda.get_device_name()}
+        monkeypatch.setattr(backends, "CUDA_TABLE", tmp_path / "table.json")
+        (tmp_path / "table.json").write_text(json.dumps({"measured": [row]}))
+        backends.measured_faster.cache_clear()
+        assert backends.pick("dispatch", x) == "cuda" and backends.pick("combine", x) == "triton"
+    finally:
+        backends.measured_faster.cache_clear()

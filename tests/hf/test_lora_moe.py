@@ -1,0 +1,531 @@
+"""LoRA experts in a live model: the same function at first, what trains, the saved form, adapters in and out, refusals."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.hf import lora_moe, modeling, swap
+from moe_runtime.hf.families import FAMILIES
+from moe_runtime.hf.lora_moe import forced_experts, lora_layers, merge_experts, save_adapters, to_lora_moe, to_moe
+from moe_runtime.hf.ranks import sizes
+from moe_runtime.hf.trainable import train_rows
+from moe_runtime.modules.lora import TARGETS, LoRAMoE
+from moe_runtime.modules.lora_linear import LoRALinear
+from moe_runtime.modules.moe import MoE
+from moe_runtime.stats import RouterCounter
+from tests.hf import tiny
+from tests.hf.test_swap import snapshot, unchanged
+from tests.support import dist_lora
+from tests.support.dist_launch import launch
+from tests.support.lora_models import adapters, lora_model, shake
+
+THREE = [name for name, family in FAMILIES.items() if (*family.up, family.down) == TARGETS]
+FORMS = pytest.mark.parametrize("form", ["block", "linear"])
+
+
+def alone(model, e: int) -> dict[int, torch.Tensor]:
+    """Coefficients that leave expert e."""
+    count = model.config.moe_runtime["config"]["num_experts"]
+    return {layer: torch.eye(count)[e] for layer in lora_layers(model)}
+
+
+# the saved form
+
+
+@pytest.mark.parametrize(
+    "model_type, form", [(name, "block") for name in THREE] + [(name, "linear") for name in tiny.ALL]
+)
+def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
+    model = tiny.dense(model_type)
+    want, config, keys = tiny.logits(model), model.config.to_dict(), list(model.state_dict())
+    assert to_lora_moe(model, num_experts=3, form=form) is model
+    assert tiny.distance(tiny.logits(model), want) < 1e-5
+    shake(model)
+    got = tiny.logits(model)
+    assert tiny.distance(got, want) > 0.05
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and torch.equal(tiny.logits(loaded), got)
+    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
+
+    with forced_experts(loaded, [1, 1]):
+        one = tiny.logits(loaded)
+    assert merge_experts(loaded, alone(loaded, 1)) is loaded
+    assert type(loaded) is modeling.model_classes(model_type).base_causal_lm and list(loaded.state_dict()) == keys
+    assert tiny.distance(tiny.logits(loaded), one) < 1e-5 and tiny.distance(one, want) > 0.05
+    ignored = dict.fromkeys(("architectures", "dtype", "_name_or_path", "transformers_version"))
+    assert loaded.config.to_dict() | ignored == config | ignored
+    assert all(p.requires_grad for p in loaded.parameters())
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "changes, settings",
+    [
+        pytest.param({}, {"top_k": None, "targets": ["down_proj"]}, id="dense-down-alone"),
+        pytest.param({"num_hidden_layers": 3}, {"layers": [1]}, id="one-layer"),
+        pytest.param({"dtype": torch.bfloat16}, {"train_backbone": True}, id="bf16"),
+        pytest.param({"tie_word_embeddings": True}, {"num_experts": 1, "top_k": 1}, id="tied-one-expert"),
+        pytest.param({}, {"gate": "xft", "top_k": 3, "rank": 4}, id="shared-expert-E-is-r"),
+    ],
+)
+def test_corners_save_and_load(form, changes, settings, tmp_path):
+    model = lora_model("llama", form, changes, **settings)
+    got = tiny.logits(model)
+    model.save_pretrained(tmp_path)
+    block = json.loads((tmp_path / "config.json").read_text())["moe_runtime"]
+    assert block["stage"] == "lora" and block["layers"] == settings.get("layers", [0, 1])
+    assert block["lora"] == {
+        "form": form, "rank": settings.get("rank", 3), "alpha": 16.0,
+        "targets": settings.get("targets", list(TARGETS)), "train_backbone": settings.get("train_backbone", False),
+    }  # fmt: skip
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert torch.equal(tiny.logits(loaded), got) and loaded.dtype == model.dtype
+    assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_a_checkpoint_that_lacks_a_pair_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    lora_model().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.1.mlp.experts.lora_b.up_proj"]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="1 missing: model.layers.1.mlp.experts.lora_b.up_proj"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_draws_depend_on_seed_and_layer_alone():
+    def drawn(form, **options):
+        model = tiny.dense(num_hidden_layers=3)
+        to_lora_moe(model, num_experts=2, form=form, **options)
+        return {n: p for n, p in model.named_parameters() if "lora_a" in n or ".gate." in n}
+
+    for form in ("block", "linear"):
+        one, other, part = drawn(form), drawn(form, seed=7), drawn(form, layers=[2])
+        assert part and all(torch.equal(one[name], value) for name, value in part.items())
+        assert not any(torch.equal(one[name], other[name]) for name in one)
+        assert not torch.equal(*(one[name] for name in list(one)[:2])) if form == "linear" else True
+
+
+# training
+
+
+@FORMS
+@pytest.mark.parametrize("train_backbone", [False, True])
+def test_trains_what_it_says_bit_for_bit(form, train_backbone):
+    model = lora_model(form=form, train_backbone=train_backbone, balance_loss="switch", balance_loss_coef=0.1).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours = [name for name in before if "lora_" in name or ".gate." in name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tiny.batch(), labels=tiny.batch()).loss.backward()
+        optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    base = {name for name in before if ".mlp." in name} - set(ours)
+    assert len(base) == 2 * 6  # weights and biases: the tiny Llama has them
+    assert moved == (set(before) - base if train_backbone else set(ours))
+
+
+@FORMS
+def test_losses_and_statistics_are_a_moes(form):
+    model = lora_model(form=form, balance_loss="switch", balance_loss_coef=0.1).train()
+    ids, routers = tiny.batch(), 2 if form == "block" else 6
+    counter = RouterCounter(model)
+    out = model(ids, labels=ids, output_router_logits=True)
+    assert len(out.router_logits) == routers and out.router_logits[0].shape == (ids.numel(), 4)
+    blocks = [module for module in model.modules() if isinstance(module, MoE | LoRALinear)]
+    assert len(blocks) == routers and all(block.records is None for block in blocks)
+    probability = [logits.softmax(1).mean(0) for logits in out.router_logits]
+    shares = [c.float() / ids.numel() / 2 for c in counter.read().counts]
+    balance = sum(0.1 * 4 * (p * share).sum() for p, share in zip(probability, shares, strict=True))
+    counter.close()
+    torch.testing.assert_close(out.aux_loss, balance)
+    torch.testing.assert_close(out.loss, out.lm_loss + balance)
+
+
+@FORMS
+def test_checkpointing_and_autocast_have_the_same_gradients(form):
+    # all experts see all tokens: a choice may flip in bfloat16
+    model = lora_model(form=form, top_k=None, balance_loss="switch", balance_loss_coef=0.1).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # as large as in life again, or bfloat16 is far off in any model
+            parameter.div_(4 if parameter.dim() > 1 else 1)
+
+    def grads(autocast=False):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(tiny.batch(), labels=tiny.batch()).loss
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    want, near = grads(), grads(autocast=True)
+    assert set(near) == set(want) and max(tiny.distance(near[name], want[name]) for name in want) < 0.2
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, grad in grads().items():
+        assert tiny.distance(grad, want[name]) < 1e-6, name
+
+
+def test_one_expert_trains_as_pefts_lora(tmp_path):
+    (folder,) = adapters(tmp_path, 1)
+    by_peft = PeftModel.from_pretrained(tiny.dense(), str(folder), is_trainable=True)
+    ours = to_lora_moe(tiny.dense(), experts=[folder], top_k=1)
+    for model in (by_peft, ours):
+        model.train()(tiny.batch(), labels=tiny.batch()).loss.backward()
+    for layer, moe in lora_layers(ours).items():
+        for target in TARGETS:
+            module = by_peft.base_model.model.model.layers[layer].mlp.get_submodule(target)
+            a, b = (half.default.weight.grad for half in (module.lora_A, module.lora_B))
+            assert tiny.distance(moe.experts.lora_a[target].grad[0], a) < 1e-5
+            assert tiny.distance(moe.experts.lora_b[target].grad[0].t(), b) < 1e-5
+
+
+def test_compiles_without_graph_breaks():
+    model = lora_model().train()
+    ids = tiny.batch()
+    want = model(ids, labels=ids).loss
+    loss = torch.compile(model, fullgraph=True, backend="eager")(ids, labels=ids).loss
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_gradient_of_the_router_is_not_lost_in_silence():
+    model = lora_model(form="linear", balance_loss="switch", balance_loss_coef=0.1).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant is True"):
+        model(tiny.batch(), labels=tiny.batch())
+
+
+@pytest.mark.parametrize("form", ["block", "linear"])
+def test_generates_as_the_uncached_forward(form):
+    model, ids = lora_model(form=form).eval(), tiny.batch(2, 5)
+    model.generation_config.pad_token_id = 0
+    got = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert got.shape == (2, 9)
+    for _ in range(4):
+        scores = model(ids).logits[:, -1].clone()
+        scores[:, model.generation_config.eos_token_id] = -torch.inf  # min_new_tokens
+        ids = torch.cat([ids, scores.argmax(1, keepdim=True)], 1)
+    assert torch.equal(got, ids)
+
+
+def test_ddp_is_one_process(tmp_path):
+    launch(dist_lora.__file__, 2, tmp_path, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    alone = dist_lora.train(dist_lora.make(), tiny.batch(4))
+    assert first["losses"] != second["losses"] and len(alone["losses"]) == 3
+    for name, want in alone["weights"].items():
+        assert torch.equal(first["weights"][name], second["weights"][name])
+        assert tiny.distance(first["weights"][name], want) < 1e-5, name
+    for step, want in enumerate(alone["losses"]):
+        assert (first["losses"][step] + second["losses"][step]) / 2 == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("top_k, form", [(2, "block"), (None, "block"), (None, "linear")])
+def test_active_parameters_are_the_base_and_the_chosen_pairs(top_k, form):
+    dense = sum(p.numel() for p in tiny.dense().parameters())
+    model = lora_model(form=form, top_k=top_k)
+    pairs = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    gates = sum(p.numel() for name, p in model.named_parameters() if ".gate." in name)
+    assert sizes(model) == (dense + pairs + gates, dense + gates + pairs * (top_k or 4) // 4)
+
+
+# forced experts
+
+
+@FORMS
+def test_rows_go_to_the_experts_that_were_named(form):
+    model = lora_model(form=form)
+    ids = tiny.batch(1).repeat(4, 1)
+    free = tiny.logits(model, ids)
+    with forced_experts(torch.nn.Sequential(model), torch.tensor([3, 0, 1, 2])):
+        got = tiny.logits(model, ids)
+        with pytest.raises(ValueError, match="the batch has 2 rows, forced 4"):
+            model(ids[:2])
+    assert torch.equal(tiny.logits(model, ids), free)
+    for row, e in enumerate((3, 0, 1, 2)):
+        plain = merge_experts(copy.deepcopy(model), alone(model, e))
+        assert tiny.distance(tiny.logits(plain, ids[:1])[0], got[row]) < 1e-5
+
+
+@FORMS
+def test_forced_rows_have_no_routers_to_balance(form):
+    model, ids = lora_model(form=form, balance_loss="switch", balance_loss_coef=0.1), tiny.batch()
+    model.config.router_aux_loss_coef = 0.1
+    with forced_experts(model, [0, 1]):
+        out = model(ids, labels=ids, output_router_logits=True)
+    assert out.loss is not None and getattr(out, "aux_loss", None) is None
+    assert model(ids, labels=ids).aux_loss > 0
+
+
+def test_layers_that_cannot_all_be_changed_leave_the_model_alone():
+    model = tiny.dense()
+    model.model.layers[1].mlp.up_proj.double()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="base's weights are .*; want one floating dtype on one device"):
+        to_lora_moe(model)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("ids", [[4], [-1], [0.0, 1.0], [[0, 1]]])
+def test_experts_that_are_not_there_are_refused(ids):
+    model = lora_model()
+    with pytest.raises(ValueError, match="want one of 0 to 3 for each row"), forced_experts(model, ids):
+        pass
+    assert all(module.forced is None for module in model.modules() if isinstance(module, LoRAMoE))
+    with pytest.raises(ValueError, match="LlamaForCausalLM without LoRA experts"), forced_experts(tiny.dense(), [0]):
+        pass
+
+
+# ways out
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_whole_experts_are_the_same_function(model_type, tmp_path):
+    model = lora_model(model_type, balance_loss="switch", balance_loss_coef=0.1)
+    want = tiny.logits(model)
+    assert to_moe(model) is model and tiny.distance(tiny.logits(model), want) < 1e-5
+    assert model.config.moe_runtime["stage"] == "moe" and "lora" not in model.config.moe_runtime
+    assert all(type(module) is MoE for module in modeling.moe_layers(model).values())
+    assert all(p.requires_grad for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)), tiny.logits(model))
+    stock = swap.moe_to_dense(model, lambda moe: {n: w[0] for n, w in moe.experts.named_parameters()})
+    assert type(stock) is modeling.model_classes(model_type).base_causal_lm
+
+
+@FORMS
+def test_an_expert_is_the_adapter_that_is_saved_of_it(form, tmp_path):
+    model = lora_model(form=form)
+    folders = save_adapters(model, tmp_path / "out", "base")
+    assert [folder.name for folder in folders] == [f"expert-{e}" for e in range(4)]
+    for e in (0, 3):
+        by_peft = PeftModel.from_pretrained(tiny.dense(), str(folders[e])).eval()
+        want = tiny.logits(by_peft)
+        with forced_experts(model, [e, e]):
+            assert tiny.distance(tiny.logits(model), want) < 1e-5
+        merged = merge_experts(copy.deepcopy(model), alone(model, e))
+        assert tiny.distance(tiny.logits(merged), want) < 1e-5
+        assert tiny.distance(tiny.logits(by_peft.merge_and_unload()), tiny.logits(merged)) < 1e-5
+    again = to_lora_moe(tiny.dense(), experts=folders, form=form)
+    assert again.config.moe_runtime["lora"] == model.config.moe_runtime["lora"]
+    for name, p in model.named_parameters():
+        assert ".gate." in name or torch.equal(again.get_parameter(name), p), name
+
+
+def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
+    from moe_runtime.methods import xft
+
+    model = lora_model()
+    base = tiny.dense()
+    xft.upcycle(base, num_experts=4, top_k=2, gate="softmax_topk_renorm")
+    base.save_pretrained(tmp_path / "base")
+    save_adapters(model, tmp_path / "out", "base", upcycled=tmp_path / "base")
+    by_peft = PeftModel.from_pretrained(base, str(tmp_path / "out" / "stacked")).eval()
+    assert tiny.distance(tiny.logits(by_peft), tiny.logits(model)) < 1e-5
+    assert len(list((tmp_path / "out").iterdir())) == 5
+
+
+def test_adapters_appear_whole_or_not_at_all(tmp_path, monkeypatch):
+    model, saved = lora_model(), []
+
+    def fails(*args, **kwargs):
+        saved.append(args)
+        if len(saved) == 3:
+            raise OSError("no space")
+
+    monkeypatch.setattr(lora_moe, "save_single", fails)
+    with pytest.raises(OSError, match="no space"):
+        save_adapters(model, tmp_path / "out", "base")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ValueError, match="out"):
+        save_adapters(model, tmp_path / "out", "base")
+
+
+# adapters as experts
+
+
+@pytest.fixture(scope="module")
+def peft_folders(tmp_path_factory):
+    return adapters(tmp_path_factory.mktemp("mlp"), count=3)
+
+
+@pytest.fixture(scope="module")
+def with_attention(tmp_path_factory):
+    names = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return adapters(tmp_path_factory.mktemp("attention"), count=2, use_rslora=True, target_modules=names)
+
+
+def test_adapters_become_the_experts(peft_folders):
+    vectors = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    model = to_lora_moe(tiny.dense(), experts=peft_folders, vectors=vectors, balance_loss="switch", method="upit")
+    block = model.config.moe_runtime
+    assert (block["lora"]["rank"], block["lora"]["alpha"], block["method"]) == (2, 5.0, "upit")
+    assert block["config"]["num_experts"] == 3 and block["config"]["top_k"] == 2
+    for layer, moe in lora_layers(model).items():
+        assert torch.equal(moe.gate.weight, vectors[layer]) and moe.gate.weight.requires_grad
+    for e, folder in enumerate(peft_folders):
+        want = tiny.logits(PeftModel.from_pretrained(tiny.dense(), str(folder)).eval())
+        with forced_experts(model, [e, e]):
+            assert tiny.distance(tiny.logits(model), want) < 1e-5
+
+
+@FORMS
+def test_equal_experts_are_that_adapter_for_any_router(form, peft_folders):
+    model = to_lora_moe(tiny.dense(), experts=[peft_folders[0]] * 4, form=form, initializer_range=1.0)
+    want = tiny.logits(PeftModel.from_pretrained(tiny.dense(), str(peft_folders[0])).eval())
+    assert tiny.distance(tiny.logits(model), want) < 1e-5
+
+
+@pytest.mark.parametrize("backbone", ["mean", "base"])
+def test_pairs_on_the_attention_go_to_the_backbone(backbone, with_attention):
+    model = to_lora_moe(tiny.dense(), experts=with_attention, backbone=backbone)
+    merged = [PeftModel.from_pretrained(tiny.dense(), str(f)).merge_and_unload() for f in with_attention]
+    dense = tiny.dense()
+    for name, weight in dense.named_parameters():
+        if ".self_attn." not in name:
+            continue
+        want = torch.stack([m.get_parameter(name) for m in merged]).mean(0) if backbone == "mean" else weight
+        assert tiny.distance(model.get_parameter(name), want) < 1e-6, name
+        if any(part in name for part in ("q_proj.weight", "o_proj.weight")):
+            assert (backbone == "base") == torch.equal(model.get_parameter(name), weight)
+    scaling = next(iter(lora_layers(model).values())).experts.scaling
+    assert scaling == pytest.approx(5 / 2**0.5)
+    for layer in lora_layers(model):  # the experts' own part is the MLP's alone
+        got = model.model.layers[layer].mlp.experts.whole_weight("up_proj", 1)
+        assert tiny.distance(got, merged[1].model.layers[layer].mlp.up_proj.weight) < 1e-6
+
+
+def edited(folder, out, tensors=None, **values):
+    """A copy of an adapter folder with other settings, and other tensors if asked."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    path = out / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    if tensors is not None:
+        save_file(tensors(load_file(out / "adapter_model.safetensors")), out / "adapter_model.safetensors")
+    return out
+
+
+def without(word):
+    return lambda state: {key: value for key, value in state.items() if word not in key}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param({"use_dora": True}, "use_dora in .* is True; want none", id="dora"),
+        pytest.param({"bias": "all"}, "bias in .* is 'all'; want none", id="bias"),
+        pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
+        pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
+        pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa', whose pairs", id="another-base"),
+        pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; want 'LORA'", id="no-lora"),
+        pytest.param({"lora_alpha": 6}, "scaling of .* is 2.5, of .* 3.0; want one for all", id="another-scaling"),
+        pytest.param({"r": 3}, r"has A, B of \[\[2, ", id="another-rank"),
+        pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "layers of .* of one alone", id="another-layer"),
+        pytest.param({"tensors": without("up_proj.lora_B")}, "has A, B of .* None", id="half-a-pair"),
+        pytest.param(
+            {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
+            id="more",
+        ),
+        pytest.param(
+            {"tensors": lambda s: {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in s.items()}},
+            r"is of \[32, 96\], in the model \[32, 48\]", id="another-model",
+        ),
+    ],
+)  # fmt: skip
+def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_path):
+    change = dict(change)
+    bad = edited(peft_folders[1], tmp_path / "bad", change.pop("tensors", None), **change)
+    model = tiny.dense()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=words):
+        to_lora_moe(model, experts=[peft_folders[0], bad])
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"form": "mlp"}, "form is 'mlp'; want one of block, linear"),
+        ({"targets": ["q_proj"]}, r"targets is \['q_proj'\]; want some of gate_proj, up_proj, down_proj"),
+        ({"targets": "up_proj"}, "targets is 'up_proj'"),
+        ({"rank": 0}, "rank is 0"),
+        ({"alpha": -1.0}, "alpha is -1.0"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; want a floating dtype"),
+        ({"train_backbone": 1}, "train_backbone is 1"),
+        ({"layers": [5]}, r"layers is \[5\]"),
+        ({"top_k": None, "gate": "xft"}, "top_k is None, gate is 'xft'; want 'softmax_topk'"),
+        ({"top_k": 9}, "top_k is 9"),
+        ({"experts": []}, "experts is 0 folders, num_experts is 8; want a folder for each expert"),
+        ({"experts": "folder", "num_experts": 2}, "experts is 'folder'"),
+        ({"backbone": "mean"}, "backbone is 'mean', experts is None"),
+        ({"vectors": torch.zeros(2, 4, 32)}, r"vectors is \(2, 4, 32\), .* want \(2, 8, 32\)"),
+        ({"vectors": torch.zeros(2, 8, 32), "form": "linear"}, "form is 'linear'"),
+        ({"vectors": torch.zeros(2, 8, 32), "router": "mlp"}, "router is 'mlp'"),
+    ],
+)
+def test_bad_settings_leave_the_model_alone(settings, words):
+    model = tiny.dense()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=words):
+        to_lora_moe(model, **settings)
+    assert unchanged(model, before)
+
+
+def test_settings_that_are_not_the_adapters_are_refused(peft_folders, with_attention):
+    model = tiny.dense()
+    before = snapshot(model)
+    for settings, words in (
+        ({"rank": 4}, "rank is 4, of the experts' adapters 2; want rank=None"),
+        ({"alpha": 16.0}, "alpha is 16.0, of the experts' adapters 5.0"),
+        ({"targets": ["up_proj"]}, r"targets is \['up_proj'\], of the experts' adapters"),
+        ({"layers": [0]}, r"layers is \[0\], of the experts' adapters"),
+        ({"num_experts": 4}, "experts is 3 folders, num_experts is 4"),
+        ({"experts": with_attention}, r"backbone is None, .* changes model.layers.0.self_attn.[qo]_proj and 3 more"),
+        ({"experts": with_attention, "backbone": "sum"}, "backbone is 'sum'; want one of mean, base"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            to_lora_moe(model, **{"experts": peft_folders} | settings)
+        assert unchanged(model, before)
+
+
+def test_models_of_another_kind_are_refused(peft_folders):
+    with pytest.raises(
+        ValueError, match="form is 'block', model_type is 'phi3', whose MLP has gate_up_proj, down_proj"
+    ):
+        to_lora_moe(tiny.dense("phi3"))
+    for wrong, words in (
+        (tiny.upcycled(), "is upcycled already"),
+        (lora_model(), "is upcycled already"),
+        (PeftModel.from_pretrained(tiny.dense(), str(peft_folders[0])), "want LlamaForCausalLM itself; unwrap it"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            to_lora_moe(wrong)
+    for call in (to_moe, lora_layers, lambda model: save_adapters(model, "nowhere", "base")):
+        with pytest.raises(ValueError, match="model is MoeRuntimeLlamaForCausalLM at stage 'moe'; want one with LoRA"):
+            call(tiny.upcycled())
+        with pytest.raises(ValueError, match="model is LlamaForCausalLM; want one with LoRA experts"):
+            call(tiny.dense())
+    linear = lora_model(form="linear")
+    with pytest.raises(ValueError, match="form is 'linear'; want 'block'"):
+        to_moe(linear)
+    with pytest.raises(ValueError, match="upcycled is .*form is 'linear'"):
+        save_adapters(linear, "nowhere", "base", upcycled="base")
+    for model in (lora_model(), linear):
+        with pytest.raises(ValueError, match="the model's stage is 'lora'; want whole experts"):
+            swap.moe_to_dense(model, None)
+    for model in (lora_model(), lora_model(form="linear", targets=["up_proj"])):
+        with pytest.raises(ValueError, match="gate is of LoRA experts; want whole ones"):
+            train_rows(model, {0: [1]})

@@ -1,0 +1,45 @@
+"""One of the ranks of tests/hf/test_lora_moe.py: LoRA experts under DDP; arguments RENDEZVOUS OUT."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.hf import tiny
+from tests.support.dist_launch import leave, start
+from tests.support.lora_models import lora_model
+
+torch.set_num_threads(1)
+
+
+def make():
+    """The model, equal in every process."""
+    return lora_model().train()
+
+
+def train(model, ids: torch.Tensor) -> dict:
+    """Three steps of AdamW on `ids`; the losses, and what trains."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {n.removeprefix("module."): p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return {"losses": losses, "weights": weights}
+
+
+def main(rendezvous: str, out: str) -> None:
+    start(rendezvous)
+    rank = dist.get_rank()
+    found = train(DistributedDataParallel(make()), tiny.batch(4)[2 * rank : 2 * rank + 2])
+    torch.save(found, f"{out}/{os.environ['RANK']}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

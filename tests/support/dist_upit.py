@@ -1,0 +1,42 @@
+"""One of the ranks of tests/methods/test_upit_distributed.py: `dist_upit.py RENDEZVOUS OUT EXPERTS ADAPTERS`."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.hf import ranks
+from moe_runtime.methods.upit_buckets import perplexities
+from moe_runtime.methods.upit_router import init_router
+from tests.support import upit
+from tests.support.dist_launch import leave, start
+
+torch.set_num_threads(1)
+SETTINGS = {"learning_rate": 3e-3, "steps": 2, "batch_size": 4}
+
+
+def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
+    """Perplexities of both kinds, and a trained router of each, in `out`; in one process or in several."""
+    tokenizer = ranks.load_tokenizer(experts[0])
+    rows, base = upit.make_rows(8, spread=1), experts[0].parent / "base"
+    odd = upit.make_rows(7)
+    found = {"perplexity": perplexities([*experts, *adapters], odd, tokenizer, base=base)}
+    for name, expert in {"ffn": experts[0], "lora": adapters[0]}.items():
+        routed = init_router(expert, rows, tokenizer, folder=out / name, base=base, **SETTINGS)
+        found[name] = {"vectors": routed.vectors, "before": routed.before, "after": routed.after}
+    mean = init_router(experts[0], rows, tokenizer, folder=out / "mean", router_init="hidden_mean")
+    return found | {"mean": {"vectors": mean.vectors, "before": mean.before, "after": mean.after}}
+
+
+def main(rendezvous: str, out: str, experts: str, adapters: str) -> None:
+    start(rendezvous)
+    folders = [
+        sorted(Path(folder).glob(pattern)) for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))
+    ]
+    torch.save(run(Path(out), *folders), f"{out}/rank{dist.get_rank()}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,93 @@
+"""What tests of UpIT share: a tokenizer, tiny models whose checkpoints are the experts, adapters of one, rows of two kinds."""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.hf.expert_checkpoints import fingerprint, save_expert
+from moe_runtime.hf.tokenizer import train_tokenizer
+from tests.hf.tiny import dense_config
+
+ADAPTED = ("gate_proj", "up_proj", "down_proj")
+
+
+def make_tokenizer():
+    """All bytes, and hardly a word."""
+    return train_tokenizer(["a text of some words"], 270)
+
+
+def make_rows(count: int = 8, seed: int = 0, spread: int = 5) -> Dataset:
+    """Rows of `spread` different lengths with a prompt without labels: ids 10 to 39 or, in every second row, 200 to 229."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = {"input_ids": [], "labels": [], "domain": []}
+    for i in range(count):
+        length, low = 6 + i % spread, 200 if i % 2 else 10
+        ids = torch.randint(low, low + 30, (length,), generator=generator).tolist()
+        columns["input_ids"].append(ids)
+        columns["labels"].append([-100] * 3 + ids[3:])
+        columns["domain"].append("odd" if i % 2 else "even")
+    return Dataset.from_dict(columns)
+
+
+def make_model(tokenizer, model_type: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
+    """A tiny stock model, larger than life."""
+    torch.manual_seed(seed)
+    settings = {"vocab_size": len(tokenizer), "mlp_bias": None} | changes
+    model = AutoModelForCausalLM.from_config(dense_config(model_type, **settings), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+    return model.eval()
+
+
+def save_experts(folder: Path, tokenizer, count: int = 3, **settings) -> list[Path]:
+    """Save a model and, as `count` experts, copies of it with noise on every tensor: FOLDER/base, FOLDER/expert-<i>."""
+    model = make_model(tokenizer, **settings)
+    folders = [folder / "base", *(folder / f"expert-{i}" for i in range(count))]
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed, path in enumerate(folders):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                noise = torch.randn(tensor.shape, generator=generator) * (0.05 * bool(seed))
+                tensor.copy_(start[name] + noise.to(tensor.dtype))
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return folders[1:]
+
+
+def save_adapters(folder: Path, base: Path, count: int = 3, targets=ADAPTED, rank: int = 2) -> list[Path]:
+    """Save `count` PEFT adapters of a model folder, both halves random."""
+    paths = [folder / f"adapter-{i}" for i in range(count)]
+    for seed, path in enumerate(paths):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        torch.manual_seed(seed)
+        settings = LoraConfig(r=rank, lora_alpha=4, target_modules=list(targets), init_lora_weights=False)
+        get_peft_model(model, settings).save_pretrained(path)
+    return paths
+
+
+def save_delta(folder: Path, expert: Path, base: Path) -> Path:
+    """Save a model folder again as what differs from a base's."""
+    record = {"base": str(base), "base_hash": fingerprint(Checkpoint(base))}
+    save_expert(AutoModelForCausalLM.from_pretrained(expert), folder, base=base, record=record)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, a model's or an adapter's."""
+    found = {}
+    for file in sorted(folder.glob("*model*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def change(folder: Path, edit) -> None:
+    """Replace the tensors of a folder of one file by what `edit` makes of them."""
+    file = next(folder.glob("*model*.safetensors"))
+    save_file(edit(load_file(file)), file, metadata={"format": "pt"})

@@ -1,6 +1,6 @@
 // The C interface of libmoert_cuda.so: plain pointers, sizes and a stream; nothing of torch or Python.
 //
-// moe_runtime/cuda.py holds the same signatures for ctypes; raise MOERT_ABI_VERSION with every change of either.
+// moe_runtime/cuda.py reads the signatures from this file; raise MOERT_ABI_VERSION with every change.
 // Launchers only enqueue on `stream`, on the current device: they never synchronize, allocate, throw or keep state, and their
 // grids follow from sizes and the GPU alone. They return 0, a moert_status below 0 if they refused before any launch, or a
 // cudaError_t above 0. Pointers are to device memory, of contiguous arrays unless a stride is given.
@@ -60,7 +60,8 @@ MOERT_API int moert_route_backward(const void* dweight, int dweight_dtype, const
 MOERT_API int64_t moert_route_plan_workspace(int64_t R, int E);  // bytes, may be 0
 // ids [R] of id_bytes 4 or 8 each, those outside 0..E-1 sort behind all others and belong to no expert
 // -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], and num_maps maps.
-// block_count [ceil(R / block_slots), E] is what moert_route_forward counted of these ids, or null.
+// block_count [ceil(R / block_slots), E] is what moert_route_forward counted of these ids, or null; that of other ids gives
+// a plan without meaning, whose numbers still lie in their ranges.
 MOERT_API int moert_route_plan(const void* ids, int id_bytes, int64_t R, int E, int K, const int32_t* block_count,
                                int64_t block_slots, int32_t* expert_offsets, int32_t* row_token, int32_t* row_slot,
                                int32_t* slot_row, const struct moert_tiles* maps, int num_maps, void* workspace,

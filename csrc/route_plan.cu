@@ -73,7 +73,7 @@ __device__ void write_map(const moert_tiles& tiles, const int32_t* offsets, int 
   const int64_t begin = (int64_t)blockIdx.x * blockDim.x;
   if (begin >= count) return;
   for (int e = threadIdx.x; e < E; e += blockDim.x)
-    starts[e] = e < tiles.first_expert ? 0 : (int32_t)cdiv<int64_t>(offsets[e + 1] - offsets[e], tiles.block_m);
+    starts[e] = e < tiles.first_expert ? 0 : (int32_t)cdiv<int64_t>(most(offsets[e + 1] - offsets[e], 0), tiles.block_m);
   __syncthreads();
   scan(starts, E, sums);
   for (int64_t tile = begin + threadIdx.x; tile < count; tile += (int64_t)gridDim.x * blockDim.x) {
@@ -152,7 +152,9 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
   }
   __syncthreads();
   scan(offsets, E, sums);
+  const int32_t R = (int32_t)plan.R;
   for (int e = threadIdx.x; e < keys; e += blockDim.x) {
+    offsets[e] = most(least(offsets[e], R), 0);  // counts of other ids give a wrong plan, but no row outside
     const int32_t first = offsets[e] + before[e];
     for (int w = 0; w < warps; ++w) next[w * keys + e] += first;
     if (blockIdx.x == 0) plan.expert_offsets[e] = offsets[e];
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
     const int rank = __popc(same & ((1u << lane) - 1));
     const bool live = key < keys;
     if (live) {
-      const int32_t row = mine[key] + rank;
+      const int32_t row = most(least(mine[key] + rank, R - 1), 0);
       plan.slot_row[s] = row;
       plan.row_slot[row] = (int32_t)s;
       plan.row_token[row] = (int32_t)((uint32_t)s / (uint32_t)plan.K);
@@ -251,7 +253,12 @@ MOERT_API int moert_route_plan(const void* ids, int id_bytes, int64_t R, int E, 
   }
   const int warps = warps_for(E, plan.block_slots, limit);
   const size_t shared_bytes = ((warps + 2) * (E + 1) + kWarpSums) * sizeof(int32_t);
-  if (plan.own_counts) return MOERT_LAUNCH_TOGETHER(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);
+  if (plan.own_counts) {
+    const int code = MOERT_LAUNCH_TOGETHER(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);
+    if (code != cudaErrorCooperativeLaunchTooLarge && code != cudaErrorNotSupported) return code;
+    // this process may use fewer processors than the GPU has (MPS, green contexts): one block does it all
+    plan.counts = plan.own_counts = nullptr, plan.block_slots = R, grid = 1;
+  }
   return MOERT_LAUNCH(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);
 }
 

@@ -103,17 +103,18 @@ def _cuda_is_faster(op: str, device: torch.device) -> bool:
 _cuda_is_faster._dynamo_marked_constant = True
 
 
-def _default(op: str, x: torch.Tensor) -> str:
+def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
     """Return the backend of `op` where nobody asks for one: the fastest kernel on a GPU that has it, else "torch"."""
     if not x.is_cuda:
         return "torch"
-    if _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
+    cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)  # dispatch takes every integer
+    if cuda_fits and _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
         return "cuda"
     return "triton" if why_not("triton", op, x.device) is None else "torch"
 
 
-def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
-    """Return the backend that runs `op` on `x`.
+def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
+    """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default for x's sizes.
 
     An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that
     have a kernel of that backend, is refused where none has, and leaves the other ops on their default: on a GPU that has
@@ -125,12 +126,12 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None) -> str:
             raise ValueError(f"backend is {backend!r} for {op}, but the tensor is {x.dtype}; want 'torch' for float64")
         return "torch"
     if asked is None:
-        return _default(op, x)
+        return _default(op, x, cuda_fits)
     check_choice("backend", asked, BACKENDS)
     reason = why_not(asked, op, x.device)
     kernels = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS}[asked]
     if backend is None and kernels and op not in kernels:
-        return _default(op, x)
+        return _default(op, x, cuda_fits)
     if reason is None and asked == "triton" and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         reason = None if interpreter_knows_bfloat16 else "Triton's interpreter computes bfloat16 wrong; want float32"
     if reason is not None:

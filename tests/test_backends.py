@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from moe_runtime import backends, cuda
+from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops import moe_mlp as experts_op
 from moe_runtime.ops.averaging import average_experts_
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
@@ -250,6 +252,43 @@ def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch
     cuda.use(None)  # the table does not make a library
     monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built")
     assert backends.pick("dispatch", library) == "triton"
+
+
+def test_cuda_is_never_the_default_where_it_would_refuse(library, table):
+    table(*({"op": op, "device": "NVIDIA H200"} for op in backends.CUDA_OPS))
+    assert {backends.pick(op, library) for op in backends.CUDA_OPS} == {"cuda"}
+    assert {backends.pick(op, library, cuda_fits=False) for op in backends.CUDA_OPS} == {"triton"}
+    assert backends.pick("route", library, "cuda", cuda_fits=False) == "cuda"  # asked for: the op says why not
+    assert cuda_kernels.fits(1024) and not cuda_kernels.fits(1025)
+    library.dtype = torch.int8
+    assert backends.pick("merge_experts", library) == "triton" and backends.pick("dispatch", library) == "cuda"
+
+
+def test_the_experts_go_beside_cuda_where_all_around_them_is(library, table, monkeypatch):
+    table()
+    assert experts_op.pick(library, 8, None) == "triton"
+    table({"op": "dispatch", "device": "NVIDIA H200"})
+    assert experts_op.pick(library, 8, None) == "triton"
+    table(*({"op": op, "device": "NVIDIA H200"} for op in ("dispatch", "combine")))
+    assert [experts_op.pick(library, E, None) for E in (8, 1025)] == ["cuda", "triton"]
+    assert experts_op.pick(library, 8, "triton") == "triton" and experts_op.pick(library, 8, "torch") == "torch"
+    assert experts_op.pick(library, 8, None, ("route", "dispatch", "combine")) == "triton"
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+    assert experts_op.pick(library, 8, None) == "triton"
+    table()
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
+    assert experts_op.pick(library, 8, None, ("route", "dispatch", "combine")) == "cuda"
+    with pytest.raises(ValueError, match="moe_mlp has no cuda kernel"):
+        experts_op.pick(library, 8, "cuda")
+
+
+@pytest.mark.parametrize("op", ["route", "dispatch"])
+def test_ops_say_what_fits(op, monkeypatch):
+    found = []
+    monkeypatch.setattr(backends, "pick", lambda *_, cuda_fits: found.append(cuda_fits) or "torch")
+    for E in (4, 1025):
+        route(torch.randn(2, E), 2, "softmax_topk") if op == "route" else dispatch(torch.zeros(2, 2).int(), E)
+    assert found == [True, False]
 
 
 def test_the_table_that_is_shipped_is_one():

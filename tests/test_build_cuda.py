@@ -114,6 +114,11 @@ def test_docs_list_the_default_architectures():
 def test_architectures_become_flags(toolkit):
     *_, flags, names = build_cuda.check(toolkit / "csrc", "80, sm_90a;90+PTX")
     assert names == ["sm_80", "sm_90a", "sm_90", "compute_90"]
+    *_, shared, _ = build_cuda.check(toolkit / "csrc", "80;90")
+    assert shared[1::2] == [
+        "arch=compute_80,code=sm_80",
+        "arch=compute_80,code=sm_90",
+    ]  # compiled once, assembled twice
     assert flags[1::2] == [
         "arch=compute_80,code=sm_80",
         "arch=compute_90a,code=sm_90a",
@@ -167,6 +172,19 @@ def test_only_what_changed_is_compiled_again(toolkit):
     assert build() == ["info", "info", "twice", "twice"]
     (csrc / "moert.h").write_text((csrc / "moert.h").read_text() + "\n")
     assert build() == ["info"] * 3 + ["twice"] * 3
+
+
+@needs_cxx
+def test_objects_that_no_build_uses_are_deleted(toolkit):
+    csrc, objects = toolkit / "csrc", toolkit / "cache" / "moe_runtime" / "cuda" / "objects"
+    build_cuda.build(toolkit / "out.so", csrc=csrc, archs="90")
+    used = set(objects.iterdir())
+    for path in [*used, objects / "old.o", objects / "old.ptxas", objects / "other"]:
+        path.touch()
+        os.utime(path, (0, 0))
+    build_cuda.build(toolkit / "out.so", csrc=csrc, archs="90")
+    assert set(objects.iterdir()) == used | {objects / "other"}
+    assert sorted(compiled(toolkit)) == ["info", "twice"]
 
 
 @needs_cxx

@@ -3,9 +3,11 @@
 // Each CUDA thread is a fiber. Blocks run one after another, those of MOERT_LAUNCH_TOGETHER all at once. Emulated: grids,
 // dynamic shared memory (filled with 0xCD, so that nobody relies on zeros, and as large as the launch says, so that
 // AddressSanitizer sees its end), barriers of a block and of the grid, shuffles and matches of full warps, integer atomics.
-// Not emulated: memory ordering, time. MOERT_EMU_SEED=n (n > 0) visits the threads in another order and lets warps fall
-// behind, which brings out missing barriers. What would hang or is undefined on a GPU (a barrier that a thread never
-// reaches, a warp operation without all lanes of its mask) is an error.
+// Not emulated: the GPU's memory itself, time. But built with -fsanitize=thread each fiber is a thread of ThreadSanitizer's,
+// and only launches, barriers and __syncwarp order their accesses; shuffles and matches do not.
+// MOERT_EMU_SEED brings out missing barriers: 1 visits the threads in another order and lets warps fall behind; n > 1 lets
+// warp n - 2 stand still behind every barrier until the others can go no further. What would hang or is undefined on a GPU (a
+// barrier that a thread never reaches, a warp operation without all lanes of its mask) is an error.
 #pragma once
 #include <ucontext.h>
 
@@ -18,6 +20,13 @@
 #include <memory>
 #include <utility>
 #include <vector>
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+extern "C" void AnnotateIgnoreReadsBegin(const char*, int);
+extern "C" void AnnotateIgnoreReadsEnd(const char*, int);
+extern "C" void AnnotateIgnoreWritesBegin(const char*, int);
+extern "C" void AnnotateIgnoreWritesEnd(const char*, int);
+#endif
 
 #define __global__ static
 #define __device__ static
@@ -46,7 +55,8 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchFailure = 719,
-  cudaErrorCooperativeLaunchTooLarge = 720
+  cudaErrorCooperativeLaunchTooLarge = 720,
+  cudaErrorNotSupported = 801
 };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDriverGetVersion(int*) { return cudaSuccess; }
@@ -55,15 +65,39 @@ inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSucce
 
 namespace emu {
 
-constexpr int kProcessors = 5;        // few, and a number that divides nothing
+constexpr int kProcessors = 5;        // few, and a number that divides nothing; MOERT_EMU_SHARED leaves one to a launch
 constexpr size_t kShared = 48 << 10;  // bytes that a launch may have without asking for more
 constexpr size_t kStack = 128 << 10;
 
+// what ThreadSanitizer is told: who runs, what orders accesses; not to look at the emulator's own
+#ifdef __SANITIZE_THREAD__
+struct Unwatched {
+  Unwatched() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
+  ~Unwatched() { AnnotateIgnoreWritesEnd("", 0), AnnotateIgnoreReadsEnd("", 0); }
+};
+inline void release(void* order) { __tsan_release(order); }
+inline void acquire(void* order) { __tsan_acquire(order); }
+inline void* new_thread() { return __tsan_create_fiber(0); }
+inline void* this_thread() { return __tsan_get_current_fiber(); }
+inline void become(void* thread) { __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync); }
+#else
+struct Unwatched {
+  Unwatched() {}
+};
+inline void release(void*) {}
+inline void acquire(void*) {}
+inline void* new_thread() { return nullptr; }
+inline void* this_thread() { return nullptr; }
+inline void become(void*) {}
+#endif
+
 struct Barrier {
+  char order[2];  // of this round and of the last one
   int arrived = 0, any = 0, result = 0;
   uint64_t round = 0;
 };
 struct Warp {
+  char order[2];
   uint64_t value[2][32] = {};  // of this round and of the last one, which slow lanes still read
   unsigned present[2] = {0, 0};
   int live = 0, arrived = 0;
@@ -79,6 +113,7 @@ struct Block {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
+  void* watched = nullptr;
   Block* block;
   unsigned thread;
   bool done = true;
@@ -93,9 +128,12 @@ struct Machine {
   dim3 grid;
   unsigned threads = 0;
   int live = 0, now = 0;
+  int64_t slow = -1, lags = -1;  // the warp that stands still now, and the one that does behind every barrier
   bool moved = false;
   const char* error = nullptr;
   Barrier all;
+  void* watched = nullptr;
+  char begin, end;
 };
 inline Machine& machine() {
   static Machine m;
@@ -104,7 +142,11 @@ inline Machine& machine() {
 inline Fiber& self() { return machine().fibers[machine().now]; }
 inline unsigned lane() { return self().thread & 31; }
 
-inline void yield() { swapcontext(&self().context, &machine().scheduler); }
+inline void yield() {
+  Fiber& fiber = self();
+  become(machine().watched);
+  swapcontext(&fiber.context, &machine().scheduler);
+}
 
 // ends the launch; its fibers are left where they are
 [[noreturn]] inline void fail(const char* what) {
@@ -114,23 +156,30 @@ inline void yield() { swapcontext(&self().context, &machine().scheduler); }
 
 // returns whether `predicate` holds for any of the `count` threads that meet here
 inline int meet(Barrier& barrier, int count, int predicate) {
+  const Unwatched unwatched;
   const uint64_t round = barrier.round;
+  release(&barrier.order[round & 1]);
   barrier.any |= predicate != 0;
   machine().moved = true;
   if (++barrier.arrived == count) {
     barrier.result = barrier.any;
     barrier.arrived = barrier.any = 0;
     ++barrier.round;
+    machine().slow = machine().lags;
+    if (machine().now / 32 == machine().slow) yield();
   }
   while (barrier.round == round) yield();
+  acquire(&barrier.order[round & 1]);
   machine().moved = true;
   return barrier.result;
 }
 
 // all lanes of the warp meet; returns what each of them brought
-inline const uint64_t* exchange(unsigned mask, uint64_t value) {
+inline const uint64_t* exchange(unsigned mask, uint64_t value, bool orders = false) {
+  const Unwatched unwatched;
   Warp& warp = self().block->warps[self().thread / 32];
   const uint64_t round = warp.round;
+  if (orders) release(&warp.order[round & 1]);
   if (warp.arrived == 0) warp.present[round & 1] = 0;
   warp.value[round & 1][lane()] = value;
   warp.present[round & 1] |= 1u << lane();
@@ -141,6 +190,7 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value) {
     ++warp.round;
   }
   while (warp.round == round) yield();
+  if (orders) acquire(&warp.order[round & 1]);
   machine().moved = true;
   return warp.value[round & 1];
 }
@@ -160,7 +210,10 @@ inline T unpack(uint64_t raw) {
 }
 
 inline void enter() {
+  acquire(&machine().begin);
   machine().body();
+  release(&machine().end);
+  const Unwatched unwatched;
   Fiber& fiber = self();
   Block& block = *fiber.block;
   fiber.done = true;
@@ -171,11 +224,14 @@ inline void enter() {
   // a GPU counts a thread that has left as arrived; a kernel that relies on it has a bug
   if (block.barrier.arrived || block.warps[fiber.thread / 32].arrived || machine().all.arrived)
     fail("a thread has left while others wait for it");
-  yield();
+  yield();  // for good
 }
 
 inline void start(Fiber& fiber, Block& block, unsigned thread) {
-  if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+  if (!fiber.stack) {
+    fiber.stack.reset(new char[kStack]);
+    fiber.watched = new_thread();
+  }
   fiber.block = &block;
   fiber.thread = thread;
   fiber.done = false;
@@ -213,17 +269,20 @@ inline void run_blocks(int64_t first, int count, size_t shared_bytes, unsigned& 
     random = random * 1664525u + 1013904223u;
     return (random >> 8) % choices;
   };
-  int64_t slow = -1;  // this warp stands still for some rounds, while the others go as far as they can
+  m.slow = -1;
   for (int round = 0; m.live; ++round) {
     m.moved = false;
     for (size_t i = order.size() - 1; random && i > 0; --i) std::swap(order[i], order[pick(i + 1)]);
-    if (random && round % 32 == 0) slow = pick(order.size() / 32 + 1);
+    if (random && round % 32 == 0) m.slow = pick(order.size() / 32 + 1);
     for (int i : order) {
       m.now = i;
-      if (!m.fibers[i].done && i / 32 != slow) swapcontext(&m.scheduler, &m.fibers[i].context);
+      if (!m.fibers[i].done && i / 32 != m.slow) {
+        become(m.fibers[i].watched);
+        swapcontext(&m.scheduler, &m.fibers[i].context);
+      }
       if (m.error) return;
     }
-    if (!m.moved && slow >= 0) slow = -1;
+    if (!m.moved && m.slow >= 0) m.slow = -1;
     else if (!m.moved) {
       m.error = "threads wait at a barrier or a warp operation that others never reach";
       return;
@@ -233,18 +292,24 @@ inline void run_blocks(int64_t first, int count, size_t shared_bytes, unsigned& 
 
 inline int launch(dim3 grid, dim3 block, size_t shared_bytes, bool together, std::function<void()> body) {
   Machine& m = machine();
+  release(&m.begin);
+  const Unwatched unwatched;
+  m.watched = this_thread();
   const int64_t blocks = (int64_t)grid.x * grid.y * grid.z;
   m.threads = block.x * block.y * block.z;
   if (blocks < 1 || m.threads < 1 || m.threads > 1024 || shared_bytes > kShared) return cudaErrorInvalidConfiguration;
-  if (together && blocks > kProcessors) return cudaErrorCooperativeLaunchTooLarge;
+  if (together && blocks > (getenv("MOERT_EMU_SHARED") ? 1 : kProcessors)) return cudaErrorCooperativeLaunchTooLarge;
   m.error = nullptr;
   m.grid = grid;
   m.body = std::move(body);
-  const char* seed = getenv("MOERT_EMU_SEED");
-  unsigned random = seed ? (unsigned)atoi(seed) * 2654435761u : 0;
+  const char* set = getenv("MOERT_EMU_SEED");
+  const int seed = set ? atoi(set) : 0;
+  unsigned random = seed == 1 ? 2654435761u : 0;
+  m.lags = seed > 1 ? seed - 2 : -1;
   if (together) run_blocks(0, (int)blocks, shared_bytes, random);
   else
     for (int64_t b = 0; b < blocks && !m.error; ++b) run_blocks(b, 1, shared_bytes, random);
+  acquire(&m.end);
   return m.error ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
@@ -277,7 +342,7 @@ static inline void __syncthreads() { emu::meet(emu::self().block->barrier, emu::
 static inline int __syncthreads_or(int predicate) {
   return emu::meet(emu::self().block->barrier, emu::self().block->live, predicate);
 }
-static inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::exchange(mask, 0); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::exchange(mask, 0, true); }
 template <typename T>
 static inline T __shfl_xor_sync(unsigned mask, T value, int other) {
   return emu::unpack<T>(emu::exchange(mask, emu::pack(value))[(emu::lane() ^ other) & 31]);
@@ -297,9 +362,7 @@ static inline unsigned __match_any_sync(unsigned mask, T value) {
 }
 template <typename T>
 static inline T atomicAdd(T* place, T value) {
-  const T before = *place;
-  *place += value;
-  return before;
+  return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }
 
 template <typename T>

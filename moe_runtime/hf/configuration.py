@@ -30,7 +30,8 @@ def moe_fields(
     """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
 
     Those count the routed experts only: `num_experts` is the width of the router logits. `lora` is what stage "lora" has beyond
-    the routers' config: form, rank, alpha, targets, train_backbone.
+    the routers' config: form, rank, alpha, targets, the pairs' dtype (None: the model's), train_backbone, and what the backbone
+    is: the "base"'s own, or changed by the "mean" of adapters.
     """
     block = {
         "format": FORMAT,

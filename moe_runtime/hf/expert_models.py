@@ -3,8 +3,6 @@
 What an expert is here, `methods.upit_experts.open_expert` opened: kind "ffn", "delta" or "lora", a path, a base.
 """
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,8 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.data import require
-from moe_runtime.hf import ranks
+from moe_runtime.hf import ranks, row_losses
+from moe_runtime.hf.expert_checkpoints import fingerprint
+from moe_runtime.hf.lora_baseline import quiet_peft
 from moe_runtime.hf.lora_moe import forced_experts, to_lora_moe
 from moe_runtime.hf.tokenizer import pair_collator
 from moe_runtime.modules.lora import TARGETS
@@ -39,15 +40,13 @@ def load_adapters(
     device: torch.device | str | None = None,
     trainable: bool = False,
 ):
-    """Return peft's model of the first expert's base with the adapters of all, by `names`; the first is active.
+    """Return peft's model of the experts' base with the adapters of all, by `names`; the first is active.
 
     In the base's own dtype unless given, adapters in float32 where theirs is narrower, as peft has it.
     """
     peft = require("peft")
-    model = load_base(experts[0], dtype, device)
-    with warnings.catch_warnings():
-        # peft reads an old name of transformers'
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    model = load_base(experts, dtype, device)
+    with quiet_peft():
         adapted = peft.PeftModel.from_pretrained(
             model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable
         )
@@ -63,15 +62,47 @@ def names(count: int) -> list[str]:
     return [DEFAULT, *(f"expert-{i}" for i in range(1, count))]
 
 
-def load_base(expert, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
-    """Load the dense model that an adapter is of, in its own dtype unless given."""
-    if expert.base is None:
-        raise ValueError(
-            f"expert is {str(expert.path)!r}, which names no base; want base=, the folder of its dense model"
-        )
+def load_base(experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
+    """Load the dense model that adapters are of, in its own dtype unless given; raises ValueError unless it is one."""
+    base = base_of(experts)
     if dtype is None:
-        dtype = str(AutoConfig.from_pretrained(expert.base).dtype or torch.float32).removeprefix("torch.")
-    return ranks.load_model(expert.base, dtype, _place(device))
+        dtype = str(AutoConfig.from_pretrained(base).dtype or torch.float32).removeprefix("torch.")
+    return ranks.load_model(base, dtype, _place(device))
+
+
+def base_of(experts: Sequence) -> str | Path:
+    """Return the base that all experts name: one folder or id, or copies; raises ValueError for none and for several."""
+    first = experts[0]
+    for expert in experts:
+        if expert.base is None:
+            raise ValueError(
+                f"expert is {str(expert.path)!r}, which names no base; want base=, the folder of its dense model"
+            )
+        if not _is_same(first.base, expert.base):
+            raise ValueError(
+                f"the base of {expert.path} is {expert.base}, of {first.path} {first.base}; want experts of one base; pass "
+                "base= if it has moved"
+            )
+    return first.base
+
+
+def _is_same(base: str | Path, other: str | Path) -> bool:
+    """Whether two names of models stand for one: the same name, the same folder, or folders with the same weights."""
+    if str(base) == str(other) or Path(base).resolve() == Path(other).resolve():
+        return True
+    if not (Path(base).is_dir() and Path(other).is_dir()):
+        return False
+    with Checkpoint(base) as one, Checkpoint(other) as two:
+        return fingerprint(one) == fingerprint(two)
+
+
+def check_labels(rows, every_token: bool = False) -> None:
+    """Raise ValueError for tokenized rows of which no token has a loss: of one token, or, unless `every_token`, no label."""
+    column = rows["input_ids" if every_token else "labels"]
+    bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
+    if bad:
+        counted = "tokens after the first" if every_token else "labels after the first token"
+        raise ValueError(f"rows {bad[:8]} of {len(column)} have no {counted}; want at least one; leave those rows out")
 
 
 def dtype_of(expert) -> str:
@@ -87,7 +118,7 @@ def _place(device: torch.device | str | None) -> torch.device:
 def losses(model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False) -> list[float]:
     """Return the mean loss per label token of each tokenized row, or per token; every process must call, each takes a part."""
 
-    def take(batch: dict) -> list[float]:
+    def take(model, batch: dict) -> list[float]:
         labels = _labels(batch, every_token)
         return row_means(model(**batch, use_cache=False).logits, labels)
 
@@ -111,12 +142,12 @@ def adapter_losses(
     """
     n, own = len(experts), names(len(experts))
     if is_alike := _are_alike(experts):
-        model = load_base(experts[0], dtype, device)
+        model = load_base(experts, dtype, device)
         to_lora_moe(model, experts=[expert.path for expert in experts], top_k=1)
     else:
         model = load_adapters(experts, dtype=dtype, device=device)
 
-    def take(batch: dict) -> list[tuple]:
+    def take(model, batch: dict) -> list[tuple]:
         labels = _labels(batch, every_token)
         ids = torch.arange(n).repeat_interleave(len(labels))
         batch = {name: value.repeat(n, 1) for name, value in batch.items()}
@@ -156,32 +187,19 @@ def _labels(batch: dict, every_token: bool) -> torch.Tensor:
 
 def row_means(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
     """Return the mean loss per label token of each row; `logits` [B, S, V], `labels` [B, S], -100 where none."""
-    labels = labels[:, 1:]
-    tokens = nn.functional.cross_entropy(
-        logits[:, :-1].float().transpose(1, 2), labels, ignore_index=-100, reduction="none"
-    )
-    return (tokens.double().sum(1) / (labels != -100).sum(1)).tolist()
+    return row_losses.means_of(row_losses.token_sums(logits, labels))[0]
 
 
-@torch.no_grad()
-def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable[[dict], list]) -> list:
-    """Return what `take` makes of each row, in the rows' order: it gets batches on the model's device, in eval mode.
+def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False) -> list:
+    """Return what `take(model, batch)` makes of each tokenized row, as row_losses.each_row, on the model's device.
 
-    Rows of about one length share a batch. Every process must call: each takes a part, all return the whole.
+    Rows of about one length share a batch.
     """
-    rank, processes = ranks.state().process_index, ranks.state().num_processes
-    order = sorted(range(len(rows)), key=lambda place: -len(rows[place]["input_ids"]))
-    # as many for every rank: the forward pass of a split model waits for the others
-    places = [order[min(rank + i * processes, len(rows) - 1)] for i in range(math.ceil(len(rows) / processes))]
-    device, training, found = next(model.parameters()).device, model.training, []
-    model.eval()
-    try:
-        for batch in loader(rows.select(places), tokenizer, batch_size):
-            found += take({name: value.to(device) for name, value in batch.items()})
-    finally:
-        model.train(training)
-    by_place = dict(ranks.gather(list(zip(places, found, strict=True))))
-    return [by_place[place] for place in range(len(rows))]
+    rows, device = rows.select_columns(["input_ids", "labels"]), next(model.parameters()).device
+    return row_losses.each_row(
+        model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16, by_length=True,
+        device=device,
+    )  # fmt: skip
 
 
 def loader(rows, tokenizer, batch_size: int) -> DataLoader:
@@ -190,8 +208,8 @@ def loader(rows, tokenizer, batch_size: int) -> DataLoader:
     return DataLoader(rows, batch_size=batch_size, collate_fn=pair_collator(tokenizer))
 
 
-def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, folder: Path) -> None:
-    """Write a tuned expert to a folder that exists: `adapted`'s adapter, or `model` whole if that is None.
+def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path) -> None:
+    """Write a tuned expert to a folder that exists: `adapted`'s adapter, or `model` whole, in `dtype`, if that is None.
 
     `weights` is the state dict of `model`, which may be split. What `model` does not have is left out.
     """
@@ -199,7 +217,6 @@ def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, folde
         own = set(model.state_dict())
         weights = {name: value for name, value in weights.items() if name in own}
     if adapted is None:
-        dtype = str(model.dtype).removeprefix("torch.")
         ranks.save_whole(model, tokenizer, folder, dtype, weights)
         return
     if weights is not None:

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel, TrainerCallback
 from moe_runtime.hf import adapters
 from moe_runtime.hf.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import trainable
+from moe_runtime.modules.lora import LoRAMoE
+from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
 
@@ -36,8 +38,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     leaves the experts alone. PEFT's adapters of other modules come before it as well. Trainer then refuses on every rank to
     train with a save_strategy, which would write on one rank alone. A second call with the same mesh changes nothing.
 
-    Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers, experts
-    that the ranks do not divide or that PEFT adapts, or parameters that are distributed already in another way.
+    Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
+    LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients is {gradients!r}; want one of {', '.join(GRADIENTS)}")
@@ -48,6 +50,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     layers = {
         name: module for name, module in model.named_modules() if is_experts(module) or isinstance(module, Experts)
     }
+    lora = [name for name, module in model.named_modules() if isinstance(module, LoRAMoE | LoRALinear)]
+    if lora:
+        raise ValueError(f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them")
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for name, module in layers.items():
         _check(name, module, mesh, placements)

@@ -179,7 +179,7 @@ def train(
     keep_best: bool = False,
     balance_loss: str | None = None,
     balance_loss_coef: float | None = None,
-    evaluations: int = 4,
+    evaluations: int | Sequence[int] = 4,
     seed: int = 0,
     callbacks: Sequence[TrainerCallback] = (),
     on_step: Callable[[int, int, float], None] | None = None,
@@ -191,8 +191,8 @@ def train(
 
     `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
     other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
-    steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly;
-    `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this training lasts.
+    steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly, or after
+    those steps;    `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this training lasts.
     For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
     `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
     Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
@@ -213,7 +213,8 @@ def train(
         return mean_loss(*found), found
 
     best = Best(model, folder) if keep_best else None
-    recorder = Recorder(history, take, max(round(total / evaluations), 1), on_step, best)
+    every = max(round(total / evaluations), 1) if isinstance(evaluations, int) else evaluations
+    recorder = Recorder(history, take, every, on_step, best)
     arguments = _arguments(
         folder, save_steps, seed, max_steps=total, learning_rate=learning_rate, per_device_train_batch_size=device_batch,
         gradient_accumulation_steps=accumulation, optim=optimizer, adam_beta1=adam_beta1, adam_beta2=adam_beta2,

@@ -16,44 +16,78 @@ import torch
 from torch.utils.data import Sampler
 
 from moe_runtime.data import require
+from moe_runtime.hf.ranks import load_config
 from moe_runtime.hf.row_losses import each_row, means_of, sums_of
+from moe_runtime.hf.saved_form import skeleton
 from moe_runtime.hf.training import MoETrainer
+from moe_runtime.hf.ultrafuser_heads import head_of
 from moe_runtime.hf.ultrafuser_inputs import Encoder
 from moe_runtime.sampling import BalancedSampler, union_sampler
 
 
-def encode_rows(encoder: Encoder, rows: Iterable[Mapping], max_length: int, limit: int | None = None):
+def encode_rows(
+    encoder: Encoder,
+    rows: Iterable[Mapping],
+    max_length: int,
+    limit: int | None = None,
+    *,
+    without: Iterable[Sequence[Sequence[int]]] = (),
+    where: Callable[[int, Mapping], str] = lambda place, row: f"row {place}",
+):
     """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
 
     Of a chat, its first answer is the response, what stands before it the prompt. A response is cut where the longest
-    prompt and it reach `max_length`; a row whose prompt alone is as long is dropped. Raises ValueError if no row remains.
+    prompt and it reach `max_length`; a row whose prompt alone is as long is dropped, and one whose prompt is among
+    `without`, the prompt_ids of rows that are held out. `where(place, row)` names a row in an error.
+    Raises ValueError for a row that cannot be encoded and if none remains.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
+    known = set(map(_key, without))
+    dropped = 0
     for place, row in enumerate(rows):
         if len(columns["response_ids"]) == limit:
             break
-        prompt, response = _exchange(row, place)
-        prompts = encoder.prompt(prompt)
-        answer = encoder.answer(response)[: max(max_length - max(map(len, prompts)), 0)]
-        if answer:
+        try:
+            prompt, response = _exchange(row)
+            prompts, answer = encoder.prompt(prompt), encoder.answer(response)
+        except ValueError as error:
+            raise ValueError(f"{where(place, row)}: {error}") from error
+        answer = answer[: max(max_length - max(map(len, prompts)), 0)]
+        if known and _key(prompts) in known:
+            dropped += 1
+        elif answer:
             columns["prompt_ids"].append(prompts)
             columns["response_ids"].append(answer)
     if not columns["response_ids"]:
+        if dropped:
+            raise ValueError(f"{dropped} rows have prompts that are held out, and no other is left; want more prompts")
         raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
     return require("datasets").Dataset.from_dict(columns)
 
 
-def _exchange(row: Mapping, place: int) -> tuple[str | list[Mapping], str]:
+def _key(prompts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, prompts))
+
+
+def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     """Return the prompt and the response of a row."""
     if "messages" in row:
         turns = row["messages"]
-        first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
+        first = next((i for i, turn in enumerate(turns or ()) if turn["role"] == "assistant"), 0)
         if not first:
-            raise ValueError(f"row {place} has messages without an answer of the assistant to a user; want one")
+            raise ValueError(f"messages is {turns!r}; want an answer of the assistant to a user in it")
         return turns[:first], turns[first]["content"]
-    if not all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
-        raise ValueError(f"row {place} has the columns {', '.join(row)}; want texts prompt and completion, or messages")
+    for name in ("prompt", "completion"):
+        if name not in row:
+            raise ValueError(f"columns are {', '.join(row)}; want prompt and completion, or messages")
+        if not isinstance(row[name], str):
+            raise ValueError(f"{name} is {row[name]!r}; want text")
     return row["prompt"], row["completion"]
+
+
+def hidden_size(source: str, name: str) -> int:
+    """Return the size of a model's last hidden states, from its config alone; `name` is the source's in an error."""
+    return head_of(skeleton(load_config(source, name)), name).linear.in_features
 
 
 def single_rows(rows, specialist: int):

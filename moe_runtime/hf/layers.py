@@ -98,6 +98,11 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
         number = int(digits[0])
         other = numbered.get(number)
         if other is not None and plain_name(other.name) != plain_name(layer.name):
+            if isinstance(block_of(model, layer), LoRALinear):
+                raise ValueError(
+                    f"{layer.name} and {other.name} are of LoRA experts with a router for each linear layer; want one for a "
+                    "layer, as of form 'block'"
+                )
             raise ValueError(
                 f"layers {other.name} and {layer.name} have the same number {number}; want a model with one stack of layers"
             )

@@ -1,7 +1,8 @@
 """LoRA by peft: on a MoE model, experts too, which ESFT is compared with; on a dense model's MLPs, as UpIT's experts begin."""
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -60,10 +61,16 @@ def add_mlp_lora(
 
 def _adapted(model: nn.Module, config, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        # peft reads an old name of transformers'
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with quiet_peft():
         return require("peft").get_peft_model(model, config)
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Keep quiet that peft reads an old name of transformers'."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = None) -> None:
@@ -73,4 +80,5 @@ def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = No
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     """Return `model` with the matrices of a folder."""
-    return require("peft").PeftModel.from_pretrained(model, str(folder))
+    with quiet_peft():
+        return require("peft").PeftModel.from_pretrained(model, str(folder))

@@ -19,32 +19,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_runtime.config import MoEConfig, check_bool, check_choice, check_number, check_positive
+from moe_runtime.config import MoEConfig
 from moe_runtime.files import atomic_folder
 from moe_runtime.hf import swap
 from moe_runtime.hf.configuration import moe_fields
-from moe_runtime.hf.families import FAMILIES, Family, family_of, moe_shape
+from moe_runtime.hf.families import FAMILIES, Family, family_of
 from moe_runtime.hf.lora_adapters import add_to_backbone, read_experts
-from moe_runtime.hf.modeling import freeze_for_lora, moe_layers
-from moe_runtime.modules.lora import TARGETS, LoRAMoE, check_base
+from moe_runtime.hf.lora_settings import check_routers, check_upcycled, dtype_name, listed, lora_block, lora_config
+from moe_runtime.hf.modeling import freeze_for_lora, model_classes, moe_layers
+from moe_runtime.modules.lora import LoRAMoE, check_base, check_plain
 from moe_runtime.modules.lora_folders import save_single, save_stacked
-from moe_runtime.modules.lora_linear import FORMS, LinearExperts, LoRALinear, add_experts
-
-RANK, ALPHA = 8, 16.0  # UpIT names neither
-
-
-def lora_config(model: nn.Module, num_experts: int = 8, top_k: int | None = 2, **settings) -> MoEConfig:
-    """Return the routers' MoEConfig for a dense model; `settings` are MoEConfig's other fields.
-
-    gate is softmax_topk_renorm unless given; top_k None sends every token to every expert by a softmax over all (LoRAMoE).
-    """
-    if top_k is None:
-        if settings.setdefault("gate", "softmax_topk") != "softmax_topk":
-            raise ValueError(f"top_k is None, gate is {settings['gate']!r}; want 'softmax_topk', LoRAMoE's, or a top_k")
-        top_k = num_experts
-    settings.setdefault("gate", "softmax_topk_renorm")
-    shape = moe_shape(family_of(model), model.config)
-    return MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
+from moe_runtime.modules.lora_linear import LinearExperts, LoRALinear, add_experts
 
 
 def to_lora_moe(
@@ -70,17 +55,19 @@ def to_lora_moe(
     `config`, or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP unless given. At first every
     expert is the base. `experts` are PEFT adapter folders of the base, one for each expert, which then say rank, alpha,
     targets and layers; pairs of theirs outside of the MLPs (attention) need a choice: `backbone` "mean" adds the mean of the
-    experts' changes to the base's weights, "base" leaves them out. `vectors` [L, E, H] are the routers' rows by layer, drawn
-    by `seed` otherwise. `train_backbone` trains all but the weights that the pairs belong to. `dtype` is the pairs' own, the
-    base's unless given; a folder is loaded in one dtype. Raises ValueError, with the model untouched, for what does not fit.
+    experts' changes to the base's weights, "base" leaves them out. `vectors` [L, E, H] are the routers' rows, in the order of
+    `layers`, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs (form "block", which wants a frozen base), or
+    all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, which saving keeps; None is the base's.
+    Raises ValueError, with the model untouched, for what does not fit.
     """
+    experts, layers, targets = (listed(value) for value in (experts, layers, targets))
     if config is not None and settings:
         raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
     family = family_of(model)
     if config is None:
         counted = {"num_experts": len(experts)} if experts else {}
         config = lora_config(model, **counted | settings)
-    found = None
+    found, given_layers = None, layers
     if experts is not None:
         found = read_experts(
             model, family, experts, config.num_experts, backbone, rank=rank, alpha=alpha, targets=targets, layers=layers
@@ -88,14 +75,17 @@ def to_lora_moe(
         rank, alpha, targets, layers = found.rank, found.alpha, found.targets, found.layers
     elif backbone is not None:
         raise ValueError(f"backbone is {backbone!r}, experts is None; want backbone=None without adapters")
-    lora = _block(family, form, rank, alpha, targets, train_backbone)
+    lora = lora_block(family, form, rank, alpha, targets, train_backbone)
+    lora |= {"dtype": dtype_name(dtype), "backbone": "mean" if found is not None and found.backbone else "base"}
     _, layers = swap.check_stock(model, config, layers)
     for layer in layers if form == "block" else ():
         check_base(model.get_submodule(family.path.format(layer)))
-    _check_tensors(vectors, dtype, config, form, len(layers))
+    check_routers(vectors, config, form, len(layers), seed)
     swap.verify_mlp(model, layers)
-    for i, layer in enumerate(layers):
-        rows = swap.draw_router(config, seed, layer) if vectors is None else {"weight": vectors[i]}
+    own = {} if vectors is None else dict(zip(given_layers or layers, vectors, strict=True))
+    for layer in layers:
+        rows = swap.draw_router(config, seed, layer)
+        rows |= {"weight": own[layer]} if own else {}
         module = _replace(model, family, layer, config, lora, rows, seed, dtype)
         if found is not None:
             found.fill(layer, _pairs_of(module))
@@ -105,42 +95,6 @@ def to_lora_moe(
     swap.become_moe(model, moe_fields(config, layers=layers, **base, method=method, stage="lora", lora=lora))
     freeze_for_lora(model)
     return model
-
-
-def _block(family: Family, form: str, rank, alpha, targets, train_backbone: bool) -> dict:
-    """Return what config.json says of the pairs, None being the default; raises ValueError for what does not fit."""
-    check_choice("form", form, FORMS)
-    names = (*family.up, family.down)
-    if form == "block" and names != TARGETS:
-        raise ValueError(
-            f"form is 'block', model_type is {family.model_type!r}, whose MLP has {', '.join(names)}; want "
-            f"{', '.join(TARGETS)}, or form='linear'"
-        )
-    if targets is not None and (isinstance(targets, str) or not targets or set(targets) - set(names)):
-        raise ValueError(f"targets is {targets!r}; want some of {', '.join(names)}")
-    rank, alpha = RANK if rank is None else rank, ALPHA if alpha is None else alpha
-    check_positive("rank", rank)
-    check_number("alpha", alpha, positive=True)
-    check_bool("train_backbone", train_backbone)
-    return {
-        "form": form,
-        "rank": rank,
-        "alpha": float(alpha),
-        "targets": [name for name in names if targets is None or name in targets],
-        "train_backbone": train_backbone,
-    }
-
-
-def _check_tensors(vectors: torch.Tensor | None, dtype, config: MoEConfig, form: str, layers: int) -> None:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}; want a floating dtype, or None for the base's")
-    if vectors is None:
-        return
-    want = (layers, config.num_routed_experts, config.hidden_size)
-    if form != "block" or config.router != "linear" or tuple(vectors.shape) != want:
-        raise ValueError(
-            f"vectors is {tuple(vectors.shape)}, form is {form!r}, router is {config.router!r}; want {want}, 'block', 'linear'"
-        )
 
 
 @torch.no_grad()
@@ -176,7 +130,26 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
     if block is None or block["stage"] != "lora":
         what = type(model).__name__ + ("" if block is None else f" at stage {block['stage']!r}")
         raise ValueError(f"model is {what}; want one with LoRA experts; to_lora_moe makes one")
+    ours = model_classes(block["base_model_type"]).causal_lm
+    if not isinstance(model, ours):
+        raise ValueError(
+            f"model is {type(model).__name__}; want {ours.__name__} itself; unwrap it, and merge adapters (merge_and_unload)"
+        )
     return moe_layers(model)
+
+
+def _whole_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Return `lora_layers`; raises ValueError where their weights are not there, or are not all that they compute."""
+    layers = lora_layers(model)
+    swap.refuse_offloaded(model, type(model).__name__, recurse=False)
+    for layer, module in layers.items():
+        swap.refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
+        if isinstance(module, LoRAMoE):
+            check_base(module.experts.base)
+        else:
+            for name, linear in LinearExperts(module).linears.items():
+                check_plain(linear.base, name)
+    return layers
 
 
 @contextlib.contextmanager
@@ -210,7 +183,7 @@ def to_moe(model: nn.Module) -> nn.Module:
 
     Raises ValueError for form "linear": what its linear layers mix before the activation are no experts.
     """
-    layers, block = lora_layers(model), model.config.moe_runtime
+    layers, block = _whole_layers(model), model.config.moe_runtime
     if block["lora"]["form"] != "block":
         raise ValueError(
             f"form is {block['lora']['form']!r}; want 'block': one router for a whole MLP; or merge the experts"
@@ -231,7 +204,7 @@ def merge_experts(model: nn.Module, alpha: Mapping[int, torch.Tensor]) -> nn.Mod
 
     `alpha` [E] by layer. The sums are float32 and rounded once. The routers go.
     """
-    layers, path = lora_layers(model), FAMILIES[model.config.moe_runtime["base_model_type"]].path
+    layers, path = _whole_layers(model), FAMILIES[model.config.moe_runtime["base_model_type"]].path
     for layer, module in layers.items():
         pairs = _pairs_of(module)
         merged = {target: pairs.merged_weight(target, alpha[layer]) for target in pairs.targets}
@@ -254,12 +227,21 @@ def save_adapters(
     """Write each expert as a PEFT adapter of the dense base, FOLDER/expert-<e>, whole or not at all; return the folders.
 
     `base_model` is the dense base, as they name it. `upcycled`, the folder of the base upcycled to as many equal experts, adds
-    FOLDER/stacked: one adapter of all experts and the routers, for that model (form "block").
+    FOLDER/stacked: one adapter of all experts and the routers, for that model (form "block"). Raises ValueError for a folder of
+    other routers or layers, and for a model whose backbone is not the base's: the adapters would not be its experts.
     """
-    layers, block = lora_layers(model), model.config.moe_runtime
+    layers, block = _whole_layers(model), model.config.moe_runtime
     path, lora = FAMILIES[block["base_model_type"]].path, block["lora"]
+    if lora["train_backbone"] or lora.get("backbone") == "mean":
+        why = "train_backbone is True" if lora["train_backbone"] else "backbone is 'mean'"
+        raise ValueError(
+            f"{why} in the model's config: its backbone is not the base's, which adapters are of; want experts over the base's "
+            "own; or lora_moe.merge, or to_moe, which keep the backbone as it is"
+        )
     if upcycled is not None and lora["form"] != "block":
         raise ValueError(f"upcycled is {upcycled!r}, form is {lora['form']!r}; want upcycled=None, or form 'block'")
+    if upcycled is not None and Path(upcycled).is_dir():
+        check_upcycled(Path(upcycled), block)
     pairs = {path.format(layer): _pairs_of(module) for layer, module in layers.items()}
     names = [f"expert-{e}" for e in range(block["config"]["num_experts"])]
     with atomic_folder(folder, overwrite) as new:

@@ -24,7 +24,7 @@ from moe_runtime.hf import outputs
 from moe_runtime.hf.configuration import FORMAT, STAGES, ConfigMixin, moe_config
 from moe_runtime.hf.families import FAMILIES, PREFIX
 from moe_runtime.modules.ewa import EWAMLP
-from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
+from moe_runtime.modules.lora import DrawnHalves, LoRAMoE, ZeroHalves
 from moe_runtime.modules.lora_linear import LoRALinear, add_experts
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router, RouterOutput
@@ -54,10 +54,16 @@ class _Model:
                 std = module.config.initializer_range
                 # transformers' functions pass over what a checkpoint has filled; a module's reset_parameters would not
                 init.zeros_(weight) if name.endswith("_bias") else init.normal_(weight, mean=0.0, std=std)
-        elif isinstance(module, LoRAExperts | LoRALinear):
-            for a, b in module.pairs():
-                init.uniform_(a, -(a.shape[2] ** -0.5), a.shape[2] ** -0.5)
-                init.zeros_(b)
+        elif isinstance(module, DrawnHalves | LoRALinear):
+            # a LoRALinear draws its router as the layer that it is, not as Routers above
+            drawn = (*module.gate.parameters(), module.lora_a) if isinstance(module, LoRALinear) else module.values()
+            for weight in drawn:
+                init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+            if isinstance(module, LoRALinear):
+                init.zeros_(module.lora_b)
+        elif isinstance(module, ZeroHalves):
+            for weight in module.values():
+                init.zeros_(weight)
         elif isinstance(module, MergedMLP):
             if not getattr(module.mixing_logits, "_is_hf_initialized", False):
                 module.reset_parameters()
@@ -168,8 +174,11 @@ def install_layers(model: PreTrainedModel) -> None:
     config, path = moe_config(model.config), FAMILIES[block["base_model_type"]].path
     for layer in block["layers"]:
         if block["stage"] == "lora":
-            lora = {name: value for name, value in block["lora"].items() if name != "train_backbone"}
-            module = add_experts(model.get_submodule(path.format(layer)), config, **lora)
+            settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
+            # transformers loads a parameter in the dtype that it was made in
+            dtype = block["lora"].get("dtype")
+            settings["dtype"] = None if dtype is None else getattr(torch, dtype)
+            module = add_experts(model.get_submodule(path.format(layer)), config, **settings)
         elif block["stage"] == "moe":
             module = MoE(config)
         elif block["stage"] == "ewa":

@@ -38,6 +38,18 @@ def gather(values: list) -> list:
     return gather_object(values) if state().num_processes > 1 else values
 
 
+def engine() -> str:
+    """Return what accelerate trains with, as its DistributedType says: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
+    from accelerate.state import AcceleratorState
+
+    state()
+    is_new = not AcceleratorState._shared_state
+    kind = AcceleratorState().distributed_type.value
+    if is_new:
+        AcceleratorState._reset_state()  # a Trainer makes its own, with its own precision
+    return kind
+
+
 def free_memory() -> None:
     """Free the models that nobody uses any more: a Trainer and its callbacks hold each other, and the model."""
     gc.collect()
@@ -45,9 +57,9 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def load_tokenizer(source: str | Path):
+def load_tokenizer(source: str | Path, name: str = "base_model"):
     """Load a tokenizer that can pad on the right: with EOS, as the official XFT code does, where it has no token for it."""
-    tokenizer = _load(AutoTokenizer, source)
+    tokenizer = _load(AutoTokenizer, source, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
@@ -56,23 +68,28 @@ def load_tokenizer(source: str | Path):
 
 def load_model(source: str | Path, dtype: str, device: torch.device | None = None):
     """Load a causal LM in `dtype`, to `device` if given; raises ValueError for what transformers cannot load."""
-    model = _load(AutoModelForCausalLM, source, dtype=getattr(torch, dtype))
+    model = _load(AutoModelForCausalLM, source, "base_model", dtype=getattr(torch, dtype))
     return model if device is None else model.to(device)
+
+
+def load_config(source: str | Path, name: str = "base_model"):
+    """Load a model's config; raises ValueError, with the `name` of the source, for what transformers cannot load."""
+    return _load(AutoConfig, source, name)
 
 
 def routing_of(source: str | Path) -> tuple[int | None, int | None]:
     """Return a model's experts per layer and per token as its config says; None where it does not."""
-    config = _load(AutoConfig, source)
+    config = load_config(source)
     return getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
 
 
-def _load(kind: type, source: str | Path, **settings):
+def _load(kind: type, source: str | Path, name: str, **settings):
     try:
         return kind.from_pretrained(source, **settings)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".:")
         raise ValueError(
-            f"base_model is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
+            f"{name} is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
         ) from error
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,9 +30,11 @@ class History:
 
 
 class Watcher(TrainerCallback):
-    """Fills a History and reports each step."""
+    """Fills a History and reports each step; evaluates after `every` so many, or after those of a list, and at the end."""
 
-    def __init__(self, history: History, evaluate: Callable[[], float] | None, every: int, on_step):
+    def __init__(
+        self, history: History, evaluate: Callable[[], float] | None, every: int | Collection[int], on_step
+    ):
         self.history, self.evaluate, self.every, self.on_step = history, evaluate, every, on_step
         self.loss = math.nan
         self.paused = 0.0
@@ -45,9 +47,11 @@ class Watcher(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.on_step is not None:
             self.on_step(state.global_step, state.max_steps, self.loss)
-        if self.evaluate is not None and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
+        step, every = state.global_step, self.every
+        is_due = step % every == 0 if isinstance(every, int) else step in every
+        if self.evaluate is not None and (is_due or step == state.max_steps):
             start = time.perf_counter()
-            self.history.held_out.append((state.global_step, self.evaluate()))
+            self.history.held_out.append((step, self.evaluate()))
             self.paused += time.perf_counter() - start
 
 
@@ -106,7 +110,12 @@ class Recorder(Watcher):
     NAME = "history.json"
 
     def __init__(
-        self, history: History, take: Callable[[], tuple[float, tuple]], every: int, on_step, best: Best | None = None
+        self,
+        history: History,
+        take: Callable[[], tuple[float, tuple]],
+        every: int | Collection[int],
+        on_step,
+        best: Best | None = None,
     ):
         super().__init__(history, self._take, every, on_step)
         self.take, self.last, self.start, self.before, self.best = take, ([], []), 0.0, 0.0, best

@@ -21,6 +21,7 @@ from moe_runtime.hf.expert_models import each_row, loader, row_means
 from moe_runtime.hf.families import family_of
 from moe_runtime.hf.layers import OpenCall
 from moe_runtime.hf.outputs import share_of_batch
+from moe_runtime.hf.training import MoETrainer
 
 NAME = "routing_vector"  # of the parameter that an MLP gets
 
@@ -76,17 +77,16 @@ class RoutingVectors:
     def measure(self, rows, tokenizer, batch_size: int, bf16: bool = False) -> "Measured":
         """Return L_lm on tokenized `rows` and how much the vectors fire there; every process must call."""
 
-        def take(batch: dict) -> list[tuple]:
+        def take(model, batch: dict) -> list[tuple]:
             labels = batch.pop("labels")
-            with torch.autocast(labels.device.type, torch.bfloat16, enabled=bf16):
-                out = self.model(**batch, use_cache=False)
+            out = model(**batch, use_cache=False)
             mask = batch["attention_mask"] != 0
             fired = (self._last.sigmoid().to(mask.device) * mask).double().sum(2).t()  # [B, L]
             counts = (labels[:, 1:] != -100).sum(1).tolist()
             return list(zip(row_means(out.logits, labels), counts, fired.tolist(), mask.sum(1).tolist(), strict=True))
 
         try:
-            found = each_row(self.model, rows, tokenizer, batch_size, take)
+            found = each_row(self.model, rows, tokenizer, batch_size, take, bf16)
         finally:
             self._last = None
         losses, counts, fired, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*found))
@@ -116,6 +116,28 @@ class RoutingVectors:
 
     def _forget(self) -> None:
         self._logits, self._kwargs = [], {}
+
+
+class VectorTrainer(MoETrainer):
+    """MoETrainer with a learning rate of the vectors' own, on the same schedule; None: that of the rest."""
+
+    def __init__(self, *args, vector_rate: float | None, **kwargs):
+        self.vector_rate = vector_rate
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model=None):
+        """Make the optimizer as transformers does, with the vectors in a group of their own beside each of its groups."""
+        is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
+        if not is_new or self.vector_rate is None:
+            return optimizer
+        named = (self.model if model is None else model).named_parameters()
+        vectors = {parameter for name, parameter in named if name.endswith(f".{NAME}")}
+        for group in list(optimizer.param_groups):
+            own = [parameter for parameter in group["params"] if parameter in vectors]
+            if own:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in vectors]
+                optimizer.add_param_group(group | {"params": own, "lr": self.vector_rate})
+        return optimizer
 
 
 class Measured(NamedTuple):

@@ -12,23 +12,40 @@ from moe_runtime.hf.tokenizer import pair_collator
 
 
 @torch.no_grad()
-def each_row(model, rows, take: Callable, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> list:
-    """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in eval mode.
+def each_row(
+    model,
+    rows,
+    take: Callable,
+    *,
+    collator: Callable,
+    batch_size: int = 32,
+    bf16: bool = False,
+    by_length: bool = False,
+    device: torch.device | None = None,
+) -> list:
+    """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
 
-    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast.
+    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
+    `by_length` puts rows of about one length into a batch, `device` is that of the batches, the process's unless given.
     """
     from accelerate.utils import send_to_device
 
-    rank, ranks, device = state().process_index, state().num_processes, state().device
+    rank, ranks, device = state().process_index, state().num_processes, device or state().device
+    order = range(len(rows))
+    if by_length:
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        order = sorted(order, key=lambda place: -lengths[place])
     # as many for every rank: the forward pass of a split model waits for the others
-    places = [min(rank + i * ranks, len(rows) - 1) for i in range(math.ceil(len(rows) / ranks))]
+    places = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(math.ceil(len(rows) / ranks))]
     training, bf16 = model.training, bf16 or needs_autocast(model)
     model.eval()
     found = []
-    for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            found += take(model, send_to_device(batch, device))
-    model.train(training)
+    try:
+        for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                found += take(model, send_to_device(batch, device))
+    finally:
+        model.train(training)
     by_place = dict(gather(list(zip(places, found, strict=True))))
     return [by_place[place] for place in range(len(rows))]
 
@@ -40,12 +57,17 @@ def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False)
     """
 
     def take(model, batch: dict) -> list[tuple[float, int]]:
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-        return sums_of(losses, labels)
+        labels = batch.pop("labels")
+        return token_sums(model(**batch, use_cache=False).logits, labels)
 
     return means_of(each_row(model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16))
+
+
+def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
+    """Return the sum of the label tokens' losses of each row, and their number; `logits` [B, S, V], `labels` [B, S]."""
+    logits, labels = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return sums_of(losses, labels)
 
 
 def sums_of(losses: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:

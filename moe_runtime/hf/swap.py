@@ -39,7 +39,7 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance:
     layers = check_layers(model.config.num_hidden_layers, layers)
     mlps = {layer: model.get_submodule(family.path.format(layer)) for layer in layers}
     for layer, mlp in mlps.items():
-        _refuse_offloaded(mlp, family.path.format(layer))
+        refuse_offloaded(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
     run = {layers[0], layers[len(layers) // 2], layers[-1]}
     run |= {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
@@ -90,7 +90,7 @@ def check_stock(model: nn.Module, config: MoEConfig, layers: Sequence[int] | Non
         raise ValueError(
             f"model is {type(model).__name__}; want {stock.__name__} itself; unwrap it, and merge adapters (merge_and_unload)"
         )
-    _refuse_offloaded(model, type(model).__name__, recurse=False)
+    refuse_offloaded(model, type(model).__name__, recurse=False)
     layers = check_layers(model.config.num_hidden_layers, layers)
     for layer in layers:
         _check_shape(model.get_submodule(family.path.format(layer)), family, config, layer)
@@ -238,9 +238,9 @@ def _swappable(model: nn.Module) -> dict[int, nn.Module]:
         raise ValueError(
             "the model's stage is 'lora'; want whole experts; lora_moe.to_moe makes them, lora_moe.merge a dense model"
         )
-    _refuse_offloaded(model, type(model).__name__, recurse=False)
+    refuse_offloaded(model, type(model).__name__, recurse=False)
     for layer, module in modules.items():
-        _refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
+        refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
         if type(module.experts) is not Experts:
             raise ValueError(
                 f"layer {layer}'s experts are {type(module.experts).__name__}; want Experts; merge adapters "
@@ -254,7 +254,8 @@ def _swappable(model: nn.Module) -> dict[int, nn.Module]:
     return modules
 
 
-def _refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
+def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
+    """Raise ValueError where accelerate moves the weights of `module`, at `path`, or they are on the meta device."""
     if any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module])):
         raise ValueError(
             f"{path} carries accelerate's hooks; want weights that stay where they are; load the model without "

@@ -20,20 +20,23 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice
-from moe_runtime.hf.ultrafuser_generation import FuserGeneration, run
+from moe_runtime.hf.ultrafuser_generation import FuserGeneration
 from moe_runtime.hf.ultrafuser_heads import gate_weight, head_of, logits_of, loss_of
-from moe_runtime.hf.ultrafuser_inputs import check_template, left_padded
+from moe_runtime.hf.ultrafuser_inputs import check_answers, check_prompts, check_template
 from moe_runtime.hf.ultrafuser_specialists import (
+    check_specialists,
+    device_map,
     encoder_of,
     fingerprint,
     names_of,
     one_each,
-    open_model,
+    open_models,
     paths_of,
     tokenizers_of,
     trains,
     unchanged_keys,
 )
+from moe_runtime.hf.ultrafuser_states import device_of, run
 from moe_runtime.modules.fuser import FuserGate
 
 REDUCTIONS = ("mean", "sample")
@@ -94,20 +97,11 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         dtype: str | torch.dtype = "auto",
     ):
         check_choice("loss_reduction", loss_reduction, REDUCTIONS)
-        if isinstance(specialists, (str, os.PathLike, nn.Module)) or len(specialists) < 2:
-            said = type(specialists).__name__ if isinstance(specialists, nn.Module) else f"{len(specialists)} long"
-            raise ValueError(f"specialists is {said}; want a list of at least two models or folders")
+        check_specialists(specialists)
         paths, names = paths_of(specialists), names_of(specialists, names)
         templates = one_each("templates", templates, len(names))
         tokenizers = tokenizers_of(specialists, one_each("tokenizer", tokenizer, len(names)))
-        models = [open_model(one, dtype=dtype) for one in specialists]
-        for name, model in zip(names, models, strict=True):
-            if not isinstance(model, PreTrainedModel):
-                raise ValueError(
-                    f"specialist {name!r} is {type(model).__name__}; want a causal LM; of peft's, get_base_model()"
-                )
-        if len(set(map(id, models))) < len(models):
-            raise ValueError("specialists holds one model twice; want a model for each; load it again")
+        models = open_models(specialists, names, dtype=dtype)
         heads = [head_of(model, name) for model, name in zip(models, names, strict=True)]
         vocab_size = min(head.linear.out_features for head in heads)
         hidden_sizes = [head.linear.in_features for head in heads]
@@ -122,31 +116,34 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
             )
         )  # fmt: skip
         self.specialists = nn.ModuleList(models)
-        self.gate = FuserGate(hidden_sizes, kind=gate, joint=joint, device=heads[0].linear.weight.device)
+        self.gate = FuserGate(hidden_sizes, kind=gate, joint=joint, device=device_of(heads[0].linear))
         self.names, self.templates, self.encoder, self._heads = names, templates, encoder, heads
         self.fingerprints = [fingerprint(model) for model in models]
+        # those that were read from their folders here: their weights need no proof
+        self.opened = {s for s, one in enumerate(specialists) if not isinstance(one, nn.Module)}
         self.touched: set[int] = set()  # specialists that have been run for a gradient
         self._keys_to_ignore_on_save = {key for key in self.state_dict() if key.startswith("specialists.")}
         self._collect()
 
     def _collect(self) -> None:
         """Take over what transformers asks of the outer model; its own post_init would initialise the specialists anew."""
-        self.all_tied_weights_keys, ends = {}, []
+        self.all_tied_weights_keys = {}
         for s, model in enumerate(self.specialists):
             tied = getattr(model, "all_tied_weights_keys", None) or {}
             self.all_tied_weights_keys |= {f"specialists.{s}.{a}": f"specialists.{s}.{b}" for a, b in tied.items()}
-            end = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
-            ends += end if isinstance(end, list) else [end]
         self._no_split_modules = sorted({name for m in self.specialists for name in m._no_split_modules or ()})
-        settings = self.generation_config
-        if self.encoder is not None:
-            ends.append(self.encoder.tokenizer.eos_token_id)
-            settings.pad_token_id = self.encoder.pad_token_id
-            settings.bos_token_id = self.encoder.tokenizer.bos_token_id
-        ends = sorted({end for end in ends if end is not None and end < self.config.vocab_size})
-        settings.eos_token_id = ends or None
-        if settings.pad_token_id is None and ends:
-            settings.pad_token_id = ends[0]
+        self._collect_settings()
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where the parts are, as accelerate says it; absent, as on any model, where all are on one device.
+
+        Trainer then leaves them there and accelerate refuses to copy the model to several processes.
+        """
+        places = device_map(self)
+        if len(set(places.values())) == 1:
+            raise AttributeError("hf_device_map")
+        return places
 
     def freeze_specialists(self) -> "UltraFuser":
         """Train the gate alone (stage 1): the specialists run without gradients or dropout and stay as they are."""
@@ -198,7 +195,16 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         generate() asks for; its attention_mask is not needed. Specialists may be on devices of their own; what comes out
         is on the first one's.
         """
+        if getattr(self, "_is_replica", False):
+            raise ValueError(
+                "model is a replica of torch.nn.DataParallel; want a process per device, which torchrun starts; or a device "
+                "per specialist"
+            )
         if input_ids is not None:
+            if response_ids is not None or labels is not None:
+                raise ValueError(
+                    "input_ids is given with response_ids or labels; want response_ids and labels for a loss"
+                )
             out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)
         else:
             prompts, items = self._prompts(prompt_ids, prompt_mask), num_items_in_batch
@@ -210,23 +216,14 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     def _prompts(self, ids, mask) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each specialist's prompts, padded on the left, and their masks; raises ValueError unless they fit."""
-        S = len(self.specialists)
-        want = f"want {S} tensors [B, P_s], one per specialist; fuser.encode makes them"
-        for name, tensors in (("prompt_ids", ids), ("prompt_mask", mask)):
-            if tensors is None or len(tensors) != S:
-                raise ValueError(f"{name} is {'None' if tensors is None else f'of length {len(tensors)}'}; {want}")
-        for s, (i, m) in enumerate(zip(ids, mask, strict=True)):
-            if i.dim() != 2 or i.shape[1] == 0 or i.shape != m.shape or len(i) != len(ids[0]):
-                raise ValueError(f"prompt_ids[{s}] is {tuple(i.shape)}, prompt_mask[{s}] {tuple(m.shape)}; {want}")
-            if m.device.type == "cpu" and not m.bool().any(1).all():
-                raise ValueError(f"prompt_mask[{s}] has a row of zeros; want at least one token in each prompt")
-        return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
+        return check_prompts(ids, mask, [model.get_input_embeddings().weight.shape[0] for model in self.specialists])
 
     def _answers(self, prompts, response_ids, labels, want_logits, reduction, backend) -> UltraFuserOutput:
-        B = len(prompts[0][0])
-        if response_ids is None or response_ids.dim() != 2 or len(response_ids) != B or not response_ids.shape[1]:
-            shape = None if response_ids is None else tuple(response_ids.shape)
-            raise ValueError(f"response_ids is {shape}, with {B} prompts; want [{B}, R]")
+        check_answers(response_ids, len(prompts[0][0]), self.config.vocab_size)
+        if labels is None and self.training and torch.is_grad_enabled() and not want_logits:
+            raise ValueError(
+                "labels is None, in training mode; want labels [B, R]; of a Trainer's settings, label_smoothing_factor=0"
+            )
         if labels is not None and labels.shape != response_ids.shape:
             raise ValueError(
                 f"labels is {tuple(labels.shape)}, response_ids {tuple(response_ids.shape)}; want one shape"
@@ -298,4 +295,8 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         """Load a folder as `ultrafuser.load` does."""
         from moe_runtime.hf.ultrafuser_folders import load
 
+        if unknown := sorted(kwargs.keys() - {"specialists", "dtype", "device"}):
+            raise ValueError(
+                f"{', '.join(unknown)} is given; want specialists, dtype, device, as ultrafuser.load takes"
+            )
         return load(folder, **kwargs)

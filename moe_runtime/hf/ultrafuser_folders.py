@@ -3,6 +3,7 @@
 fuser_config.json     {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
                       each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
 gate.safetensors      the gate's parameters, float32
+generation_config.json  what generate does by default
 specialists/<name>    a copied specialist: a folder of transformers with its tokenizer; its path is this
 tokenizers/<name>     the tokenizer of one that is not copied
 """
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.config import check_choice
@@ -21,7 +24,14 @@ from moe_runtime.files import atomic_folder, atomic_write_json, check_out_dir, r
 from moe_runtime.hf.rope import write_legacy_rope
 from moe_runtime.hf.ultrafuser import UltraFuser
 from moe_runtime.hf.ultrafuser_inputs import check_tokenizers
-from moe_runtime.hf.ultrafuser_specialists import fingerprint, has_changed, one_each, open_model, tokenizers_of
+from moe_runtime.hf.ultrafuser_specialists import (
+    check_reference,
+    fingerprint,
+    has_changed,
+    one_each,
+    open_model,
+    tokenizers_of,
+)
 
 CONFIG, GATE, COPIES, TOKENIZERS = "fuser_config.json", "gate.safetensors", "specialists", "tokenizers"
 FORMAT = 1
@@ -39,22 +49,19 @@ def save(
     """Write a folder that `load` reads: the gate and, by "reference", where the specialists are; by "copy" they too.
 
     Of several processes that hold the whole model, one calls.
-    Raises ValueError, with nothing written, for a reference to a specialist that has no path or has changed, and for a copy
-    of one with an adapter.
+    Raises ValueError, with nothing written, for a specialist with an adapter, and for a reference to one that has no path,
+    is not as its folder has it, or is inside `folder`, which is replaced.
     """
     check_choice("specialists", specialists, MODES)
     folder = check_out_dir(folder, overwrite)
     paths = [one["path"] for one in fuser.config.specialists]
-    if specialists == "reference":
-        for s, (name, path) in enumerate(zip(fuser.names, paths, strict=True)):
-            reason = "was loaded from no folder" if path is None else "has changed since it was loaded"
-            if path is None or has_changed(fuser, s):
-                raise ValueError(f"specialists is 'reference', and {name!r} {reason}; want specialists='copy'")
-    for name, model in zip(fuser.names, fuser.specialists, strict=True):
-        if specialists == "copy" and any(hasattr(module, "base_layer") for module in model.modules()):
+    for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
+        if any(hasattr(module, "base_layer") for module in model.modules()):
             raise ValueError(
                 f"specialist {name!r} has an adapter; want it merged; peft's merge_and_unload does it in place"
             )
+        if specialists == "reference":
+            check_reference(fuser, s, folder)
     with atomic_folder(folder, overwrite) as tmp:
         described = []
         for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
@@ -73,6 +80,7 @@ def save(
         # save_file leaves 0600; give what any new file here would get
         (tmp / GATE).chmod(tmp.stat().st_mode & 0o666)
         gate = {"kind": fuser.gate.kind, "joint": fuser.gate.joint, "hidden_sizes": list(fuser.gate.hidden_sizes)}
+        fuser.generation_config.save_pretrained(tmp)
         values = {"format": FORMAT, "gate": gate, "loss_reduction": fuser.config.loss_reduction}
         atomic_write_json(tmp / CONFIG, values | {"specialists": described})
     return folder
@@ -104,8 +112,11 @@ def load(
         joint=config["gate"]["joint"],
         loss_reduction=config["loss_reduction"],
     )
+    fuser.opened = set(range(len(parts)))
     _check_weights(fuser, parts)
     load_gate(fuser, folder)
+    if Path(folder, GENERATION_CONFIG_NAME).is_file():
+        fuser.generation_config = GenerationConfig.from_pretrained(folder)
     return fuser.eval()
 
 

@@ -5,18 +5,19 @@ transformers' loop sees the answer alone: its logits processors and stopping cri
 so does the caller. What the loop grows, prunes and copies per row (beams, several sequences) are the caches together.
 """
 
-import inspect
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation import GenerationMode
 
-from moe_runtime.hf.ultrafuser_heads import inner_model
+from moe_runtime.hf.ultrafuser_inputs import check_answers
+from moe_runtime.hf.ultrafuser_states import device_of
 
 # what transformers' generate takes and ours makes
 _TAKEN = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values"}
+# what needs the prompts or the states of one model
+_PLAIN = {"guidance_scale": 1, "output_hidden_states": False, "output_attentions": False}
 
 
 class FuserCache(Cache):
@@ -42,26 +43,6 @@ class FuserCache(Cache):
         return False
 
 
-def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.Tensor, cache: Cache | None = None):
-    """Return the last hidden states of prompts `ids` [B, P], `mask`, padded on the left, followed by `answer` [B, R].
-
-    [B, P + R, H]; with a cache that holds something, the answer's last token alone: [B, 1, H].
-    """
-    inner, device = inner_model(model), model.get_input_embeddings().weight.device
-    ids, mask, answer = ids.to(device), mask.to(device), answer.to(device)
-    # the answer's padding is behind all that counts
-    mask = torch.cat([mask, mask.new_ones(answer.shape)], 1)
-    positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-    ids = torch.cat([ids, answer], 1)
-    if cache is not None and cache.get_seq_length():
-        new = ids.shape[1] - cache.get_seq_length()
-        ids, positions = ids[:, -new:], positions[:, -new:]
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": cache is not None, "past_key_values": cache}
-    if "position_ids" in inspect.signature(inner.forward).parameters:
-        inputs["position_ids"] = positions
-    return inner(**inputs, return_dict=True).last_hidden_state
-
-
 class FuserGeneration(GenerationMixin):
     """What the model adds to transformers' loop."""
 
@@ -81,22 +62,25 @@ class FuserGeneration(GenerationMixin):
         """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what transformers returns.
 
         `response_ids` [B, n] are beginnings of the answers, without padding; the result starts with them. `kwargs` are
-        transformers': max_new_tokens, do_sample, num_beams, streamer, ... Raises ValueError for what needs another model
-        or the prompts' ids (assisted generation, prompt lookup).
+        transformers': max_new_tokens, do_sample, num_beams, streamer, ... Raises ValueError for what needs another model,
+        one model's states or the prompts' ids (assisted generation, guidance, prompt lookup), and for a specialist whose
+        cache does not count tokens (Mamba) unless use_cache is False.
         """
         if given := sorted(_TAKEN & kwargs.keys()):
             raise ValueError(f"{', '.join(given)} is given; want prompt_ids and prompt_mask; fuser.encode makes them")
         prompts = self._prompts(prompt_ids, prompt_mask)
-        device = self.gate.score.weight.device
-        start = prompts[0][0].new_empty(len(prompts[0][0]), 0) if response_ids is None else response_ids
+        rows, device = len(prompts[0][0]), self.gate.score.weight.device
+        start = prompts[0][0].new_empty(rows, 0) if response_ids is None else response_ids
+        check_answers(start, rows, self.config.vocab_size, least=0)
         if labels is not None and (labels == -100).any():
             raise ValueError("response_ids is padded; want beginnings of one length; or answers one at a time")
         settings = kwargs.get("generation_config") or self.generation_config
-        caches = []
-        if kwargs.pop("use_cache", settings.use_cache) is not False:
-            configs = (model.config.get_text_config(decoder=True) for model in self.specialists)
-            caches = [DynamicCache(config=config) for config in configs]
-        places = [model.get_input_embeddings().weight.device for model in self.specialists]
+        for name, plain in _PLAIN.items():
+            value = kwargs.get(name, getattr(settings, name, None))
+            if value is not None and value != plain:
+                raise ValueError(f"{name} is {value}; want {plain}: each specialist has prompts and states of its own")
+        caches = self._new_caches() if kwargs.pop("use_cache", settings.use_cache) is not False else []
+        places = [device_of(model.get_input_embeddings()) for model in self.specialists]
         ids, mask = zip(*((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True)
         return super().generate(
             start.to(device),
@@ -109,9 +93,42 @@ class FuserGeneration(GenerationMixin):
             **kwargs,
         )
 
+    def generate_batch(self, *_, **__):
+        """Raise ValueError: transformers' continuous batching runs one model with one prompt."""
+        raise ValueError("generate_batch runs one model; want generate, which takes prompts of any lengths at once")
+
+    def _collect_settings(self) -> None:
+        """Set the ids that end, begin and pad an answer: every specialist's ends, as far as all have them."""
+        settings, ends = self.generation_config, []
+        for model in self.specialists:
+            end = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+            ends += end if isinstance(end, list) else [end]
+        if self.encoder is not None:
+            ends.append(self.encoder.tokenizer.eos_token_id)
+            settings.pad_token_id = self.encoder.pad_token_id
+            settings.bos_token_id = self.encoder.tokenizer.bos_token_id
+        ends = sorted({end for end in ends if end is not None and end < self.config.vocab_size})
+        settings.eos_token_id = ends or None
+        if settings.pad_token_id is None and ends:
+            settings.pad_token_id = ends[0]
+
+    def _new_caches(self) -> list[Cache]:
+        """Return an empty cache for each specialist; raises ValueError for one that would not count its tokens."""
+        caches = []
+        for name, model in zip(self.names, self.specialists, strict=True):
+            caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
+            try:
+                caches[-1].get_seq_length()
+            except ValueError as error:
+                raise ValueError(
+                    f"specialist {name!r} is {type(model).__name__}, whose cache counts no tokens; want use_cache=False"
+                ) from error
+        return caches
+
     def complete(self, prompts: Sequence, *, system: str | None = None, **kwargs) -> list[str]:
         """Return the answers to prompts, texts or chats, as text without special tokens; `kwargs` are generate's."""
-        out = self.generate(**self.encode(prompts, system=system), **kwargs)
+        inputs = self.encode(prompts, system=system)
+        out = self.generate(**inputs, **{"tokenizer": self.encoder.tokenizer} | kwargs)
         ids = out if isinstance(out, torch.Tensor) else out.sequences
         return self.encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
 

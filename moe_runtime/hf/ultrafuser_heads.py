@@ -8,16 +8,19 @@ with an adapter, quantised or loaded piece by piece) it goes in chunks of tokens
 each chunk's logits are computed again in the backward pass.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from moe_runtime.hf.ultrafuser_states import device_of, inner_model, padding_error
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss, mix_logits
 from moe_runtime.ops.fusion import fuse_logits
 
 PROBE = 1e-2  # relative difference between a head's logits and its model's, beyond what bfloat16 rounds
+PADDING = 0.03  # relative difference between states with and without padding, beyond what many layers of bfloat16 round
 
 
 class Head(NamedTuple):
@@ -43,19 +46,16 @@ class Head(NamedTuple):
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., V_s] of last states [..., H_s], on the head's device."""
         linear = self.linear
-        device = linear.weight.device
-        logits = linear(h if device.type == "meta" else h.to(device))
+        logits = linear(h.to(device_of(linear)))
         logits = logits * self.scale if self.scale != 1.0 else logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-def inner_model(model: nn.Module) -> nn.Module:
-    """Return the part of a causal LM that ends in the last hidden states: its head does not run on all positions."""
-    return getattr(model, model.base_model_prefix or "model", model)
-
-
 def head_of(model, name: str) -> Head:
-    """Return the head of a causal LM, tried on a few tokens; raises ValueError if its logits come about otherwise."""
+    """Return the head of a causal LM, tried on a few tokens where it has weights.
+
+    Raises ValueError if its logits come about otherwise, or if it sees tokens that are masked.
+    """
     linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     if not hasattr(linear, "out_features") or inner_model(model) is model:
         raise ValueError(
@@ -64,26 +64,40 @@ def head_of(model, name: str) -> Head:
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     head = Head(model, float(scale), getattr(config, "final_logit_softcapping", None))
-    if linear.weight.device.type != "meta":
-        error = _probe(model, head)
+    if device_of(linear).type != "meta":
+        with _evaluating(model):
+            error, shift = _probe(model, head), padding_error(model)
         if not error <= PROBE:
             raise ValueError(
                 f"specialist {name!r} is {type(model).__name__}, whose logits differ by {error:.1e} from those of its head "
                 "on its last states; want a model with logits of the form cap(scale (W h + b))"
             )
+        if not shift <= PADDING:
+            raise ValueError(
+                f"specialist {name!r} is {type(model).__name__}, whose states differ by {shift:.1e} where masked tokens stand "
+                "before a prompt; want a model that heeds attention_mask: a batch's prompts are padded"
+            )
     return head
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a block with a model in eval mode; each of its modules gets its own mode back."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
 
 
 @torch.no_grad()
 def _probe(model, head: Head) -> float:
     """Return the relative difference of the two ways to a few tokens' logits."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
+    ids = torch.arange(4, device=device_of(model.get_input_embeddings()))[None]
     want = model(input_ids=ids, use_cache=False).logits.float()
     got = head(inner_model(model)(input_ids=ids, use_cache=False)[0]).float()
-    for module, mode in training.items():
-        module.training = mode
     return ((got - want.to(got.device)).norm() / want.norm().clamp_min(1e-30)).item()
 
 

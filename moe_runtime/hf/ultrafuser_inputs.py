@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-# Table 7; every text template follows the tokenizer's BOS, which is the <s> of CodeLlama's
+# Table 7; a text template follows the BOS that the tokenizer puts before texts, which is the <s> of CodeLlama's
 TEMPLATES = {
     "ultralm": "User: {prompt}\nAssistant: ",
     "codellama": "[INST] {prompt} [/INST]",
@@ -83,6 +83,8 @@ class Encoder:
 
     def answer(self, text: str, end: bool = True) -> list[int]:
         """Return the ids of an answer, with EOS behind it if `end`; raises ValueError for ids that not all have."""
+        if not isinstance(text, str):
+            raise ValueError(f"response is {text!r}; want a text")
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
         ids = ids + [eos] if end and eos is not None else ids
@@ -132,7 +134,11 @@ class Encoder:
 
 
 def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[str, str]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
+        raise ValueError(f"prompt is {prompt!r}; want a text, or a list of messages with role and content")
+    messages = [dict(turn) for turn in prompt]
     for turn in messages:
         if not {"role", "content"} <= turn.keys() or not isinstance(turn["content"], str):
             raise ValueError(f"prompt has the turn {turn!r}; want a role and, as content, text")
@@ -163,8 +169,42 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     # in one pass: a prompt may have braces, even these
     text = re.sub(r"\{(prompt|system)\}", lambda match: values[match[1]], template)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    bos = tokenizer.bos_token_id
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    # some have a BOS that they put before nothing: GPT-2's is its EOS
+    puts_bos = tokenizer.encode(text, add_special_tokens=True)[:1] == bos
+    return ids if not puts_bos or ids[:1] == bos else [*bos, *ids]
+
+
+def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids.
+
+    Raises ValueError unless they fit; what is in them is looked at on the CPU only, where nothing has to wait for it.
+    """
+    want = f"want {len(sizes)} tensors [B, P_s], one per specialist; fuser.encode makes them"
+    for name, tensors in (("prompt_ids", ids), ("prompt_mask", mask)):
+        if tensors is None or len(tensors) != len(sizes):
+            raise ValueError(f"{name} is {'None' if tensors is None else f'of length {len(tensors)}'}; {want}")
+    for s, (i, m, size) in enumerate(zip(ids, mask, sizes, strict=True)):
+        if i.dim() != 2 or i.shape[1] == 0 or i.shape != m.shape or len(i) != len(ids[0]):
+            raise ValueError(f"prompt_ids[{s}] is {tuple(i.shape)}, prompt_mask[{s}] {tuple(m.shape)}; {want}")
+        if m.device.type == "cpu" and not m.bool().any(1).all():
+            raise ValueError(f"prompt_mask[{s}] has a row of zeros; want at least one token in each prompt")
+        _check_ids(f"prompt_ids[{s}]", i, size)
+    return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
+
+
+def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: int = 1) -> None:
+    """Raise ValueError unless `ids` are answers [rows, R >= least] of ids that all specialists have."""
+    if ids is None or ids.dim() != 2 or len(ids) != rows or ids.shape[1] < least:
+        shape = None if ids is None else tuple(ids.shape)
+        raise ValueError(f"response_ids is {shape}, with {rows} prompts; want [{rows}, R]")
+    _check_ids("response_ids", ids, vocab_size)
+
+
+def _check_ids(name: str, ids: torch.Tensor, size: int) -> None:
+    if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < size):
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"{name} hold {wrong}; want ids from 0 to {size - 1}, padding too")
 
 
 def left_padded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

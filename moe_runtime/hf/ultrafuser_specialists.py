@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moe_runtime.files import is_plain_name
 from moe_runtime.hf.ultrafuser_inputs import CHAT, Encoder, check_template, check_tokenizers
 
-CHUNK = 1 << 24  # numbers that are looked at together
+CHUNK = 1 << 23  # bytes that are looked at together, a cache's worth
+
+
+def check_specialists(specialists: Sequence) -> None:
+    """Raise ValueError for anything but a list of two or more."""
+    if isinstance(specialists, (str, os.PathLike, nn.Module)) or len(specialists) < 2:
+        said = type(specialists).__name__ if isinstance(specialists, nn.Module) else f"{len(specialists)} long"
+        raise ValueError(f"specialists is {said}; want a list of at least two models or folders")
 
 
 def paths_of(specialists: Sequence) -> list[str | None]:
@@ -36,6 +44,19 @@ def open_model(source, dtype="auto") -> PreTrainedModel:
         ) from error
 
 
+def open_models(specialists: Sequence, names: Sequence[str], dtype="auto") -> list[PreTrainedModel]:
+    """Load the specialists that are folders; raises ValueError for what is no model of transformers' own, or one twice."""
+    models = [open_model(one, dtype=dtype) for one in specialists]
+    for name, model in zip(names, models, strict=True):
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"specialist {name!r} is {type(model).__name__}; want a causal LM; of peft's, get_base_model()"
+            )
+    if len(set(map(id, models))) < len(models):
+        raise ValueError("specialists holds one model twice; want a model for each; load it again")
+    return models
+
+
 def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
     """Return a tokenizer for each specialist: the one given, else the one in its folder, else None."""
     found = []
@@ -57,7 +78,7 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
 def fingerprint(model: nn.Module) -> str | None:
     """Return what tells a model's weights from changed ones, in one pass over them where they are; None without weights.
 
-    Of each tensor's bits, as integers: their sum and their sum weighted by place, modulo 2^64.
+    Of each tensor's bytes, eight as one integer: the sum and the sum weighted by place, modulo 2^64.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -65,30 +86,70 @@ def fingerprint(model: nn.Module) -> str | None:
         if tensor.device.type == "meta":
             return None
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        flat = tensor.detach().contiguous().view(-1).view(bits)
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        place = torch.arange(1, min(flat.numel(), CHUNK) // 8 + 2, device=flat.device)
         for start in range(0, flat.numel(), CHUNK):
-            part = flat[start : start + CHUNK].long()
-            place = torch.arange(1, part.numel() + 1, device=part.device)
-            digest.update(str((int(part.sum()), int((part * place).sum()))).encode())
+            part = flat[start : start + CHUNK]
+            if part.numel() % 8 or part.storage_offset() % 8:
+                part = F.pad(part, (0, -part.numel() % 8))
+            part = part.view(torch.int64)
+            digest.update(str((int(part.sum()), int((part * place[: len(part)]).sum()))).encode())
     return digest.hexdigest()
 
 
 def has_changed(fuser, s: int) -> bool:
     """Whether specialist `s` has other weights than when the fuser was made.
 
-    Of one that is split over processes, whether it was run for a gradient since: looking would need all processes.
+    Of one that is split over processes or offloaded, whether it was run for a gradient since: looking would need all
+    processes, or all its weights.
     """
-    model, known = fuser.specialists[s], fuser.fingerprints[s]
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        return s in fuser.touched
-    return known is None or fingerprint(model) != known
+    model = fuser.specialists[s]
+    is_split = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    now = None if is_split else fingerprint(model)
+    return s in fuser.touched if now is None else now != fuser.fingerprints[s]
 
 
 def unchanged_keys(fuser) -> set[str]:
-    """Return the keys of specialists that are as they were: a checkpoint need not hold them."""
-    same = [s for s in range(len(fuser.specialists)) if not has_changed(fuser, s)]
+    """Return the keys of specialists that are as they were and stay so: a checkpoint need not hold them.
+
+    One that trains is held before it has moved: who goes back to this checkpoint wants it as it was.
+    """
+    at_rest = [s for s, model in enumerate(fuser.specialists) if not trains(model) and s not in fuser.touched]
+    same = [s for s in at_rest if not has_changed(fuser, s)]
     return {f"specialists.{s}.{key}" for s in same for key in fuser.specialists[s].state_dict()}
+
+
+def check_reference(fuser, s: int, folder: Path) -> None:
+    """Raise ValueError unless specialist `s` can be read again from where it came once `folder` has been written.
+
+    One that was given as a model is read from its folder here, to compare.
+    """
+    name, path, model = fuser.names[s], fuser.config.specialists[s]["path"], fuser.specialists[s]
+    if path is not None and os.path.isabs(path) and Path(os.path.realpath(path)).is_relative_to(folder):
+        raise ValueError(
+            f"folder is {folder}, in which specialist {name!r} is, at {path}; want specialists='copy' or another folder"
+        )
+    if path is None:
+        reason = "was loaded from no folder"
+    elif has_changed(fuser, s):
+        reason = "has changed since it was loaded"
+    elif s not in fuser.opened and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]:
+        reason = f"has other weights than {path}"
+    else:
+        fuser.opened.add(s)
+        return
+    raise ValueError(f"specialists is 'reference', and {name!r} {reason}; want specialists='copy'")
+
+
+def device_map(fuser) -> dict[str, str]:
+    """Return the devices of a fuser's gate and specialists, of one that accelerate has spread those of its parts."""
+    places = {"gate": fuser.gate.score.weight.device}
+    for s, model in enumerate(fuser.specialists):
+        own = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
+        places |= {f"specialists.{s}.{part}".rstrip("."): device for part, device in own.items()}
+    # accelerate writes a number for one of the accelerator's devices
+    kind = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
+    return {part: f"{kind}:{d}" if isinstance(d, int) else str(d) for part, d in places.items()}
 
 
 def one_each(name: str, value, count: int) -> list:

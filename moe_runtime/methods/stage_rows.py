@@ -1,10 +1,12 @@
 """The rows and texts that a recipe names: read, told apart from those held out, tokenized."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from moe_runtime import data
-from moe_runtime.methods.domains import DOMAINS, domain_rows, domain_text
+from moe_runtime.methods.domains import DOMAINS, SUMS, domain_rows, domain_text
 from moe_runtime.methods.recipe import Pretrain, Recipe
+
+TEMPLATES = {"magicoder": data.MAGICODER_CHAT, "deepseek": data.DEEPSEEK_CHAT}  # that a way to put prompts brings along
 
 
 def tokenized(tokenizer, recipe: Recipe) -> tuple:
@@ -28,15 +30,49 @@ def tokenized(tokenizer, recipe: Recipe) -> tuple:
 def domain_pairs(domain) -> tuple:
     """Return the rows of a recipe's domain, to train on and held out, not tokenized; no row is in both.
 
-    `domain` has train, split, held_out, held_out_split and held_out_rows; of a built-in one these are all its held-out rows.
+    `domain` has train, split, limit, held_out, held_out_split and held_out_rows; of a built-in one these are all its held-out
+    rows. Rows of a file come shuffled, always alike: a limit takes some of all, not the first.
     """
     if domain.train in DOMAINS:
-        return tuple(domain_rows(domain.train))
+        asked = max(domain.limit or 0, domain.held_out_rows)
+        # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
+        return tuple(domain_rows(domain.train, limit=asked + asked // 8 if asked > SUMS else None))
     rows = data.read_rows(domain.train, domain.split)
     if domain.held_out is None:
         return data.hold_out(rows, domain.held_out_rows)
     held_out = data.read_rows(domain.held_out, domain.held_out_split)
-    return _without(rows, held_out, domain.held_out), held_out
+    return _without(rows.shuffle(seed=0), held_out, domain.held_out), held_out
+
+
+def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
+    """Return `<name>-train` and `<name>-held_out` of every domain, tokenized: what one holds out is in no other's train rows.
+
+    Each domain's prompts are put in its own way. The tokenizer is left with the chat template of the first domain that brings
+    one, with its own where a domain's prompt is "chat".
+    """
+    own, found = tokenizer.chat_template, {}
+    pairs = {name: domain_pairs(domain) for name, domain in domains.items()}
+    held_out = [row for _, rows in pairs.values() for row in rows]
+    for name, domain in domains.items():
+        tokenizer.chat_template = TEMPLATES.get(domain.prompt, own)
+        rows = {"train": _without(pairs[name][0], held_out, name), "held_out": pairs[name][1]}
+        for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
+            put = (data.put_prompt(row, domain.prompt) for row in rows[part])
+            found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
+    prompts = [domain.prompt for domain in domains.values()]
+    tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
+    # cut at max_length, rows may have become equal
+    known = {tuple(ids) for name in domains for ids in found[f"{name}-held_out"]["input_ids"]}
+    for name in domains:
+        ids = found[f"{name}-train"]["input_ids"]
+        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
+        if not left:
+            raise ValueError(
+                f"held_out of the domains has every row of {name}, cut at {max_length} tokens; want other rows"
+            )
+        if len(left) < len(ids):
+            found[f"{name}-train"] = found[f"{name}-train"].select(left)
+    return found
 
 
 def _without(train, held_out, source: str | None) -> list:

@@ -130,10 +130,10 @@ def _fields(expert: Expert) -> dict:
 
 def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
     """Open the base, which has what is no MLP of the experts, in the same shapes and dtypes."""
-    base = base or opened[0].base
-    if base is None:
+    named = [expert for expert in opened if expert.base is not None]
+    if base is None and not named:
         raise ValueError("base is None, backbone is 'base'; want base=, the folder of the dense model")
-    source = Checkpoint(model_folder(base))
+    source = Checkpoint(model_folder(base or expert_models.base_of(named)))
     first, specs = opened[0], source.specs()
     want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
     check_keys({key: specs[key] for key in want if key in specs}, want, source=source.path)
@@ -186,7 +186,7 @@ class _Job:
         for expert, row in zip(self.opened, stack, strict=True):
             start = 0
             for part in parts:
-                tensor = expert.get(part)
+                tensor = _finite(expert.get(part), part, expert)
                 row[start : start + len(tensor)] = tensor
                 start += len(tensor)
         tensors = {families.expert_keys(self.family, layer, bias)[place.name]: stack}
@@ -203,7 +203,7 @@ class _Job:
     def _mean(self, key: str) -> torch.Tensor:
         """The mean of a tensor over the experts, rounded once; of equal ones that tensor, bit by bit."""
         dtype = self.specs[key].dtype
-        tensors = (expert.get(key) for expert in self.opened)
+        tensors = (_finite(expert.get(key), key, expert) for expert in self.opened)
         if not dtype.is_floating_point:
             first = next(tensors)
             if not all(torch.equal(first, other) for other in tensors):
@@ -214,6 +214,12 @@ class _Job:
         for tensor in tensors:
             total += tensor
         return total.div_(len(self.opened)).to(dtype)
+
+
+def _finite(tensor: torch.Tensor, key: str, expert: Expert) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise ValueError(f"{key} of {expert.path} has NaN or infinite values; want finite ones; lower the rate")
+    return tensor
 
 
 class _Copies(NamedTuple):
@@ -236,7 +242,10 @@ def _assemble_adapters(
     overwrite: bool,
 ) -> FolderReceipt:
     """Write the base with the adapters as its LoRA experts."""
-    model = expert_models.load_base(opened[0], device="cpu")
+    for expert in opened:
+        for key in expert.keys():
+            _finite(expert.get(key), key, expert)
+    model = expert_models.load_base(opened, device="cpu")
     layers = sorted({place.layer for place in map(opened[0].locate, opened[0].keys()) if place is not None})
     rows = None if vectors is None else vectors[:, layers].transpose(0, 1).contiguous()
     to_lora_moe(

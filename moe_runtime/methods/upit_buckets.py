@@ -50,11 +50,13 @@ def perplexities(
     `rows` are tokenized (data.tokenize_pairs); `tokens` "response" counts those with a label, "all" all but a row's first.
     `base` is the dense model of deltas and adapters, the one that they name unless given; `dtype` the folder's own. One model
     is in memory at a time. Adapters share it: the base runs once on `batch_size` rows, those of all adapters side by side.
+    Raises ValueError for rows without a token that counts and adapters that name different bases.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
     if not experts or not len(rows):
         raise ValueError(f"experts are {len(experts)}, rows are {len(rows)}; want at least one of each")
+    expert_models.check_labels(rows, tokens == "all")
     where = {"dtype": dtype, "device": device}
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(open_expert(path, base)) for path in experts]
@@ -79,6 +81,11 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
     if perplexity.dim() != 2 or not perplexity.numel():
         raise ValueError(f"perplexity is {tuple(perplexity.shape)}; want [n, N], at least one expert and one row")
+    bad = perplexity.isnan().all(0).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"perplexity of the rows {bad[:8]} is NaN for every expert; want numbers; leave those rows out"
+        )
     bad = perplexity.isnan().any(1).nonzero().flatten().tolist()
     if bad:
         raise ValueError(f"perplexity of the experts {bad} is NaN on some rows; want numbers; leave those experts out")

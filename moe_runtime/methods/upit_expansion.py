@@ -73,11 +73,12 @@ def expand_experts(
 ) -> Expansion:
     """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
 
-    `base` is the dense model that all were trained from. `of` says what is compared: what training added, or the weights;
-    `metric` is "cosine" or "l2". `weights` are a and b of every child (None: a uniform at random). Rows are computed on
-    `device`. Of the children in `out` those that this call would make again are kept, after a kill as well; the others
-    are replaced, and with `overwrite` all. Raises ValueError, with nothing written, for experts that are not alike, a base
-    without their MLPs, and an `out` that holds anything else.
+    `base` is the dense model that all were trained from. `of` says what is compared: what training added, or the weights,
+    which are as far apart in `metric` "l2", and nearer in "cosine". `weights` are a and b of every child (None: a uniform at
+    random). Rows are computed on `device`. Of the children in `out` those that this call would make again are kept, after a
+    kill as well; the others are replaced or removed, and with `overwrite` all. Raises ValueError, with nothing written, for
+    experts that are not alike, a base without their MLPs or not the one that they note, and an `out` that holds anything
+    else.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)
@@ -88,7 +89,9 @@ def expand_experts(
     parse_size(max_shard_size)
     _check_out(out, paths, count)
     children = []
-    with Pool(base, weights_alone=of == "weight", backend=backend, device=device) as pool:
+    # l2 is the same of both
+    comparison = {"weights_alone": of == "weight" and metric != "l2", "wide": of == "weight" or metric == "l2"}
+    with Pool(base, **comparison, backend=backend, device=device) as pool:
         for path in paths:
             pool.add(path)
         pool.expect(count, progress)
@@ -104,6 +107,9 @@ def expand_experts(
             products = _grow(products, _make(pool, folder, mix, max_shard_size, overwrite))
             pool.add(folder)
             children.append(Child(folder, pair, mix.weights, table[pair].item()))
+    for path in _children_in(out, paths):
+        if int(path.name.removeprefix(CHILD)) not in range(len(paths), count):
+            shutil.rmtree(path)
     found = Expansion([*paths, *(child.folder for child in children)], tuple(children), distances(products, metric))
     _summarize(out, found)
     return found
@@ -132,8 +138,8 @@ def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
             raise ValueError(
                 f"out is {out}, where the expert {path.name} lies that a child would replace; want another"
             )
-    for path in (out / name for name in ours):
-        if path.is_dir() and not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
+    for path in _children_in(out, experts):
+        if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
             raise ValueError(f"out is {out}, whose {path.name} is no expansion's child; want another folder")
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
@@ -142,6 +148,13 @@ def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
             raise ValueError(
                 f"out is {out}, which holds {path.name}; want a new folder, or one of an earlier expansion"
             )
+
+
+def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
+    """Return the folders of `out` that are named as children, without the experts given."""
+    given = {path.resolve() for path in experts}
+    found = (path for path in out.glob(f"{CHILD}*") if path.is_dir() and path.resolve() not in given)
+    return [path for path in found if path.name.removeprefix(CHILD).isdecimal()]
 
 
 def _draw(seed: int, number: int, pool: int) -> tuple[tuple[int, int], tuple[float, float]]:
@@ -166,7 +179,7 @@ def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     """Return G of the given experts: from the summary of an earlier run with the same, or by reading each once."""
-    key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, "weights_alone": pool.weights_alone}
+    key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
     path = out / SUMMARY
     if path.is_file() and not overwrite:
         kept = read_json(path).get("products", {})
@@ -190,7 +203,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     if (folder / RECORD).is_file() and not overwrite:
         record = read_json(folder / RECORD)
         kept = record.get("products", {})
-        if (record.get("child"), kept.get("weights_alone")) == (child, pool.weights_alone):
+        if record.get("child") == child and {name: kept.get(name) for name in pool.comparison} == pool.comparison:
             pool.skip(len(pool.experts), child=True)
             return torch.tensor(kept["values"], dtype=torch.float64)
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
@@ -205,7 +218,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     tensors = pool.child(mix, products)
 
     def said(**more: Any) -> str:
-        values = {"weights_alone": pool.weights_alone, "values": products.tolist()}
+        values = pool.comparison | {"values": products.tolist()}
         return json.dumps(record | more | {"products": values}, indent=2) + "\n"
 
     if kind == "lora":

@@ -15,8 +15,10 @@ from moe_runtime.config import check_choice
 from moe_runtime.files import read_json
 from moe_runtime.hf import families, folders
 from moe_runtime.hf.expert_checkpoints import FORMAT, KINDS, RECORD, fingerprint, model_folder, saved_steps
+from moe_runtime.methods import stage_folders
+from moe_runtime.methods.stage_folders import hash_of
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of PEFT's names
 WHICH = ("back", "front", "uniform")
 
@@ -100,11 +102,23 @@ class Expert:
         return families.locate_key(self.family, key)
 
     def fingerprint(self) -> str:
-        """Return hex digits that tell this expert from others, cheaply: names, shapes, dtypes, a row of each tensor."""
-        return fingerprint(self._own) + (self.record["base_hash"] if self.kind == "delta" else "")
+        """Return hex digits that tell this expert from others, and from itself once changed, cheaply.
+
+        They stand for the tensors' names, shapes, dtypes and a row of each, and for the files' sizes, times and settings.
+        """
+        base = None if self._base is None else print_of(self._base)
+        return hash_of([print_of(self._own), base])
 
     def _source(self, key: str) -> Checkpoint:
         return self._base if self._base is not None and key not in self._own else self._own
+
+
+def print_of(checkpoint: Checkpoint) -> str:
+    """Return hex digits that tell a folder's model or adapter from another, and from itself once a file has changed."""
+    folder = checkpoint.path
+    settings = [path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()]
+    files = [stage_folders.fingerprint(path) for path in sorted(folder.glob("*.safetensors"))]
+    return hash_of([fingerprint(checkpoint), files, settings])
 
 
 def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
@@ -155,11 +169,15 @@ def saved_experts(folder: str | Path) -> list[Path]:
 def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, which: str = "back") -> list[Path]:
     """Return `count` of the checkpoints `folders`, in the order of their steps, or of those that one folder holds.
 
-    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced with the last.
-    Raises ValueError for too few.
+    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced with the last. A
+    step is the number that a folder's name ends in; where one has none, all stay in the order given. Raises ValueError for
+    too few.
     """
     check_choice("which", which, WHICH)
     found = saved_experts(folders) if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
+    steps = [path.name.rpartition("-")[2] for path in found]
+    if all(map(str.isdecimal, steps)):
+        found = [path for _, path in sorted(zip(map(int, steps), found, strict=True), key=lambda pair: pair[0])]
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
         raise ValueError(f"count is {count}, checkpoints{where} are {len(found)}; want 1 to as many; save more often")

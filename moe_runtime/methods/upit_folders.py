@@ -22,7 +22,6 @@ from moe_runtime.methods.upit_recipe import Tuning
 SUMMARY = "routers.json"
 BUCKETS = ("skilled", "random")
 LENGTH = 2048
-RATES = {"ffn": 2e-5, "delta": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
 
 
 class RoutersReceipt(NamedTuple):
@@ -68,7 +67,7 @@ def route_folders(
     check_positive("max_length", max_length)
     out = Path(out)
     tokenizer, kind = _tokenizer(experts, base, prompt)
-    tuning = Tuning(epochs=epochs, learning_rate=learning_rate or RATES[kind], **training)
+    tuning = Tuning(epochs=epochs, learning_rate=learning_rate or upit_router.RATES[kind], **training)
     fit.check_training(**asdict(tuning))
     put = (data.put_prompt(row, prompt) for row in data.read_rows(rows))
     tokenized = data.tokenize_pairs(tokenizer, put, max_length)

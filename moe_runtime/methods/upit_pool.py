@@ -18,7 +18,7 @@ import torch
 from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.hf.expert_checkpoints import fingerprint, model_folder
 from moe_runtime.hf.experts import FLOATS
-from moe_runtime.methods.upit_experts import Expert, open_expert
+from moe_runtime.methods.upit_experts import Expert, open_expert, print_of
 from moe_runtime.methods.xft_folders import Progress
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
 
@@ -51,17 +51,27 @@ class _Rows(NamedTuple):
 class Pool:
     """Experts open for reading; a context manager. `base` is what their MLPs are compared with, of adapters the model.
 
-    `weights_alone` compares the weights themselves, not what training added to the base's.
+    `weights_alone` compares the weights themselves, not what training added to the base's. `wide` takes products in float64,
+    by torch: for distances that are small beside what is multiplied. Those of adapters, whose halves have no base, always are.
     """
 
-    def __init__(self, base: str | Path, *, weights_alone: bool = False, backend: str | None = None, device=None):
-        self.base_folder, self.weights_alone = base, weights_alone
+    def __init__(
+        self,
+        base: str | Path,
+        *,
+        weights_alone: bool = False,
+        wide: bool = False,
+        backend: str | None = None,
+        device=None,
+    ):
+        self.base_folder, self.weights_alone, self.wide = base, weights_alone, wide
         self.backend, self.device = backend, device
         self.experts: list[Expert] = []
         self.prints: list[str] = []
         self.specs: dict[str, TensorSpec] = {}  # of the first expert
         self.ffn: set[str] = set()
         self.base: Checkpoint | None = None
+        self.base_hash: str | None = None  # as experts note it
         self.base_print: str | None = None
         self.progress, self.done, self.total = None, 0, 0
         self._stack = contextlib.ExitStack()
@@ -79,6 +89,12 @@ class Pool:
             _check_alike(self.experts[0], expert)
         else:
             self._begin(expert)
+        noted = expert.record.get("base_hash")
+        if self.base_hash is not None and noted not in (None, self.base_hash):
+            raise ValueError(
+                f"base is {self.base_folder}, whose weights are not those that {expert.path} was trained from; want the folder "
+                "of its base"
+            )
         bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
         if bad is not None:
             raise ValueError(
@@ -93,10 +109,12 @@ class Pool:
         if not self.ffn:
             raise ValueError(f"expert is {first.path}, which has no tensor of an MLP; want experts that differ there")
         if first.kind == "lora":
+            self.wide = True
             _check_adapter(first)
             return
         self.base = self._stack.enter_context(Checkpoint(model_folder(self.base_folder)))
-        self.base_specs, self.base_print = self.base.specs(), fingerprint(self.base)
+        self.base_specs = self.base.specs()
+        self.base_hash, self.base_print = fingerprint(self.base), print_of(self.base)
         want = {key: self.specs[key] for key in self.ffn}
         got = {key: spec for key, spec in self.base_specs.items() if first.is_ffn(key)}
         check_keys(_with_dtypes(got, want), want, source=self.base.path)
@@ -121,8 +139,20 @@ class Pool:
         for key in self.specs:
             if key in self.ffn:
                 for rows in self._walk(key, range(n), with_base=not self.weights_alone):
-                    total += gram(rows.experts, rows.base, backend=self.backend).cpu()
+                    backend = "torch" if self.wide else self.backend
+                    total += gram(*self._compared(rows.experts, rows.base), backend=backend).cpu()
         return total
+
+    @property
+    def comparison(self) -> dict[str, bool]:
+        """What the products are of, and how they are taken."""
+        return {"weights_alone": self.weights_alone, "wide": self.wide}
+
+    def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
+        """Tensors as their products are taken."""
+        if self.wide:
+            experts, base = [tensor.double() for tensor in experts], None if base is None else base.double()
+        return experts, base
 
     def child(self, mix: Mix, products: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a child's tensors, in the dtypes of the first parent's.
@@ -146,7 +176,8 @@ class Pool:
             ).to(spec.dtype)  # fmt: skip
             base = None if self.weights_alone else rows.base
             # of the child as it will be read
-            products += gram_row(rows.experts, part.to(rows.experts[0].dtype), base).cpu()
+            (*pool, child), base = self._compared([*rows.experts, part.to(rows.experts[0].dtype)], base)
+            products += gram_row(pool, child, base).cpu()
             yield rows.index, part.cpu()
 
     def _mean(self, key: str, mix: Mix):

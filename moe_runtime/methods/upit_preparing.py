@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from moe_runtime import data
+from moe_runtime.hf import families, lora_baseline, ranks
 from moe_runtime.hf import fit as trainers
-from moe_runtime.hf import lora_baseline, ranks
 from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import stage_rows, upit_expansion, upit_experts
@@ -31,7 +33,7 @@ NONE = "none"  # no expansion: as many checkpoints as experts
 class PreparedStages(KeptStages):
     """The stages of one recipe and one seed before routers; `upit_stages.Stages` has the others."""
 
-    FORMAT = 1
+    FORMAT = 2
     result = Judged
     share = 1.0  # of each domain's train rows that are tuned on
 
@@ -43,7 +45,7 @@ class PreparedStages(KeptStages):
     def trainings(self) -> tuple[Training, ...]:
         """Return the recipe's trainings."""
         forms = (getattr(self.recipe, form) for form in self.recipe.forms)
-        return tuple(getattr(form, name) for form in forms for name in ("sft", "init", "post"))
+        return tuple(getattr(form, name) for form in forms for name in ("sft", "init", "post", "copied"))
 
     def change(self, share: float | None = None, **changes):
         """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
@@ -76,7 +78,9 @@ class PreparedStages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
                 if self.is_main:
-                    ranks.save_whole(ranks.load_model(r.base_model, r.dtype), self.tokenizer, tmp / "model", r.dtype)
+                    model = ranks.load_model(r.base_model, r.dtype)
+                    families.family_of(model)  # now, not after the dense tuning
+                    ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(lambda: self._load(tmp / "model"))
             blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
             model = trainers.small_llama(
@@ -92,7 +96,8 @@ class PreparedStages(KeptStages):
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 
         settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
-        return self._stage("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0)
+        settings |= {"dtype": r.dtype, "bf16": self._form(r.forms[0]).sft.bf16}  # which it is judged in
+        return self._stage("base", "base", settings, [], make, seed=0)
 
     def dense(self, form: str) -> Judged:
         """Return the baseline without experts: the base tuned, or its LoRA, for the epochs of both of UpIT's trainings."""
@@ -104,21 +109,28 @@ class PreparedStages(KeptStages):
                 return self._numbers(model, trained, lambda: self._load(tmp / "model"))
             weights = trained.state_dict()
             if self.is_main:
-                lora_baseline.save_lora(model, tmp / "model", weights)
+                narrow = {name: tensor.to(getattr(torch, self.recipe.dtype)) for name, tensor in weights.items()}
+                lora_baseline.save_lora(model, tmp / "model", narrow)
             return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
 
         settings = self._settings(self._form(form).whole) | self._rank(form)
         return self._stage("dense", "SFT" if form == "ffn" else "LoRA", settings, [self.base()], make)
 
-    def check_steps(self, form: str) -> None:
+    def chosen(self, parents: str | None = None) -> int:
+        """Return how many checkpoints become experts; `parents` as `pool` takes it."""
+        n = self.recipe.experts.num_experts
+        return n if parents == NONE else min(self.recipe.checkpoints.count, n)
+
+    def check_steps(self, form: str, parents: str | None = None) -> None:
         """Raise ValueError if the first tuning has fewer steps than there are checkpoints to be chosen."""
-        training, count = self._form(form).sft, self.recipe.checkpoints.count
+        training, count = self._form(form).sft, self.chosen(parents)
+        name = "num_experts" if parents == NONE else "checkpoints.count"
         batch = trainers.split_batch(training.batch_size, training.per_device_batch_size)
         steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
         if steps < count:
             raise ValueError(
-                f"checkpoints.count is {count}, {form}.sft has {steps} steps on {len(self.train_rows)} rows; want as many "
-                "steps: more rows or smaller batches"
+                f"{name} is {count}, {form}.sft has {steps} steps on {len(self.train_rows)} rows; want as many steps: more "
+                "rows or smaller batches"
             )
 
     def prepared(self, form: str) -> Judged:
@@ -128,11 +140,14 @@ class PreparedStages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             experts = folder / "experts"  # where a killed training finds those that it has saved
-            saver = ExpertCheckpoints(experts, every, base=base.folder, dtype=self.recipe.dtype, overwrite=True)
+            known = base.folder.resolve()  # whatever folder the experts are read from
+            saver = ExpertCheckpoints(experts, every, base=known, dtype=self.recipe.dtype, overwrite=True)
             model, trained = self._tuned_dense(form, self._form(form).sft, folder, [saver])
             if self.is_main:
                 # not moved: a run that is killed from here on begins at the Trainer's last checkpoint, and needs them
                 shutil.copytree(experts, tmp / "experts", copy_function=_link)
+                for expert in upit_experts.saved_experts(tmp / "experts"):
+                    self.tokenizer.save_pretrained(expert)
             ranks.agree()
             last = upit_experts.saved_experts(tmp / "experts")[-1]
             return self._numbers(model, trained, lambda: self._load(last, form))
@@ -145,9 +160,10 @@ class PreparedStages(KeptStages):
 
         NONE takes as many checkpoints as there are experts; else those that are missing are grown.
         """
-        r, base, prepared = self.recipe, self.base(), self.prepared(form)
-        parents, n = parents or r.expansion.parents, r.experts.num_experts
-        m = n if parents == NONE else min(r.checkpoints.count, n)
+        r, parents = self.recipe, parents or self.recipe.expansion.parents
+        self.check_steps(form, parents)
+        base, prepared, n = self.base(), self.prepared(form), r.experts.num_experts
+        m = self.chosen(parents)
         chosen = upit_experts.choose_checkpoints(prepared.folder, m, r.checkpoints.which)
         grows = r.expansion.to_dict() | {"parents": parents} if m < n else None
 
@@ -180,7 +196,7 @@ class PreparedStages(KeptStages):
 
     def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
         """Tune the base, or a LoRA of it."""
-        model = self._load(self.base().folder, device=False)
+        model = self._load(self.base().folder.resolve(), device=False)  # an adapter names it
         if form == "lora":
             model = lora_baseline.add_mlp_lora(model, **self._rank(form), seed=self.seed)
         name = "SFT" if form == "ffn" else "LoRA"
@@ -191,6 +207,18 @@ class PreparedStages(KeptStages):
         if form == "lora":
             return lora_baseline.load_lora(self._load(self.base().folder), folder)
         return ranks.load_model(folder, self.recipe.dtype, ranks.state().device if device else None)
+
+    def _train(self, name: str, model, *arguments, **more) -> trainers.Trained:
+        """Train in float32 what trains: AdamW's steps are smaller than what a bfloat16 weight can take on.
+
+        What is frozen keeps its dtype, and autocast brings the two together; but float16, whose gradients would vanish.
+        """
+        for parameter in model.parameters():
+            if parameter.requires_grad or parameter.dtype == torch.float16:
+                parameter.data = parameter.data.float()
+        if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+            more["bf16"] = True
+        return super()._train(name, model, *arguments, **more)
 
     def _settings(self, training: Training) -> dict:
         return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
@@ -229,24 +257,17 @@ class PreparedStages(KeptStages):
 
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer, and each domain's rows to tune on and to judge by."""
-        r, prompts = self.recipe, {domain.prompt for domain in self.recipe.domains.values()}
+        r = self.recipe
         if r.pretrain is not None:
             tokenizer = train_tokenizer(self._documents(), r.pretrain.vocab_size)
         else:
             tokenizer = ranks.load_tokenizer(r.base_model)
-        for prompt, template in (("magicoder", data.MAGICODER_CHAT), ("deepseek", data.DEEPSEEK_CHAT)):
-            if prompt in prompts:
-                tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder / "tokenizer")
+        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
         counts = {}
-        for name, domain in r.domains.items():
-            self.say(f"reading and tokenizing {name}: {domain.train}")
-            limits = {"train": domain.limit, "held_out": domain.held_out_rows}
-            for (part, limit), rows in zip(limits.items(), stage_rows.domain_pairs(domain), strict=True):
-                put = (data.put_prompt(row, domain.prompt) for row in rows)
-                tokenized = data.tokenize_pairs(tokenizer, put, r.max_length, limit=limit)
-                data.save_rows(tokenized, folder / f"{name}-{part}")
-                counts[f"{name}-{part}"] = len(tokenized)
+        for part, rows in stage_rows.tokenized_domains(tokenizer, r.domains, r.max_length).items():
+            data.save_rows(rows, folder / part)
+            counts[part] = len(rows)
+        tokenizer.save_pretrained(folder / "tokenizer")
         said = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
         self.say(f"rows to tune on: {said}")
         return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}

@@ -102,10 +102,15 @@ class RouterInit(Node):
     alpha: float = 0.5
     detach_h: bool = False
     train_ffn: bool = True
+    vector_std: float | None = None  # of the vectors before training; None: they begin at 0
+    vector_learning_rate: float | None = None  # None: the training's
 
     def __post_init__(self):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}; want 0 to 1")
+        for name in ("vector_std", "vector_learning_rate"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +141,12 @@ class Form(Node):
     def whole(self) -> Tuning:
         """The training of a baseline that has no second stage: sft, for the epochs of sft and post."""
         return replace(self.sft, epochs=self.sft.epochs + self.post.epochs)
+
+    @property
+    def copied(self) -> Tuning:
+        """The same for a mixture, which takes as many rows at once as `post` does."""
+        at_once = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
+        return replace(self.whole, **{name: getattr(self.post, name) for name in at_once})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +218,10 @@ class UpitRecipe(Node):
                 raise ValueError(f"domains has the name {name!r}; want letters, digits, - and _, as it names a folder")
         if not self.forms:
             raise ValueError("ffn is null, lora is null; want the trainings of at least one of them")
+        if self.checkpoints.count < 2 <= self.experts.num_experts:
+            raise ValueError(
+                f"checkpoints.count is 1, num_experts is {self.experts.num_experts}; want two checkpoints to grow others from"
+            )
         for form in self.forms:
             check_saved(self, form, self.checkpoints.count, "checkpoints.count")
 
@@ -216,10 +231,15 @@ class UpitRecipe(Node):
         return tuple(form for form in FORMS if getattr(self, form) is not None)
 
 
+def count_saved(recipe: UpitRecipe, form: str) -> int:
+    """Return how many checkpoints the first tuning saves at its intervals."""
+    return int(getattr(recipe, form).sft.epochs / recipe.checkpoints.every_epochs + 1e-9)
+
+
 def check_saved(recipe: UpitRecipe, form: str, count: int, name: str) -> None:
     """Raise ValueError if the first tuning saves fewer checkpoints than `count`, which `name` stands for."""
     epochs, every = getattr(recipe, form).sft.epochs, recipe.checkpoints.every_epochs
-    saved = int(epochs / every + 1e-9)
+    saved = count_saved(recipe, form)
     if count > saved:
         raise ValueError(
             f"{name} is {count}, {form}.sft.epochs is {epochs:g}, every_epochs is {every:g}, which makes {saved} checkpoints; "

@@ -56,8 +56,10 @@ class Routing(NamedTuple):
         }
 
     def said(self) -> list[str]:
-        """Say how far apart each method routes the domains."""
+        """Say how far apart each method routes the domains; nothing of one domain alone."""
         lines = []
+        if len(next(iter(self.routed.values()))[0].counts) < 2:
+            return lines
         for name, found in self.to_dict().items():
             distances = found["distance_between_domains"]
             mean = sum(distances) / len(distances)

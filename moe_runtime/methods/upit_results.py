@@ -47,6 +47,7 @@ class Buckets(NamedTuple):
 
     name: str
     folder: Path
+    rows: int  # of the seed data
     buckets: list[list[int]]  # rows of the seed data that each expert got
     perplexity: list[list[float]]  # of each expert on each row
     total_seconds: float

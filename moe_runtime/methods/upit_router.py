@@ -2,14 +2,16 @@
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.hf.routing_vectors` has the equations.
 Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
-`init_routers` does all experts. Beside "skilled" there are vectors that nobody trains: "random", from N(0, 0.02), and
-"hidden_mean", the mean of h over the bucket, of length 1.
+`init_routers` does all experts. The vectors begin at 0, which the paper leaves open: at its rates they move by some 0.01,
+and would hardly leave what was drawn from N(0, 0.02), by which rows then were routed. Beside "skilled" there are vectors
+that nobody trains: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of length 1.
 
 A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if it was tuned, the expert: a
 model folder, or an adapter's.
 """
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,17 +20,22 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.config import check_bool, check_choice
+from moe_runtime.config import check_bool, check_choice, check_number, check_positive
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
-from moe_runtime.hf.routing_vectors import Measured, RoutingVectors, drawn, hidden_means
+from moe_runtime.hf.routing_vectors import Measured, RoutingVectors, VectorTrainer, drawn, hidden_means
 from moe_runtime.methods.stage_folders import fingerprint, hash_of, remove
-from moe_runtime.methods.upit_experts import open_expert
+from moe_runtime.methods.upit_experts import Expert, open_expert
 
 FORMAT = 1
 INITS = ("skilled", "random", "hidden_mean")
 VECTORS, RECORD = "routing_vectors.safetensors", "router.json"
-STD = 0.02  # of drawn vectors: of those that nobody trains, and of "skilled" ones before training
+STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}  # of the first vectors, unless given
+RATES = {"ffn": 2e-5, "delta": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
+# what `init_router` passes on
+_SETTINGS = inspect.signature(fit.train).parameters.keys() - {
+    "model", "rows", "tokenizer", "folder", "held_out", "evaluations", "trainer", "collator", "losses", "keep_best",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +46,7 @@ class RoutedExpert:
     folder: Path  # of the expert: as it was tuned, or where it was before if it was not
     router_init: str
     before: Measured  # loss, and mean sigmoid(h . r) of each layer, on the bucket
-    after: Measured  # the same as before for vectors that nobody trains
+    after: Measured  # of the weights as they were trained, in float32; as before for vectors that nobody trains
     steps: int = 0
     seconds: float = 0.0  # of the training alone
 
@@ -58,6 +65,8 @@ def init_router(
     router_init: str = "skilled",
     detach_h: bool = False,
     train_ffn: bool = True,
+    vector_std: float | None = None,
+    vector_learning_rate: float | None = None,
     base: str | Path | None = None,
     dtype: str | None = None,
     seed: int = 0,
@@ -69,72 +78,103 @@ def init_router(
 ) -> RoutedExpert:
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, whole or not at all.
 
-    `rows` are tokenized (data.tokenize_pairs). 4 `epochs`, or `steps`, of AdamW at a constant rate, the paper's 2e-5 for
-    whole experts and 2e-4 for adapters unless given; `training` are hf.fit.train's other settings. With save_steps a
-    training that was killed goes on from its last checkpoint; a folder that was made of just the same is read, not made
-    again. `base` is a delta's or an adapter's dense model, `index` the expert's number, by which its first vectors differ
-    from others. `train_ffn=False` trains the vectors alone. In a run of several processes every one must call.
+    `rows` are tokenized (data.tokenize_pairs). 4 `epochs`, or `steps`, of AdamW at a constant rate, RATES unless given, for
+    the vectors `vector_learning_rate` if given; `training` are hf.fit.train's other settings. `vector_std` is that of the
+    first vectors, STD unless given. A whole expert trains in float32 and is written in `dtype`, its own unless given; of an
+    adapter it is the dtype that its base has meanwhile. With save_steps a training that was killed goes on from its last
+    checkpoint; a folder that was made of just the same is read, not made again. `base` is a delta's or an adapter's dense
+    model, `index` the expert's number, by which drawn vectors differ from others. `train_ffn=False` trains the vectors
+    alone. In a run of several processes every one must call.
     """
-    _check(rows, alpha, epochs, steps, router_init, train_ffn)
-    at_once, _ = fit.split_batch(batch_size, training.get("per_device_batch_size"))
-    folder, settings = Path(folder), _settings(learning_rate, epochs, steps, batch_size, seed, training)
-    objective = {"alpha": alpha, "detach_h": detach_h, "train_ffn": train_ffn}
-    made_of = objective | {
-        "expert": fingerprint(expert), "base": str(base), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]),
-        "settings": settings, "router_init": router_init, "dtype": dtype, "index": index,
-    }  # fmt: skip
-    if not overwrite and ranks.agree(_is_made(folder, made_of)):
-        return load_routed(folder)
-    check_out_dir(folder, overwrite)
-    model, adapted = _load(expert, base, dtype)
-    settings.setdefault("learning_rate", 2e-5 if adapted is None else 2e-4)
-    vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, seed, index)
+    _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
+    _check_vectors(vector_std, vector_learning_rate)
+    folder, std = Path(folder), STD[router_init] if vector_std is None else vector_std
+    objective = {"alpha": alpha, "detach_h": detach_h, "train_ffn": train_ffn, "vector_rate": vector_learning_rate}
+    with open_expert(expert, base) as opened:
+        _check_expert(opened)
+        settings = _settings(RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training)
+        at_once, _ = fit.split_batch(batch_size, settings.get("per_device_batch_size"))
+        made_of = objective | {
+            "expert": fingerprint(expert), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]), "std": std,
+            "base": None if opened.kind == "ffn" else fingerprint(expert_models.base_of([opened])), "settings": settings,
+            "router_init": router_init, "dtype": dtype, "index": index,
+        }  # fmt: skip
+        if not overwrite and ranks.agree(_is_made(folder, made_of)):
+            _remove_checkpoints(folder)
+            return load_routed(folder)
+        check_out_dir(folder, overwrite)
+        model, adapted = _load(opened, dtype)
+        dtype = dtype or expert_models.dtype_of(opened)
+    vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index)
     routing = RoutingVectors(model, vectors, alpha, detach_h)
     measure = functools.partial(routing.measure, rows, tokenizer, at_once, settings.get("bf16", False))
-    work = folder.with_name(f"{folder.name}.checkpoints-{hash_of(made_of)}")
     before, weights = measure(), None
     done = {"vectors": vectors, "before": before, "after": before}
     if router_init == "skilled":
         routing.train_only(train_ffn)
+        trainer = functools.partial(VectorTrainer, vector_rate=vector_learning_rate)
         # one row to judge by: all are measured beside, with the vectors
         first = rows.select([0]).select_columns(["input_ids", "labels"])
         trained = fit.train(
-            model, rows, tokenizer, folder=work, held_out=first, evaluations=1, callbacks=callbacks, on_step=on_step,
-            **settings,
+            model, rows, tokenizer, folder=_checkpoints(folder, made_of), held_out=first, evaluations=1,
+            callbacks=callbacks, on_step=on_step, trainer=trainer, **settings,
         )  # fmt: skip
         done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
         done["seconds"], weights = trained.history.seconds, trained.state_dict()
     routing.close()
     tuned = router_init == "skilled" and train_ffn
     routed = RoutedExpert(folder=folder if tuned else Path(expert), router_init=router_init, **done)
-    write = functools.partial(expert_models.save_tuned, model, adapted, tokenizer, weights) if tuned else None
+    write = functools.partial(expert_models.save_tuned, model, adapted, tokenizer, weights, dtype) if tuned else None
     _save(routed, folder, made_of, overwrite, write)
-    remove(work)
+    _remove_checkpoints(folder)
     return routed
 
 
-def _load(expert: str | Path, base: str | Path | None, dtype: str | None):
+def _check_expert(opened: Expert) -> None:
+    if not any(map(opened.is_ffn, opened.keys())):
+        raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; want one that does")
+
+
+def _load(opened: Expert, dtype: str | None):
     """Return the expert's dense model, an adapter's pairs in it, and peft's model around it, None for another expert."""
-    with open_expert(expert, base) as opened:
-        if not any(map(opened.is_ffn, opened.keys())):
-            raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; want one that does")
-        if opened.kind != "lora":
-            return expert_models.load(opened, dtype=dtype), None
-        adapted = expert_models.load_adapters([opened], dtype=dtype, trainable=True)
-        return adapted.get_base_model(), adapted
+    if opened.kind != "lora":
+        # AdamW's steps are smaller than what a bfloat16 weight can take on
+        return expert_models.load(opened, dtype="float32"), None
+    adapted = expert_models.load_adapters([opened], dtype=dtype, trainable=True)
+    model = adapted.get_base_model()
+    if dtype is None and model.dtype == torch.float16:
+        adapted.float()  # gradients of the frozen layers would vanish
+    return model, adapted
 
 
-def _settings(learning_rate, epochs, steps, batch_size: int, seed: int, training: dict) -> dict:
-    """Return hf.fit.train's settings; the rate depends on the expert's kind unless given."""
+def _settings(rate: float, learning_rate, epochs, steps, batch_size: int, seed: int, training: dict) -> dict:
+    """Return hf.fit.train's settings; raises ValueError for what it does not take."""
+    unknown = training.keys() - _SETTINGS
+    if unknown:
+        raise ValueError(f"training has {', '.join(sorted(unknown))}; want some of {', '.join(sorted(_SETTINGS))}")
+    learning_rate = rate if learning_rate is None else learning_rate
+    check_number("learning_rate", learning_rate, positive=True)
     settings = {"optimizer": "adamw_torch", "schedule": "constant", "batch_size": batch_size, "seed": seed} | training
     settings |= {"steps": steps} if steps is not None else {"epochs": 4 if epochs is None else epochs}
-    return settings if learning_rate is None else settings | {"learning_rate": learning_rate}
+    fit.check_training(**{"per_device_batch_size": None, "steps": None, "warmup_steps": None} | settings)
+    return settings | {"learning_rate": learning_rate}
 
 
-def _first_vectors(router_init: str, model, rows, tokenizer, batch_size: int, seed: int, index: int) -> torch.Tensor:
+def _first_vectors(router_init: str, model, rows, tokenizer, batch_size: int, std: float, seed: int) -> torch.Tensor:
     if router_init == "hidden_mean":
         return hidden_means(model, rows, tokenizer, batch_size)
-    return drawn(model.config.num_hidden_layers, model.config.hidden_size, STD, seed * 65537 + index)
+    return drawn(model.config.num_hidden_layers, model.config.hidden_size, std, seed)
+
+
+def _checkpoints(folder: Path, made_of: dict) -> Path:
+    return folder.with_name(f"{folder.name}.checkpoints-{hash_of(made_of)}")
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove the Trainer's checkpoints beside a folder that is there: those of a killed training as well."""
+    for path in folder.parent.iterdir():
+        if path.name.startswith(f"{folder.name}.checkpoints-"):
+            remove(path)
 
 
 def _is_made(folder: Path, made_of: dict) -> bool:
@@ -180,7 +220,7 @@ def load_routed(folder: str | Path) -> RoutedExpert:
     )
 
 
-def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool) -> None:
+def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype: str | None) -> None:
     check_choice("router_init", router_init, INITS)
     check_bool("train_ffn", train_ffn)
     if not len(rows):
@@ -189,6 +229,19 @@ def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool) -> Non
         raise ValueError(f"alpha is {alpha!r}; want 0 to 1, the weight of the language model's loss")
     if epochs is not None and steps is not None:
         raise ValueError(f"epochs is {epochs}, steps is {steps}; want one of them")
+    if steps is not None:
+        check_positive("steps", steps)
+    if epochs is not None:
+        check_number("epochs", epochs, positive=True)
+    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; want a name such as 'bfloat16'")
+    expert_models.check_labels(rows)
+
+
+def _check_vectors(std: float | None, learning_rate: float | None) -> None:
+    for name, value in (("vector_std", std), ("vector_learning_rate", learning_rate)):
+        if value is not None:
+            check_number(name, value)
 
 
 def _save(

@@ -21,7 +21,7 @@ import torch
 from moe_runtime.config import check_choice
 from moe_runtime.hf import ranks
 from moe_runtime.methods import baselines, upit_assembly, upit_buckets, upit_experts, upit_router, upit_routing, xft
-from moe_runtime.methods.upit_preparing import PreparedStages
+from moe_runtime.methods.upit_preparing import NONE, PreparedStages
 from moe_runtime.methods.upit_recipe import Tuning, UpitRecipe, load_recipe
 from moe_runtime.methods.upit_results import Buckets, Judged, Pool, Routed, Routers
 from moe_runtime.modules.moe import Router
@@ -51,16 +51,32 @@ class Stages(PreparedStages):
             sizes = ", ".join(str(len(bucket)) for bucket in buckets)
             self.say(f"{len(rows)} rows of seed data, in buckets of {sizes}")
             seconds = time.perf_counter() - start
-            return {"buckets": buckets, "perplexity": found.tolist(), "seconds": seconds}
+            return {"rows": len(rows), "buckets": buckets, "perplexity": found.tolist(), "seconds": seconds}
 
         settings = seed_data.to_dict() | ({"share_of_rows": self.share} if self.share < 1 else {})
         return self._stage("buckets", f"seed data of {form}", settings, [pool], make, result=Buckets)
 
     def seed_rows(self):
         """Return the rows that experts are compared on, drawn anew by every seed."""
-        share, least = self.recipe.seed_data.share, self.recipe.seed_data.at_least
-        rows = self.train_rows
-        return upit_buckets.seed_set(rows, share, at_least=min(least, len(rows)), seed=self.seed)
+        rows, count = self.train_rows, self._seed_count()
+        return upit_buckets.seed_set(rows, self.recipe.seed_data.share, at_least=count, seed=self.seed)
+
+    def _seed_count(self) -> int:
+        """Return how many rows are seed data; of a share of the rows as small a share of `at_least`, a row per expert."""
+        seed_data, rows = self.recipe.seed_data, len(self.train_rows)
+        least = max(round(self.share * seed_data.at_least), self.recipe.experts.num_experts)
+        return min(max(round(seed_data.share * rows), least), rows)
+
+    def check(self, form: str, parents: str | None = None, init: str = "skilled") -> None:
+        """Raise ValueError for rows that are too few for the checkpoints, or for a bucket of every expert."""
+        self.check_steps(form, parents)
+        count, n, capacity = self._seed_count(), self.recipe.experts.num_experts, self.recipe.seed_data.capacity
+        size = capacity or math.ceil(count / n)
+        if init != "none" and (n - 1) * size >= count:
+            raise ValueError(
+                f"num_experts is {n}, seed_data.capacity is {capacity}, the seed data are {count} rows; want more than "
+                f"{(n - 1) * size}, as {n - 1} experts may take so many: more seed data, or a lower capacity"
+            )
 
     def routers(self, form: str, pool: Pool, init: str = "skilled") -> Routers:
         """Return experts and routing vectors, tuned on the experts' rows, or on as many drawn at random (step 4)."""
@@ -89,6 +105,7 @@ class Stages(PreparedStages):
     def upit(self, form: str, pool: Pool | None = None, init: str = "skilled") -> Judged:
         """Return the mixture of experts and vectors, tuned (step 5); UpIT's result. `init` "none" draws the routers."""
         check_choice("init", init, INITS)
+        self.check(form, NONE if pool is not None and not pool.parents else None, init)
         pool = pool or self.pool(form)
         routers = None if init == "none" else self.routers(form, pool, init)
 
@@ -128,6 +145,9 @@ class Stages(PreparedStages):
         experts, lora = self.recipe.experts.to_dict(), self.recipe.lora
         if lora.loramoe == "dense":
             experts |= {"top_k": None, "gate": "softmax_topk"}
+        # a constant where every expert sees every token
+        if experts["top_k"] in (None, experts["num_experts"]) and experts["balance_loss"] == "switch":
+            experts["balance_loss"] = "none"
 
         def make(folder: Path):
             model = self._load(self.base().folder, device=False)
@@ -153,7 +173,7 @@ class Stages(PreparedStages):
         """Return the stage that copies are made of, what they are tuned with, and the model's folder, or the LoRA's."""
         check_choice("start", start, STARTS)
         if start == "pt":
-            return self.base(), self._form(form).whole, self.base().folder
+            return self.base(), self._form(form).copied, self.base().folder
         prepared = self.prepared(form)
         return prepared, self._form(form).post, upit_experts.saved_experts(prepared.folder)[-1]
 
@@ -190,6 +210,8 @@ def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = Non
     """
     recipe = recipe if isinstance(recipe, UpitRecipe) else load_recipe(recipe)
     stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    for form in recipe.forms:
+        stages.check(form)
     results = [stages.base()]
     for form in recipe.forms:
         results += [stages.dense(form), stages.upit(form)]

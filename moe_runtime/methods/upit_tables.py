@@ -20,12 +20,13 @@ from moe_runtime.methods import pictures, tables
 from moe_runtime.methods.reports import Entry
 from moe_runtime.methods.tables import Command, Run, best, each
 from moe_runtime.methods.upit_preparing import NONE
-from moe_runtime.methods.upit_recipe import UpitRecipe, check_saved, load_recipe
+from moe_runtime.methods.upit_recipe import UpitRecipe, check_saved, count_saved, load_recipe
 from moe_runtime.methods.upit_reports import Routing, UpitReport, against
 from moe_runtime.methods.upit_results import Judged
 from moe_runtime.methods.upit_stages import NAMES, STARTS, Stages
 
 SHARES = (0.1, 0.2, 0.4, 1.0)  # 50, 100, 200 of the paper's 500 thousand rows
+WHICH = ("front", "uniform", "back")
 EPOCHS = ((2.0, 2.0), (2.0, 6.0), (4.0, 4.0))
 ACTIVE = (1, 2, 4)
 EXPANSIONS = {"none": NONE, "random": "random", "genetic": "farthest"}
@@ -61,6 +62,11 @@ def _copies_name(form: str, start: str) -> str:
     return f"{'Upcycle' if form == 'ffn' else 'LoRAMoE'}_{start.upper()}"
 
 
+def _check(process: Run, form: str, parents: str | None = None, init: str = "skilled", **changes) -> None:
+    """Raise ValueError before the first training if there are too few rows for the stages with these changes."""
+    process.all[0].change(**changes).check(form, parents, init)
+
+
 def _routing(process: Run, command: str, entries: Sequence[Entry]) -> tuple[dict, list[str]]:
     """Save the picture of where the domains' tokens go; return the report's extra fields, and what is said."""
     routed = {entry.name: [s.routed(r) for s, r in zip(process.all, entry.results, strict=True)] for entry in entries}
@@ -72,6 +78,8 @@ def _routing(process: Run, command: str, entries: Sequence[Entry]) -> tuple[dict
 
 def _main(process: Run) -> dict:
     forms = process.recipe.forms
+    for form in forms:
+        _check(process, form)
 
     def plan(stages: Stages):
         yield "base", stages.base()
@@ -83,7 +91,8 @@ def _main(process: Run) -> dict:
             yield _upit(form), stages.upit(form)
 
     entries = process.collect(plan)
-    extra, said = _routing(process, "main", [entry for entry in entries if entry.name in map(_upit, forms)])
+    mixtures = {name for form in forms for name in (*(_copies_name(form, start) for start in STARTS), _upit(form))}
+    extra, said = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
 
     def summary(report: UpitReport) -> list[str]:
         lines = []
@@ -96,6 +105,8 @@ def _main(process: Run) -> dict:
 
 
 def _ckpt(process: Run, form: str, strategies: Sequence[str]) -> dict:
+    _check(process, form)
+
     def plan(stages: Stages):
         yield DENSE[form], stages.dense(form)
         for which in strategies:
@@ -105,6 +116,9 @@ def _ckpt(process: Run, form: str, strategies: Sequence[str]) -> dict:
 
 
 def _expand(process: Run, form: str, strategies: Sequence[str]) -> dict:
+    for name in strategies:
+        _check(process, form, EXPANSIONS[name])
+
     def plan(stages: Stages):
         yield DENSE[form], stages.dense(form)
         for name in strategies:
@@ -115,6 +129,8 @@ def _expand(process: Run, form: str, strategies: Sequence[str]) -> dict:
 
 def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
     names = {init: f"{_upit(form)}, {init}" for init in strategies}
+    for init in strategies:
+        _check(process, form, init=init)
 
     def plan(stages: Stages):
         yield DENSE[form], stages.dense(form)
@@ -128,28 +144,40 @@ def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
 
 
 def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int]) -> dict:
-    names = {(E, A): f"{E} experts, {A} per token" for E in sizes for A in active if A <= E}
+    methods = [_copies_name(form, "pt"), _upit(form)]
+    grid = [(E, A) for E in sizes for A in active if A <= E]
+    names = {(method, *one): f"{method}, {one[0]} experts, {one[1]} per token" for one in grid for method in methods}
+    for E, A in grid:
+        _check(process, form, experts__num_experts=E, experts__top_k=A)
 
     def plan(stages: Stages):
         yield DENSE[form], stages.dense(form)
-        for (E, A), name in names.items():
-            yield name, stages.change(experts__num_experts=E, experts__top_k=A).upit(form)
+        for E, A in grid:
+            of_size = stages.change(experts__num_experts=E, experts__top_k=A)
+            yield names[methods[0], E, A], _copies(of_size, form, "pt")
+            yield names[methods[1], E, A], of_size.upit(form)
 
-    extra = {"x": {name: A for (_, A), name in names.items()}, "x_label": f"{_upit(form)}: experts per token"}
-    summary = best(names.values())
+    def summary(report: UpitReport) -> list[str]:
+        within = [
+            line for one in grid for line in against(report.entries, names[methods[1], *one], [names[methods[0], *one]])
+        ]
+        return [*best(name for (method, *_), name in names.items() if method == methods[1])(report), *within]
+
+    extra = {"x": {name: A for (*_, A), name in names.items()}, "x_label": "experts per token"}
     return {"entries": process.collect(plan), "reference": DENSE[form], "summary": summary, "extra": extra}
 
 
 def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
-    methods = [_copies_name(form, start) for start in STARTS] + [_upit(form)]
+    methods = [DENSE[form], *(_copies_name(form, start) for start in STARTS), _upit(form)]
     names = {(method, share): f"{method}, {share:.3g} of the rows" for method in methods for share in shares}
     rows = len(process.all[0].train_rows)
     for share in shares:
-        process.all[0].change(share=share).check_steps(form)
+        _check(process, form, share=share)
 
     def plan(stages: Stages):
         for share in shares:
             part = stages.change(share=share)
+            yield names[DENSE[form], share], part.dense(form)
             for start in STARTS:
                 yield names[_copies_name(form, start), share], _copies(part, form, start)
             yield names[_upit(form), share], part.upit(form)
@@ -167,22 +195,27 @@ def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
 
 
 def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> dict:
-    copies = _copies_name(form, "sft")
+    others = [DENSE[form], *(_copies_name(form, start) for start in STARTS)]
     names = {
-        (method, pair): f"{method}, {pair[0]:g} + {pair[1]:g}" for pair in pairs for method in (copies, _upit(form))
+        (method, pair): f"{method}, {pair[0]:g} + {pair[1]:g}" for pair in pairs for method in (*others, _upit(form))
     }
+    changes = {pair: {f"{form}__sft__epochs": pair[0], f"{form}__post__epochs": pair[1]} for pair in pairs}
+    for pair in pairs:
+        _check(process, form, **changes[pair])
 
     def plan(stages: Stages):
         for pair in pairs:
-            longer = stages.change(**{f"{form}__sft__epochs": pair[0], f"{form}__post__epochs": pair[1]})
-            yield names[copies, pair], _copies(longer, form, "sft")
+            longer = stages.change(**changes[pair])
+            yield names[DENSE[form], pair], longer.dense(form)
+            for start in STARTS:
+                yield names[_copies_name(form, start), pair], _copies(longer, form, start)
             yield names[_upit(form), pair], longer.upit(form)
 
     def summary(report: UpitReport) -> list[str]:
-        within = [
-            line for pair in pairs for line in against(report.entries, names[_upit(form), pair], [names[copies, pair]])
-        ]
-        return [*each(report), *within]
+        lines = each(report)
+        for pair in pairs:
+            lines += against(report.entries, names[_upit(form), pair], [names[method, pair] for method in others])
+        return lines
 
     return {"entries": process.collect(plan), "reference": names[_upit(form), pairs[0]], "summary": summary}
 
@@ -215,6 +248,10 @@ def _check_named(known: Sequence[str]) -> Callable:
         form = _form(recipe, form)
         strategies = _different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
         n, m = recipe.experts.num_experts, recipe.checkpoints.count
+        if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
+            raise ValueError(
+                f"checkpoints.count is {m}, the tuning saves {saved}; want fewer: there is nothing to choose"
+            )
         if known is EXPANSIONS and m >= n:
             raise ValueError(f"checkpoints.count is {m}, num_experts is {n}; want fewer: there is nothing to expand")
         if known is EXPANSIONS and "none" in strategies:
@@ -271,9 +308,7 @@ def _losses(
 
 COMMANDS = {
     "main": _losses("UpIT and its baselines", "Table 1", _main),
-    "ckpt": _losses(
-        "Which checkpoints become experts", "Tables 2 and 8", _ckpt, _check_named(("front", "uniform", "back"))
-    ),
+    "ckpt": _losses("Which checkpoints become experts", "Tables 2 and 8", _ckpt, _check_named(WHICH)),
     "expand": _losses("How experts are expanded", "Tables 2 and 9", _expand, _check_named(EXPANSIONS)),
     "router": _losses("How routers begin", "Tables 2 and 10", _router, _check_named(("none", "random", "skilled"))),
     "experts": _losses("Experts, and experts per token", "Figure 4", _experts, _check_experts, pictures.sweep),

@@ -143,11 +143,11 @@ def merge(
     (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
     "uniform" replaces any of them; it must sum to 1. Raises ValueError for a shared_rate that would be without effect.
     """
+    block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
+    shared_rate = check_rate(shared_rate, alpha, block["stage"])
     layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP | EWAMLP)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
-    block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
-    shared_rate = check_rate(shared_rate, alpha, block["stage"])
     rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))

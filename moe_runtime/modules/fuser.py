@@ -135,8 +135,8 @@ def chunked_loss(
 ) -> FuserLoss:
     """`fuser_loss` for heads that are no product: functions from states to logits, on whatever devices.
 
-    `chunk` tokens' logits are in memory at once, by default as many as make ops.fusion's chunk of the CPU; the backward
-    pass makes them anew.
+    `chunk` tokens are worked on at once, by default as many as make ops.fusion's chunk of the CPU; the backward pass makes
+    their logits anew, and then holds three or four copies of them per specialist.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     device = gate.score.weight.device

@@ -10,10 +10,18 @@ import torch
 from torch import nn
 
 from moe_runtime.config import ACTIVATIONS, MoEConfig, check_choice, check_number, check_positive
-from moe_runtime.modules.moe import MoE, Router, autocast_dtype
+from moe_runtime.modules.moe import MoE, Router, autocast_dtype, is_plain
 from moe_runtime.ops.lora import LoRA, lora_mlp
 
 TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+
+class DrawnHalves(nn.ParameterDict):
+    """The a of each target, [E, r, in]; a class of its own says how transformers is to initialise it."""
+
+
+class ZeroHalves(nn.ParameterDict):
+    """The b of each target, [E, r, out]."""
 
 
 class LoRAExperts(nn.Module):
@@ -21,6 +29,7 @@ class LoRAExperts(nn.Module):
 
     `lora_a[target]` [E, r, in] is drawn as nn.Linear draws, `lora_b[target]` [E, r, out] is zero: at first every expert is
     the base. What is added is alpha / rank times b^T a. They may be of another dtype than the base, whose dtype is computed in.
+    The base's weights are read, its layers never called: each must be a plain nn.Linear, now and whenever they are read.
     """
 
     def __init__(
@@ -48,7 +57,7 @@ class LoRAExperts(nn.Module):
             num_experts, rank, alpha, hidden_act, recompute
         )  # fmt: skip
         self.targets = tuple(target for target in TARGETS if target in targets)
-        self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
+        self.lora_a, self.lora_b = DrawnHalves(), ZeroHalves()
         for target in self.targets:
             weight = self._weight(target)
             where = {"dtype": dtype or weight.dtype, "device": weight.device}
@@ -76,18 +85,23 @@ class LoRAExperts(nn.Module):
         """Return a [E, r, in] and b [E, r, out] of each target."""
         return [(self.lora_a[target], self.lora_b[target]) for target in self.targets]
 
+    def _linear(self, target: str) -> nn.Linear:
+        linear = getattr(self.base, target)
+        check_plain(linear, target)
+        return linear
+
     def _weight(self, target: str) -> torch.Tensor:
-        return getattr(self.base, target).weight
+        return self._linear(target).weight
 
     def forward(self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor) -> torch.Tensor:
         """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H].
 
         `topk_idx` None: every expert, with weights [T, E]. Computes in the base's dtype or, under autocast, in autocast's.
         """
-        dtype = autocast_dtype(x) or self._weight("down_proj").dtype
-        weights = [self._weight(target).to(dtype) for target in TARGETS]
-        biases = [getattr(getattr(self.base, target), "bias", None) for target in TARGETS]
-        gate_bias, up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in biases)
+        linears = [self._linear(target) for target in TARGETS]
+        dtype = autocast_dtype(x) or linears[-1].weight.dtype
+        weights = [linear.weight.to(dtype) for linear in linears]
+        gate_bias, up_bias, down_bias = (None if lin.bias is None else lin.bias.to(dtype) for lin in linears)
         pairs = {
             target.removesuffix("_proj"): LoRA(self.lora_a[target].to(dtype), self.lora_b[target].to(dtype))
             for target in self.targets
@@ -128,14 +142,14 @@ class LoRAExperts(nn.Module):
             stacks["gate_up_proj"][e, I:] = self.whole_weight("up_proj", e)
             stacks["down_proj"][e] = self.whole_weight("down_proj", e)
         if self.has_bias():
-            gate, up, down = (_bias(getattr(self.base, target)) for target in TARGETS)
+            gate, up, down = (_bias(self._linear(target)) for target in TARGETS)
             stacks["gate_up_proj_bias"] = torch.cat([gate, up]).repeat(E, 1)
             stacks["down_proj_bias"] = down.repeat(E, 1)
         return stacks
 
     def has_bias(self) -> bool:
         """Whether a projection of the base has a bias."""
-        return any(getattr(getattr(self.base, target), "bias", None) is not None for target in TARGETS)
+        return any(self._linear(target).bias is not None for target in TARGETS)
 
     @torch.no_grad()
     def merge_into_base(self, expert: int = 0) -> nn.Module:
@@ -235,7 +249,7 @@ def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def check_base(base: nn.Module) -> None:
-    """Raise ValueError unless `base` is a gated MLP of linear layers, of one dtype on one device."""
+    """Raise ValueError unless `base` is a gated MLP of plain linear layers, of one dtype on one device."""
     layers = [getattr(base, target, None) for target in TARGETS]
     weights = [getattr(layer, "weight", None) for layer in layers]
     shapes = [tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights]
@@ -246,9 +260,27 @@ def check_base(base: nn.Module) -> None:
     if len({(weight.dtype, weight.device) for weight in weights}) != 1 or not weights[0].is_floating_point():
         kinds = [f"{weight.dtype} on {weight.device}" for weight in weights]
         raise ValueError(f"base's weights are {', '.join(kinds)}; want one floating dtype on one device")
+    for layer, target in zip(layers, TARGETS):
+        check_plain(layer, target)
 
 
-def _bias(linear: nn.Module) -> torch.Tensor:
+def check_plain(linear: nn.Module, name: str) -> None:
+    """Raise ValueError unless `linear` computes what its weight and bias say: an nn.Linear itself, without hooks.
+
+    Of accelerate's hooks those pass that leave the weights where they are (a device_map over several GPUs).
+    """
+    if is_plain(linear, nn.Linear):
+        return
+    hooks = linear._forward_hooks or linear._forward_pre_hooks
+    if type(linear) is nn.Linear and hasattr(linear, "_hf_hook") and not (linear.weight.is_meta or hooks):
+        return
+    kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+    raise ValueError(
+        f"{name} of base is {kind}{' with hooks' if type(linear) is nn.Linear else ''}; want a plain torch.nn.Linear, whose "
+        "weights are read without a call; merge adapters (merge_and_unload), or keep them out of the MLPs; remove hooks"
+    )
+
+
+def _bias(linear: nn.Linear) -> torch.Tensor:
     """Return the layer's bias, zeros if it has none."""
-    bias = getattr(linear, "bias", None)
-    return linear.weight.new_zeros(linear.weight.shape[0]) if bias is None else bias.detach()
+    return linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.detach()

@@ -5,6 +5,9 @@
 LoRAMoE's experts see every token; with config.top_k below num_experts, w is what `config.gate` makes of the best top_k. Where
 `modules.lora.LoRAMoE` routes once for a whole MLP and mixes what comes out of its activation, here each linear layer routes
 its own input and the activation sees the mixture. G and A are drawn as nn.Linear draws, B is zero, as in LoRAMoE's code.
+
+Not here: LoRAMoE's loss that divides the experts by the type of a row's task (its localized balancing constraint, a cv2 of
+importances that the row's type weighs). Rows have no type in this package; config.balance_loss is that of all routers.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
-from moe_runtime.modules.lora import TARGETS, LoRAMoE, add_pairs, draw_as_linear, forced_slots
+from moe_runtime.modules.lora import TARGETS, LoRAMoE, add_pairs, check_plain, draw_as_linear, forced_slots
 from moe_runtime.modules.moe import Router, RouterOutput
 from moe_runtime.ops.lora import mixed_weight
 
@@ -67,7 +70,8 @@ class LoRALinear(nn.Module):
         weight = self._weights(x, rows)
         E, dtype = self.config.num_experts, out.dtype
         low = F.linear(rows.to(dtype), self.lora_a.to(dtype).flatten(0, 1)).view(-1, E, self.rank)
-        low = low * (weight * self.scaling).to(dtype)[:, :, None]
+        # the weights float32 in this product, as the experts' own op has them
+        low = (low * (weight * self.scaling)[:, :, None]).to(dtype)
         return out + (low.flatten(1) @ self.lora_b.to(dtype).flatten(0, 1)).view_as(out)
 
     def _weights(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -106,6 +110,7 @@ class LinearExperts:
     @torch.no_grad()
     def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
         """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in the base's dtype."""
+        check_plain(self.linears[target].base, target)
         weight = self.linears[target].base.weight
         return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
 

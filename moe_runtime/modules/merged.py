@@ -128,9 +128,9 @@ class MergedMLP(nn.Module):
             kept = None
         # a fused optimizer, or one that goes through .data, counts no version: alpha itself is compared, on a GPU by the
         # kernel, in place and without waiting for it
-        if kept is not None and backend == "triton":
+        if kept is not None and backend != "torch":
             for name, weight in weights.items():
-                remerge_experts(kept.weights[name], weight, alpha, kept.seen)
+                remerge_experts(kept.weights[name], weight, alpha, kept.seen, backend)
             kept.seen.copy_(alpha)
         elif kept is None or not torch.equal(alpha, kept.seen):
             kept = self._mixture = None  # before the new weights take as much memory

@@ -21,9 +21,14 @@ class _Tiles(ctypes.Structure):
     _fields_ = [("map", ctypes.c_void_p), ("block_m", ctypes.c_int32), ("first_expert", ctypes.c_int32)]
 
 
+def fits(num_experts: int) -> bool:
+    """Whether the kernels of route and dispatch take so many experts."""
+    return num_experts <= MAX_EXPERTS
+
+
 def check_experts(num_experts: int) -> None:
     """Raise ValueError for more experts than the kernels of route and dispatch take."""
-    if num_experts > MAX_EXPERTS:
+    if not fits(num_experts):
         raise ValueError(
             f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}; or another backend"
         )

@@ -34,7 +34,7 @@ def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = Non
         raise ValueError(f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}; want [T, K] integers")
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}; want at least 1")
-    chosen = backends.pick("dispatch", topk_idx, backend)
+    chosen = backends.pick("dispatch", topk_idx, backend, cuda_fits=cuda_kernels.fits(num_experts))
     if chosen == "cuda":
         cuda_kernels.check_experts(num_experts)
     return Dispatch(*torch.ops.moe_runtime.dispatch(topk_idx, num_experts, chosen))

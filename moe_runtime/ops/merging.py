@@ -55,11 +55,16 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
     return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
 
 
-def remerge_experts(merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, seen: torch.Tensor) -> None:
+def remerge_experts(
+    merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, seen: torch.Tensor, backend: str = "triton"
+) -> None:
     """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 is no longer `seen` [E], which stays.
 
-    By the Triton kernel only, which compares the two itself: the host does not wait, nor learn the outcome. No gradient.
+    By a kernel ("triton", "cuda"), which compares the two itself: the host does not wait, nor learn the outcome. No gradient.
     """
+    if backend == "cuda":
+        cuda_kernels.merge_experts_forward(weight, alpha, out=merged, seen=seen)
+        return
     from moe_runtime.kernels.merging import merge_experts_forward
 
     merge_experts_forward(weight, alpha, out=merged, seen=seen)
@@ -87,7 +92,8 @@ def merged_linear(
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
     x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
     alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
-    chosen = backends.pick("merge_experts", weight, backend)
+    # alone, dalpha's two kernels would need the whole dW: a default they are not
+    chosen = backends.pick("merge_experts", weight, backend, cuda_fits=False)
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
 
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, SHARED_MODES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.activation import SCHEMA, Activation
 from moe_runtime.ops.library import LIB, register, register_backward
-from moe_runtime.ops.moe_mlp import check_weights, kernels_of
+from moe_runtime.ops.moe_mlp import check_weights, kernels_of, pick
 from moe_runtime.ops.moe_mlp_torch import Experts
 
 
@@ -69,8 +68,9 @@ def moe_layer(
     inputs = (x, router_weight, gate_up_proj, down_proj, gate_up_bias, down_bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     outputs = torch.ops.moe_runtime.moe_layer(
-        *inputs, top_k, gate, *activation, shared, needs_grad and not recompute, backends.pick("moe_mlp", x, backend)
-    )
+        *inputs, top_k, gate, *activation, shared, needs_grad and not recompute,
+        pick(x, gate_up_proj.shape[0], backend, ("route", "dispatch", "combine")),
+    )  # fmt: skip
     return MoEOutput(*outputs[:4])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import SHARED_MODES, check_choice
-from moe_runtime.ops import moe_mlp_torch
+from moe_runtime.ops import cuda_kernels, moe_mlp_torch
 from moe_runtime.ops.activation import SCHEMA, Activation, activate
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register, register_backward
@@ -79,12 +79,20 @@ def moe_mlp_with_offsets(
     up_trained, down_trained = trained or (None, None)
     inputs = (x, gate_up_proj, down_proj, topk_weight, gate_up_bias, down_bias, up_trained, down_trained)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    backend = backends.pick("moe_mlp", x, backend)
+    backend = pick(x, gate_up_proj.shape[0], backend)
     out, _, expert_offsets, _ = torch.ops.moe_runtime.moe_mlp(
         x, gate_up_proj, down_proj, topk_weight, topk_idx, gate_up_bias, down_bias, trainable, up_trained, down_trained,
         *activation, shared, needs_grad and not recompute, backend,
     )  # fmt: skip
     return out, expert_offsets
+
+
+def pick(x: torch.Tensor, num_experts: int, backend: str | None, ops: tuple[str, ...] = ("dispatch", "combine")) -> str:
+    """Return the backend: "cuda" is Triton's products with csrc/'s `ops` around them, where nobody says which and all are it."""
+    chosen = backends.pick("moe_mlp", x, backend)
+    if backend is not None or chosen != "triton" or not cuda_kernels.fits(num_experts):
+        return chosen
+    return "cuda" if all(backends.pick(op, x) == "cuda" for op in ops) else chosen
 
 
 def check_weights(x, up, down, activation: Activation, up_bias, down_bias) -> None:
@@ -202,11 +210,11 @@ LIB.define(
 
 def kernels_of(backend: str):
     """The module whose `forward` and `backward` run; Triton is imported where it is used."""
-    if backend == "triton":
-        from moe_runtime.ops import moe_mlp_triton
+    if backend == "torch":
+        return moe_mlp_torch
+    from moe_runtime.ops import moe_mlp_triton
 
-        return moe_mlp_triton
-    return moe_mlp_torch
+    return moe_mlp_triton.BESIDE_CUDA if backend == "cuda" else moe_mlp_triton
 
 
 def _forward(

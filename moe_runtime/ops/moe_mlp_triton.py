@@ -3,13 +3,17 @@
 forward   dispatch, up projection (gather, activation), down projection, combine
 backward  dz (gather, the activation's gradient, the weights' gradient), dx, sum of each token's rows, dW_up, dW_down
 
+Where csrc/'s kernels are chosen, `BESIDE_CUDA` is the same with its sort, maps (one launch) and combine in the forward pass.
 With shared="dense" the rows of expert 0, which are the first T of every buffer in expert order, go through torch's matmul.
 """
+
+from types import SimpleNamespace
 
 import torch
 
 from moe_runtime.kernels import combine, dispatch, grouped_gemm, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
+from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.grouped_gemm import one_layout
 from moe_runtime.ops.moe_mlp_torch import Experts, Gradients
 
@@ -17,17 +21,16 @@ from moe_runtime.ops.moe_mlp_torch import Experts, Gradients
 class _Layer:
     """The experts and the rows' order; makes the tile map of every block size once."""
 
-    def __init__(self, experts: Experts, offsets, row_slot, slots: int):
+    def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
         self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
-        self.R, self.first, self.maps = row_slot.numel(), int(experts.shared == "dense"), {}
+        self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
         self.T = self.R // max(slots, 1)
         place, up, down = self.experts[-3:]
         self.up_trained = None if up is None else grouped_gemm.Trained(place, up)
         self.down_trained = None if down is None else grouped_gemm.Trained(place, down)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
-        gated = kernel == "up" and self.experts.activation.gated
-        return tiles.choose(kernel, x, N, K, self.R, self.experts.up.shape[0], gated)
+        return _choose(self.experts, self.R, kernel, x, N, K)
 
     def map(self, tile: tiles.Tile):
         # in the backward pass this launch comes first and gives autograd's thread its CUDA context: tensor descriptors need one
@@ -97,6 +100,16 @@ class _Layer:
         return dw
 
 
+def _first(experts: Experts) -> int:
+    """Return the first expert whose rows are the kernels'."""
+    return int(experts.shared == "dense")
+
+
+def _choose(experts: Experts, R: int, kernel: str, x, N: int, K: int) -> tiles.Tile:
+    gated = kernel == "up" and experts.activation.gated
+    return tiles.choose(kernel, x, N, K, R, experts.up.shape[0], gated)
+
+
 def _in_order(experts: Experts) -> Experts:
     """Give the kernels what they read without strides of its own: biases, the map, weights apart in the stacks' layout."""
     up, up_trained = one_layout(experts.up, experts.up_trained)
@@ -131,6 +144,16 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     return out, z, offsets, row_slot
 
 
+def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool):
+    E, H, I = experts.down.shape
+    R, K = topk_idx.numel(), topk_idx.shape[1]
+    blocks = {_choose(experts, R, *product).BLOCK_M for product in (("up", x, I, H), ("down", x, H, I))}
+    offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(topk_idx, E, list(blocks), _first(experts))
+    layer = _Layer(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
+    z, h = layer.up(x, save)
+    return cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]), z, offsets, row_slot
+
+
 def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs, router=None) -> Gradients:
     """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for; `z` [0, ...] is computed again.
 
@@ -158,3 +181,6 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
         backwards.bias_backward(dz, None, *order, False, trained) if needs[4] else None,
         backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs[5] else None,
     )
+
+
+BESIDE_CUDA = SimpleNamespace(forward=_forward_beside_cuda, backward=backward)

@@ -53,7 +53,7 @@ def route(
         router_logits = router_logits + noise
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
-    chosen = backends.pick("route", router_logits, backend)
+    chosen = backends.pick("route", router_logits, backend, cuda_fits=cuda_kernels.fits(router_logits.shape[1]))
     if chosen == "cuda":
         cuda_kernels.check_experts(router_logits.shape[1])
     if topk_idx is not None:

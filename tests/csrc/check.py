@@ -120,6 +120,26 @@ def check_plan_counted(random) -> None:
         plan(ids, E, 3, count, slots, blocks=(64,), first=1)
 
 
+def check_plan_counted_of_other_ids(random) -> None:
+    """What is counted wrong gives no row outside, here or in the maps."""
+    R, E, slots = 8400, 9, 24
+    ids = random.integers(0, E, R).astype(np.int32)
+    for count in (random.integers(-9, 99, (R // slots, E)), np.full((R // slots, E), 2**16), np.zeros((R // slots, E))):
+        got, m = [empty(E + 1), *(np.zeros(R, np.int32) for _ in range(3))], empty(3, R // 64 + E)
+        tiles = (Tiles * 1)(Tiles(m.ctypes.data, 64, 0))
+        call("moert_route_plan", ids, 4, R, E, 3, count.astype(np.int32), slots, *got, tiles, 1, None, 0)
+        for name, a, last in zip(("offsets", "row_token", "row_slot", "slot_row"), got, (R, R // 3 - 1, R - 1, R - 1)):
+            assert a.min() >= 0 and a.max() <= last, f"{name} lies in {a.min()}..{a.max()}"
+        assert m[0].max() < E and m[1:].min() >= 0 and m[1:].max() <= R, "a tile outside"
+
+
+def check_plan_alone(random) -> None:
+    """Blocks that cannot run at once: one does it all."""
+    os.environ["MOERT_EMU_SHARED"] = "1"
+    plan(random.integers(-1, 8, 8193).astype(np.int32), 7, 3, blocks=(128,))
+    del os.environ["MOERT_EMU_SHARED"]
+
+
 # routing
 
 

@@ -1,6 +1,7 @@
-"""csrc/ on the CPU: the checks against numpy in two orders of the threads, under sanitizers, and with planted bugs."""
+"""csrc/ on the CPU: the checks against numpy in several orders of the threads, under sanitizers, and with planted bugs."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,36 @@ from tests.csrc import emulator
 pytestmark = emulator.needs_cxx
 
 
-@pytest.fixture(scope="module")
-def sanitizer() -> str:
-    """The runtime of AddressSanitizer, which must be in a process before all else."""
-    path = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+def runtime(name: str) -> str:
+    """Return the runtime of a sanitizer, which must be in a process before all else; skip where it does not run."""
+    path = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     if not Path(path).is_absolute():  # what g++ prints of a file that it has not
-        pytest.skip("needs g++'s AddressSanitizer")
+        pytest.skip(f"needs g++'s {name}")
+    tried = subprocess.run([sys.executable, "-c", ""], env={"LD_PRELOAD": path}, capture_output=True, text=True)
+    if tried.returncode:  # ThreadSanitizer's wants the kernel's randomness of addresses small
+        pytest.skip(f"{name} does not run here: {tried.stderr}")
     return path
 
 
-def test_against_numpy_in_two_orders_of_the_threads():
-    done = emulator.check(emulator.build(), seeds=(0, 1))
+@pytest.fixture(scope="module")
+def sanitizer() -> str:
+    return runtime("libasan.so")
+
+
+@pytest.fixture(scope="module")
+def races() -> str:
+    return runtime("libtsan.so")
+
+
+ORDERS = (
+    0,
+    1,
+    2,
+)  # of the threads: in turn, shuffled with warps that fall behind, the first warp last behind every barrier
+
+
+def test_against_numpy_in_several_orders_of_the_threads():
+    done = emulator.check(emulator.build(), seeds=ORDERS)
     assert done.returncode == 0, done.stderr
 
 
@@ -48,6 +68,18 @@ def test_the_sanitizer_sees_what_lies_outside(file, text, instead, name, sanitiz
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
+def test_no_access_races_another(races):
+    done = emulator.check(emulator.build(emulator.RACES), "plan", "route", "merge", "dalpha", "combine", preload=races)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_match_orders_no_access(races):
+    """All lanes meet there, so that no order of the threads shows the bug."""
+    bug = ("route_plan.cu", "+= __popc(same);\n    __syncwarp();\n  });\n#pragma", "+= __popc(same);\n  });\n#pragma")
+    done = emulator.check(emulator.build(emulator.RACES, bug), "plan", preload=races)
+    assert "ThreadSanitizer: data race" in done.stderr, done.stderr
+
+
 SYNC = "  __syncthreads();\n"
 MUTANTS = [
     pytest.param("route_plan.cu", "next[i] = 0;\n" + SYNC, "next[i] = 0;\n", "plan", id="counts before zeros"),
@@ -55,6 +87,15 @@ MUTANTS = [
     pytest.param(
         "route_plan.cu", "  " + SYNC + "    if (i < n) a[i]", "    if (i < n) a[i]", "plan", id="scan before sums"
     ),
+    pytest.param(
+        "route_plan.cu",
+        "    __syncthreads();  // before the next round's",
+        "//",
+        "plan",
+        id="scan goes on before sums are read",
+    ),
+    pytest.param("merging.cu", "  " + SYNC + "  }\n}", "  }\n}", "dalpha", id="sums overwritten before they are read"),
+    pytest.param("route_plan.cu", "R - 1), 0)", "R + 99), 0)", "plan_counted_of_other_ids", id="rows outside"),
     pytest.param("route_plan.cu", "wait_for_all_blocks();", "0;", "plan_together", id="blocks do not wait"),
     pytest.param(
         "route_plan.cu", "__syncwarp();\n    if (live", "if (live", "plan", id="counted on before all have read"
@@ -73,5 +114,5 @@ MUTANTS = [
 
 @pytest.mark.parametrize("file, text, instead, name", MUTANTS)
 def test_a_planted_bug_is_found(file, text, instead, name):
-    done = emulator.check(emulator.build(edit=(file, text, instead)), name, seeds=(0, 1))
+    done = emulator.check(emulator.build(edit=(file, text, instead)), name, seeds=ORDERS)
     assert done.returncode != 0, "not noticed"

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from moe_runtime import cuda
+from moe_runtime import backends, cuda
 from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops import moe_layer as moe_layer_op
+from moe_runtime.ops import moe_mlp as moe_mlp_op
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.merging import merge_experts, merged_linear
@@ -13,6 +15,7 @@ from tests.csrc import emulator
 from tests.support.oracle import GATES, SHARED, choose_experts, relative_error, route_mismatches
 
 pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
+needs_interpreter = pytest.mark.skipif(not backends.interpreted(), reason="the emulator's tensors are the CPU's")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -172,6 +175,30 @@ def test_combine_of_any_layout_and_rows_that_nobody_wrote():
     y[7:] = float("nan")
     got = cuda_kernels.combine_forward(y, weight, slot_row, limit)
     assert torch.equal(got, fused_sum(torch.where(y.isnan(), 0, y), weight, slot_row))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shared", ["group", "dense"])
+@pytest.mark.parametrize("T", [1, 9])
+def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolerance):
+    """moe_layer and moe_mlp with csrc/'s kernels around Triton's products, the same as Triton's own."""
+    x, router, up, down = torch.randn(T, 16), torch.randn(3, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12) / 16
+    found, launched, launch = {}, [], cuda.launch
+    monkeypatch.setattr(cuda, "launch", lambda name, *args: launched.append(name) or launch(name, *args))
+    for name in ("triton", "cuda"):
+        monkeypatch.setattr(moe_layer_op, "pick", lambda *_, name=name: name)
+        monkeypatch.setattr(moe_mlp_op, "pick", lambda *_, name=name: name)
+        leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
+        layer = moe_layer_op.moe_layer(*leaves, 3, "xft", shared=shared)
+        weight = layer.topk_weight.detach().requires_grad_()
+        out = moe_mlp_op.moe_mlp(x, leaves[2], leaves[3], weight, layer.topk_idx, shared=shared)
+        grads = torch.autograd.grad(layer.out.square().sum() + out.square().sum(), [*leaves, weight])
+        found[name] = [layer.out.detach(), out.detach(), layer.topk_idx, *grads]
+    for want, got in zip(found["triton"], found["cuda"], strict=True):
+        assert relative_error(got, want) < tolerance[torch.float32]
+    # one launch of the plan has the maps too; the products' gradients stay Triton's
+    plan = ["moert_route_plan", "moert_combine_forward"]
+    assert launched == ["moert_route_forward", *plan, *plan, "moert_route_backward"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -12,6 +12,7 @@ from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.routing import route
 from tests.gpu.test_merging import poison
 from tests.hf.tiny import distance
@@ -242,8 +243,9 @@ def test_beyond_two_to_the_31_elements():
     assert (out[0] == 4).all() and (out[1:] == 2).all()
 
 
-def test_cuda_graph():
-    inputs = samples()
+@pytest.mark.parametrize("T", [512, 5000], ids=["one block", "blocks that wait for each other"])
+def test_cuda_graph(T):
+    inputs = samples(T)
     all_ops(*inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -285,6 +287,21 @@ def test_no_op_waits_for_the_gpu():
         all_ops(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("shared", ["group", "dense"])
+@pytest.mark.parametrize("T", [1, 512, 5000])
+def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch):
+    """MOE_RUNTIME_BACKEND=cuda: csrc/'s kernels around Triton's products, in moe_layer."""
+    x, router = random(T, 64, dtype=torch.bfloat16), random(7, 64, dtype=torch.bfloat16)
+    up, down = random(8, 96, 64, dtype=torch.bfloat16), random(8, 64, 48, dtype=torch.bfloat16)
+    found = {}
+    for backend in ("triton", "cuda"):
+        monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+        leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
+        got = moe_layer(*leaves, 3, "xft", shared=shared)
+        found[backend] = [got.out.detach(), *torch.autograd.grad(got.out.float().square().mean(), leaves)]
+    assert all(distance(ours, theirs) < 2e-2 for ours, theirs in zip(found["cuda"], found["triton"], strict=True))
 
 
 def test_compiled_without_a_break():

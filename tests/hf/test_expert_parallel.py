@@ -13,6 +13,7 @@ from moe_runtime.hf.expert_parallel import shard_experts
 from tests.hf.tiny import distance
 from tests.support import dist_expert_parallel as worker
 from tests.support.dist_launch import Launches
+from tests.support.lora_models import lora_model
 
 TWO = [name for name, scenario in worker.SCENARIOS.items() if torch.Size(scenario.mesh).numel() == 2]
 FOUR = [name for name in worker.SCENARIOS if name not in TWO]
@@ -156,6 +157,11 @@ def test_refuses(three):
         (lambda: shard_experts(model, mesh, gradients="max"), "gradients is 'max'; want one of mean, sum"),
         (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "model is Linear, without experts"),
         (lambda: shard_experts(DistributedDataParallel(model), mesh), "model is wrapped in DistributedDataParallel"),
+        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp is of LoRA experts, without stacks; want whole"),
+        (
+            lambda: shard_experts(lora_model(form="linear"), mesh),
+            "gate_proj is of LoRA experts, without stacks; want whole",
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             make()

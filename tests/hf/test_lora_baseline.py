@@ -1,5 +1,7 @@
 """moe_runtime.hf.lora_baseline: matrices on all linear layers and experts, the base at the start, written and read back."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -50,7 +52,9 @@ def test_what_was_trained_is_read_back(tokenizer, tmp_path):
     lora_baseline.save_lora(model, tmp_path / "lora")
     base = model_of(tokenizer)
     plain = base(IDS).logits
-    again = lora_baseline.load_lora(base, tmp_path / "lora").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        again = lora_baseline.load_lora(base, tmp_path / "lora").eval()
     assert torch.equal(again(IDS).logits, model.eval()(IDS).logits) and (again(IDS).logits - plain).abs().max() > 1e-3
     config = again.peft_config["default"]
     assert config.r == RANK and config.lora_alpha == 2 * RANK

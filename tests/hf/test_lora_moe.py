@@ -84,10 +84,47 @@ def test_corners_save_and_load(form, changes, settings, tmp_path):
     assert block["lora"] == {
         "form": form, "rank": settings.get("rank", 3), "alpha": 16.0,
         "targets": settings.get("targets", list(TARGETS)), "train_backbone": settings.get("train_backbone", False),
+        "dtype": None, "backbone": "base",
     }  # fmt: skip
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert torch.equal(tiny.logits(loaded), got) and loaded.dtype == model.dtype
     assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+@FORMS
+def test_wide_pairs_of_a_narrow_model_are_saved_as_they_are(form, tmp_path):
+    model = lora_model("llama", form, {"dtype": torch.bfloat16}, dtype=torch.float32)
+    want = tiny.logits(model)
+    model.save_pretrained(tmp_path)
+    for dtype in ("auto", torch.bfloat16, torch.float32):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        for name, p in model.named_parameters():
+            got = loaded.get_parameter(name)
+            assert torch.equal(got, p) if dtype is not torch.float32 else torch.equal(got.to(p.dtype), p), name
+            assert got.dtype == (torch.float32 if "lora_" in name else loaded.dtype)
+        assert dtype is torch.float32 or torch.equal(tiny.logits(loaded), want)
+    assert merge_experts(loaded, alone(loaded, 1)).dtype == torch.float32
+
+
+@FORMS
+def test_a_model_of_the_config_alone_is_drawn_alike(form):
+    wanted = {"hidden_size": 64, "intermediate_size": 96}  # enough numbers for a spread
+    made = to_lora_moe(tiny.dense(**wanted), num_experts=4, form=form, initializer_range=0.3)
+    fresh = AutoModelForCausalLM.from_config(made.config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(made.config)
+    filled = empty.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in filled.parameters():
+            p.fill_(7.0)
+    filled.init_weights()
+    for model in (fresh, filled):
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in made.parameters()]
+        for name, p in made.named_parameters():
+            if "lora_" in name or ".gate." in name:
+                got = model.get_parameter(name)
+                assert torch.equal(got, p) == ("lora_b" in name), name
+                assert got.std().item() == pytest.approx(p.std().item(), rel=0.15), name
 
 
 def test_a_checkpoint_that_lacks_a_pair_is_refused(tmp_path):
@@ -111,7 +148,31 @@ def test_draws_depend_on_seed_and_layer_alone():
         one, other, part = drawn(form), drawn(form, seed=7), drawn(form, layers=[2])
         assert part and all(torch.equal(one[name], value) for name, value in part.items())
         assert not any(torch.equal(one[name], other[name]) for name in one)
-        assert not torch.equal(*(one[name] for name in list(one)[:2])) if form == "linear" else True
+        first = [name for name in one if ".layers.1." in name]
+        assert first and not any(torch.equal(one[n], one[n.replace(".layers.1.", ".layers.2.")]) for n in first)
+
+
+@pytest.mark.parametrize("layers, rows", [([1], [1]), ([2, 0], [2, 0]), (None, [0, 1, 2])])
+@pytest.mark.parametrize("noisy_gate", [False, True])
+def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, noisy_gate):
+    vectors = torch.randn(len(rows), 2, 32, generator=torch.Generator().manual_seed(0))
+    dense = tiny.dense(num_hidden_layers=3)
+    model = to_lora_moe(dense, num_experts=2, vectors=vectors, layers=layers, noisy_gate=noisy_gate)
+    moes = lora_layers(model)
+    assert sorted(moes) == sorted(rows)
+    for row, layer in zip(vectors, rows, strict=True):
+        assert torch.equal(moes[layer].gate.weight, row)
+        if noisy_gate:
+            assert torch.equal(
+                moes[layer].gate.noise_weight, swap.draw_router(moes[layer].config, 42, layer)["noise_weight"]
+            )
+
+
+def test_settings_may_be_any_iterables(peft_folders):
+    model = to_lora_moe(
+        tiny.dense(), experts=(folder for folder in peft_folders), targets=iter(TARGETS), layers=range(2)
+    )
+    assert model.config.moe_runtime["lora"]["targets"] == list(TARGETS)
 
 
 # training
@@ -135,6 +196,15 @@ def test_trains_what_it_says_bit_for_bit(form, train_backbone):
 
 
 @FORMS
+def test_a_backbone_that_trains_is_without_whole_mlps_or_without_what_has_pairs(form):
+    model = lora_model(form=form, targets=["down_proj"], train_backbone=True)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    base = "mlp.experts.base." if form == "block" else "mlp."
+    held = TARGETS if form == "block" else ("down_proj.base",)
+    assert frozen == {f"model.layers.{i}.{base}{name}.{k}" for i in (0, 1) for name in held for k in ("weight", "bias")}
+
+
+@FORMS
 def test_losses_and_statistics_are_a_moes(form):
     model = lora_model(form=form, balance_loss="switch", balance_loss_coef=0.1).train()
     ids, routers = tiny.batch(), 2 if form == "block" else 6
@@ -154,7 +224,7 @@ def test_losses_and_statistics_are_a_moes(form):
 @FORMS
 def test_checkpointing_and_autocast_have_the_same_gradients(form):
     # all experts see all tokens: a choice may flip in bfloat16
-    model = lora_model(form=form, top_k=None, balance_loss="switch", balance_loss_coef=0.1).train()
+    model = lora_model(form=form, top_k=None, balance_loss="cv2", balance_loss_coef=0.1).train()
     with torch.no_grad():
         for parameter in model.parameters():  # as large as in life again, or bfloat16 is far off in any model
             parameter.div_(4 if parameter.dim() > 1 else 1)
@@ -234,6 +304,59 @@ def test_active_parameters_are_the_base_and_the_chosen_pairs(top_k, form):
     pairs = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
     gates = sum(p.numel() for name, p in model.named_parameters() if ".gate." in name)
     assert sizes(model) == (dense + pairs + gates, dense + gates + pairs * (top_k or 4) // 4)
+
+
+# what the experts cannot see
+
+
+def test_a_base_that_peft_wraps_is_no_base_to_read():
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"r": 2, "init_lora_weights": False}
+    wrapped = get_peft_model(lora_model(), LoraConfig(target_modules=["q_proj", "gate_proj"], **settings))
+    inner = wrapped.get_base_model()
+    calls = [lambda: wrapped(tiny.batch()), lambda: to_moe(inner), lambda: save_adapters(inner, "nowhere", "base")]
+    for call in [*calls, lambda: merge_experts(inner, alone(inner, 0))]:
+        with pytest.raises(
+            ValueError, match="gate_proj of base is peft.*Linear; want a plain torch.nn.Linear.*merge_and_"
+        ):
+            call()
+    with pytest.raises(ValueError, match="model is PeftModel; want MoeRuntimeLlamaForCausalLM itself; unwrap it"):
+        lora_layers(wrapped)
+    # each linear layer's own is called, not read: it trains, and cannot be merged
+    linear = get_peft_model(lora_model(form="linear"), LoraConfig(target_modules=r".*\.gate_proj\.base", **settings))
+    assert tiny.distance(tiny.logits(linear), tiny.logits(lora_model(form="linear"))) > 1e-3
+    inner = linear.get_base_model()
+    with pytest.raises(ValueError, match="gate_proj of base is peft"):
+        merge_experts(inner, alone(inner, 0))
+
+
+@FORMS
+def test_weights_that_are_elsewhere_are_not_merged(form, tmp_path):
+    from accelerate import disk_offload
+
+    model = lora_model(form=form)
+    alphas = alone(model, 0)
+    disk_offload(model, str(tmp_path / "offload"), execution_device="cpu")
+    calls = [lambda: merge_experts(model, alphas), lambda: save_adapters(model, tmp_path / "out", "base")]
+    for call in [*calls, lambda: to_moe(model)]:
+        with pytest.raises(ValueError, match="carries accelerate's hooks; want weights that stay"):
+            call()
+    with torch.device("meta"):
+        nowhere = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(ValueError, match="is on the meta device; want weights"):
+        merge_experts(nowhere, alphas)
+    assert not (tmp_path / "out").exists() and model.config.moe_runtime["stage"] == "lora"
+
+
+def test_layers_on_several_devices_run():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, want = lora_model(), tiny.logits(lora_model())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):  # as dispatch_model does, weights where they are
+            add_hook_to_module(module, AlignDevicesHook("cpu"))
+    assert torch.equal(tiny.logits(model), want)
 
 
 # forced experts
@@ -330,6 +453,45 @@ def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
     by_peft = PeftModel.from_pretrained(base, str(tmp_path / "out" / "stacked")).eval()
     assert tiny.distance(tiny.logits(by_peft), tiny.logits(model)) < 1e-5
     assert len(list((tmp_path / "out").iterdir())) == 5
+    for settings, words in (
+        ({"top_k": 1}, "top_k in .* is 1, of the model 2; want the same"),
+        ({"gate": "softmax_topk"}, "gate in .* is 'softmax_topk', of the model 'softmax_topk_renorm'"),
+        ({"layers": [0]}, r"layers in .* is \[0\], of the model \[0, 1\]"),
+    ):
+        other = tiny.dense()
+        xft.upcycle(other, **{"num_experts": 4, "top_k": 2, "gate": "softmax_topk_renorm"} | settings)
+        other.config.save_pretrained(tmp_path / "other")
+        with pytest.raises(ValueError, match=words):
+            save_adapters(model, tmp_path / "none", "base", upcycled=tmp_path / "other")
+    tiny.dense_config("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="upcycled is .*other, no upcycled model"):
+        save_adapters(model, tmp_path / "none", "base", upcycled=tmp_path / "other")
+    assert not (tmp_path / "none").exists()
+
+
+@FORMS
+def test_adapters_of_another_backbone_are_not_written(form, with_attention, tmp_path):
+    trained = lora_model(form=form, train_backbone=True)
+    mean = to_lora_moe(tiny.dense(), experts=with_attention, backbone="mean", form=form)
+    for model, words in ((trained, "train_backbone is True"), (mean, "backbone is 'mean'")):
+        with pytest.raises(ValueError, match=f"{words} in the model's config: .*; or lora_moe.merge"):
+            save_adapters(model, tmp_path / "out", "base")
+    assert not (tmp_path / "out").exists()
+    kept = to_lora_moe(tiny.dense(), experts=with_attention, backbone="base", form=form)
+    assert len(save_adapters(kept, tmp_path / "out", "base")) == 2
+
+
+def test_an_adapter_of_tied_embeddings_head_is_refused(tmp_path):
+    names = ["gate_proj", "lm_head"]
+    tied = tiny.dense(tie_word_embeddings=True)
+    (folder,) = adapters(tmp_path, 1, model=tied, target_modules=names)
+    folder = edited(folder, tmp_path / "pairs", without("base_layer"))  # as of peft's save_embedding_layers=False
+    before = snapshot(tied)
+    with pytest.raises(ValueError, match="changes the head, whose weights are the embeddings'; want backbone='base'"):
+        to_lora_moe(tied, experts=[folder], top_k=1, backbone="mean")
+    assert unchanged(tied, before)
+    embeddings = tied.get_input_embeddings().weight.clone()
+    assert torch.equal(to_lora_moe(tied, experts=[folder], top_k=1, backbone="base").lm_head.weight, embeddings)
 
 
 def test_adapters_appear_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -463,7 +625,16 @@ def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_p
         ({"targets": "up_proj"}, "targets is 'up_proj'"),
         ({"rank": 0}, "rank is 0"),
         ({"alpha": -1.0}, "alpha is -1.0"),
-        ({"dtype": torch.int8}, "dtype is torch.int8; want a floating dtype"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; want a floating torch.dtype"),
+        ({"dtype": "float32"}, "dtype is 'float32'; want a floating torch.dtype"),
+        ({"seed": 1 << 62}, "seed is 4611686018427387904; want an integer of less"),
+        ({"form": "linear", "recompute": True}, "recompute is True, form is 'linear'"),
+        (
+            {"top_k": None, "balance_loss": "switch"},
+            "balance_loss is 'switch', top_k is 8 of 8 experts; want 'none' or 'cv2'",
+        ),
+        ({"top_k": 8, "gate": "xft", "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8"),
+        ({"vectors": [[[0.0] * 32] * 8] * 2}, "vectors is a list; want a tensor"),
         ({"train_backbone": 1}, "train_backbone is 1"),
         ({"layers": [5]}, r"layers is \[5\]"),
         ({"top_k": None, "gate": "xft"}, "top_k is None, gate is 'xft'; want 'softmax_topk'"),

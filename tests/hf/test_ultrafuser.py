@@ -125,6 +125,71 @@ def test_a_head_that_says_otherwise_is_refused():
         UltraFuser([fusers.specialist(0), model])
 
 
+def test_a_model_that_sees_masked_tokens_is_refused():
+    blind = fusers.specialist(1, "rwkv", attention_hidden_size=32)
+    with pytest.raises(
+        ValueError, match=r"'specialist-1' is RwkvForCausalLM, whose states differ by .* heeds attention"
+    ):
+        UltraFuser([fusers.specialist(0), blind])
+
+
+def test_making_a_fuser_leaves_every_mode():
+    models = [fusers.specialist(s).train() for s in range(2)]
+    models[1].model.layers[0].eval()
+    before = [module.training for model in models for module in model.modules()]
+    UltraFuser(models)
+    assert [module.training for model in models for module in model.modules()] == before
+
+
+def test_what_transformers_asks_of_the_outer_model():
+    models = [fusers.specialist(0), fusers.specialist(1, "gpt2")]
+    models[0].generation_config.eos_token_id = [5, fusers.VOCAB + 3]
+    models[1].generation_config.eos_token_id = 9
+    fused = fusers.fuser(models)
+    assert fused._no_split_modules == ["GPT2Block", "LlamaDecoderLayer"]
+    assert fused.generation_config.eos_token_id == [5, 9]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["second", "first"])
+def test_offloaded_specialists_run(first):
+    from accelerate import cpu_offload
+
+    models, inputs = [fusers.specialist(s) for s in range(2)], fusers.batch(2)
+    prompts = {name: value for name, value in inputs.items() if name.startswith("prompt")}
+    settings = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+    plain = fusers.fuser(models).freeze_specialists()
+    want, answers = plain(**inputs).loss, plain.generate(**prompts, **settings)
+    cpu_offload(models[0 if first else 1], execution_device=torch.device("cpu"))
+    fused = fusers.fuser(models)
+    assert {p.device.type for p in fused.specialists.parameters()} == {"cpu", "meta"}
+    assert fused.gate.score.weight.device.type == "cpu"
+    loss = fused(**inputs).loss
+    torch.testing.assert_close(loss, want)
+    loss.backward()
+    assert fused.gate.score.weight.grad.abs().max() > 0
+    assert torch.equal(fused.generate(**prompts, **settings), answers)
+
+
+def test_specialists_on_devices_of_their_own_stay_there(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(3)]).freeze_specialists()
+    assert not hasattr(fused, "hf_device_map")
+    fused.specialists[1].to("meta")
+    fused.specialists[2].hf_device_map = {"model": 0, "lm_head": "cpu"}
+    assert fused.hf_device_map == {
+        "gate": "cpu", "specialists.0": "cpu", "specialists.1": "meta", "specialists.2.model": "cuda:0",
+        "specialists.2.lm_head": "cpu",
+    }  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False)
+    trainer = Trainer(model=fused, args=arguments, train_dataset=Rows(), data_collator=collate)
+    assert trainer.is_model_parallel and not trainer.place_model_on_device
+    assert trainer.accelerator.verify_device_map(fused)
+    assert {p.device.type for p in fused.specialists[1].parameters()} == {"meta"}
+    fused.save_pretrained(tmp_path / "checkpoint")  # what is elsewhere need not be fetched while the gate alone trains
+    assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == {
+        f"gate.{n}" for n in fused.gate.state_dict()
+    }
+
+
 def test_upcycled_models_are_specialists_too():
     models = [fusers.specialist(0), tiny.upcycled(changes={"vocab_size": fusers.VOCAB})]
     fused, inputs = fusers.fuser(models), fusers.batch(2)
@@ -264,6 +329,30 @@ def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
     assert torch.equal(models[2].specialists[1].lm_head.weight, models[2].specialists[1].model.embed_tokens.weight)
 
 
+def test_a_checkpoint_before_the_first_move_holds_what_trains(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(2)]).train_all()
+    fused.specialists[1].requires_grad_(False)
+    fused.save_pretrained(tmp_path / "first")
+    gate = {f"gate.{name}" for name in fused.gate.state_dict()}
+    own = {f"specialists.0.{name}" for name in fused.specialists[0].state_dict()}
+    assert set(load_file(tmp_path / "first" / "model.safetensors")) == gate | own
+    # one that was run for a gradient may move again
+    fused(**fusers.batch(2)).loss.backward()
+    fused.freeze_specialists().save_pretrained(tmp_path / "frozen")
+    assert set(load_file(tmp_path / "frozen" / "model.safetensors")) == gate | own
+
+
+def test_label_smoothing_is_refused(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(2)]).freeze_specialists()
+    with pytest.raises(ValueError, match="labels is None, in training mode; .* label_smoothing_factor=0"):
+        train(fused, tmp_path, label_smoothing_factor=0.1)
+
+
+def test_a_replica_of_data_parallel_is_refused(fused):
+    with pytest.raises(ValueError, match="model is a replica of torch.nn.DataParallel; want a process per device"):
+        fused._replicate_for_data_parallel()(**fusers.batch())
+
+
 def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
     fused = fusers.fuser([fusers.specialist(s) for s in range(2)], loss_reduction="sample")
     assert not fused.accepts_loss_kwargs and fusers.fuser(list(fused.specialists)).accepts_loss_kwargs
@@ -342,6 +431,20 @@ def two():
         ),
         pytest.param(
             lambda b: b["labels"][0].fill_(fusers.VOCAB), f"labels hold {fusers.VOCAB}", id="a id of one alone"
+        ),
+        pytest.param(
+            lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
+            f"response_ids hold {fusers.VOCAB}; want ids from 0 to {fusers.VOCAB - 1}",
+            id="an answer's id of one alone",
+        ),
+        pytest.param(
+            lambda b: b["response_ids"][0].fill_(-100), "response_ids hold -100; want ids from 0", id="no padding's id"
+        ),
+        pytest.param(
+            lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB), f"prompt_ids[0] hold {fusers.VOCAB}", id="prompt's id"
+        ),
+        pytest.param(
+            lambda b: b.update(input_ids=b["response_ids"]), "input_ids is given with response_ids or labels", id="both"
         ),
     ],
 )

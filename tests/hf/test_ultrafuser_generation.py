@@ -120,6 +120,13 @@ def test_beginnings_of_answers(fused):
         fused, prompts(), response_ids=start, num_beams=2, use_cache=False))  # fmt: skip
     with pytest.raises(ValueError, match="response_ids is padded"):
         fused.generate(**fusers.batch(), max_new_tokens=2)
+    for wrong, words in (
+        (start[:2], r"response_ids is \(2, 3\), with 3 prompts; want \[3, R\]"),
+        (start[0], r"response_ids is \(3,\), with 3 prompts"),
+        (start + fusers.VOCAB, f"response_ids hold {fusers.VOCAB + 30}; want ids from 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fused.generate(**prompts(), response_ids=wrong, max_new_tokens=2)
 
 
 def test_what_comes_back_when_asked_for(fused):
@@ -139,6 +146,8 @@ def test_texts_in_texts_out(fused, capsys):
     fused.generate(**fused.encode(texts[:1]), max_new_tokens=5, streamer=streamer)
     assert capsys.readouterr().out.strip() == answers[0].strip()
     assert fused.generation_config.eos_token_id == [2]
+    first = fused.encoder.tokenizer.decode(fused.encode(["x"], [answers[0]])["response_ids"][0, :1])
+    assert fused.complete(texts[:1], max_new_tokens=5, stop_strings=[first])[0] != answers[0]
     with pytest.raises(ValueError, match="tokenizer is None; want a tokenizer"):
         fusers.fuser([fusers.specialist(s) for s in range(2)]).complete(["x"])
 
@@ -154,6 +163,13 @@ def test_texts_in_texts_out(fused, capsys):
         pytest.param({"past_key_values": object()}, "past_key_values is given; want prompt_ids", id="cache"),
         pytest.param({"cache_implementation": "static"}, "cache_implementation", id="static"),
         pytest.param({"typo": 3}, "typo", id="typo"),
+        pytest.param({"guidance_scale": 1.5}, "guidance_scale is 1.5; want 1", id="guidance"),
+        pytest.param({"output_attentions": True}, "output_attentions is True; want False", id="attentions"),
+        pytest.param(
+            {"generation_config": GenerationConfig(output_hidden_states=True)},
+            "output_hidden_states is True",
+            id="states",
+        ),
         pytest.param({"prompt_ids": None}, "prompt_ids is None; want 3 tensors", id="none"),
     ],
 )
@@ -161,3 +177,19 @@ def test_what_it_cannot_do_is_named(fused, settings, words):
     with pytest.raises(ValueError) as error:
         fused.generate(**prompts() | settings, max_new_tokens=2)
     assert words in str(error.value)
+
+
+def test_continuous_batching_is_refused(fused):
+    with pytest.raises(ValueError, match="generate_batch runs one model; want generate"):
+        fused.generate_batch([[1, 2, 3]])
+
+
+def test_a_cache_that_counts_nothing_is_refused():
+    model = fusers.specialist(1, "mamba", state_size=8, intermediate_size=64)
+    fused = fusers.fuser([fusers.specialist(0), model])
+    inputs = prompts(count=2)
+    with pytest.raises(
+        ValueError, match="'specialist-1' is MambaForCausalLM, whose cache counts no tokens; want use_c"
+    ):
+        run(fused, inputs)
+    assert torch.equal(run(fused, inputs, use_cache=False), greedy(fused, inputs))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tokenizers import processors
 
 from moe_runtime.hf.ultrafuser_inputs import TEMPLATES, Encoder, check_template, left_padded
 from tests.hf import fusers
@@ -52,6 +53,26 @@ def test_bos_stands_once():
     own = fusers.tokenizer()
     spelled = Encoder([own, own], ["<s>{prompt}", "{prompt}"], VOCAB)
     assert spelled.prompt("hi")[0] == spelled.prompt("hi")[1] and spelled.prompt("hi")[0].count(own.bos_token_id) == 1
+
+
+def test_a_bos_that_the_tokenizer_does_not_put_is_left_out():
+    own, other = copy.deepcopy(fusers.tokenizer()), fusers.tokenizer()
+    own.backend_tokenizer.post_processor = processors.Sequence([])
+    assert own.bos_token_id is not None and own.encode("hi")[:1] != [own.bos_token_id]
+    bare, begun = Encoder([own, other], ["{prompt}", "{prompt}"], VOCAB).prompt("hi")
+    assert begun == [own.bos_token_id, *bare]
+    assert Encoder([own, other], ["<s>{prompt}", "{prompt}"], VOCAB).prompt("hi") == [begun, begun]
+
+
+def test_answers_and_padding_have_ids_that_all_have():
+    larger = copy.deepcopy(fusers.tokenizer())
+    larger.add_tokens(["<more>"], special_tokens=True)
+    encoder = Encoder([larger, fusers.tokenizer()], ["{prompt}", "{prompt}"], VOCAB)
+    assert encoder.tokenizer is encoder.tokenizers[1] and len(encoder.answer("<more>")) > 2
+    larger.pad_token = "<more>"
+    size = len(fusers.tokenizer())
+    assert Encoder([larger, larger], ["{prompt}"] * 2, size).pad_token_id == 0
+    assert Encoder([larger, larger], ["{prompt}"] * 2, VOCAB).pad_token_id == size
 
 
 def test_chats_and_system_texts(encoder):
@@ -108,6 +129,12 @@ def test_padding_moves_left():
         pytest.param(lambda e: e.batch("one"), "prompts is 'one'; want a list", id="no list"),
         pytest.param(lambda e: e.batch([]), "prompts is []; want a list", id="empty"),
         pytest.param(lambda e: e.batch(["a", "b"], ["c"]), "responses is ['c'], with 2 prompts", id="few"),
+        pytest.param(lambda e: e.batch([None]), "prompt is None; want a text, or a list of messages", id="none"),
+        pytest.param(lambda e: e.batch([3]), "prompt is 3; want a text, or a list of messages", id="number"),
+        pytest.param(
+            lambda e: e.batch([{"role": "user", "content": "x"}]), "prompt is {'role': 'user'", id="a turn alone"
+        ),
+        pytest.param(lambda e: e.batch(["a"], [None]), "response is None; want a text", id="no answer"),
         pytest.param(lambda e: e.prompt([{"role": "user"}]), "want a role and, as content, text", id="turn"),
         pytest.param(
             lambda e: e.prompt([{"role": "assistant", "content": "x"}]), "whose last is the user's", id="no question"

@@ -38,3 +38,11 @@ def test_engines_of_their_own_answer_alike(tmp_path, kind, copied):
     held = sum(p.numel() for p in head.parameters())
     assert held == sum(p.numel() for p in [*fused.gate.parameters(), *(
         p for m in fused.specialists for p in m.get_output_embeddings().parameters())])  # fmt: skip
+
+
+def test_heads_have_the_dtype_that_was_fused(tmp_path):
+    own = [tmp_path / "first", tmp_path / "second"]
+    for s, path in enumerate(own):
+        fusers.specialist(s).save_pretrained(path)
+    head = ultrafuser.load_head(ultrafuser.save(fusers.fuser(own, dtype="bfloat16"), tmp_path / "fused"))
+    assert {linear.weight.dtype for linear in head.linears} == {torch.bfloat16}

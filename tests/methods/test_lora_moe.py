@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from moe_runtime.data import tokenize_pairs
 from moe_runtime.hf.tokenizer import pair_collator, train_tokenizer
 from moe_runtime.hf.training import MoETrainer
-from moe_runtime.methods import baselines, lora_moe, xft, xft_folders
+from moe_runtime.methods import baselines, esft, lora_moe, xft, xft_folders
 from tests.hf import tiny
 from tests.support.lora_models import lora_model
 
@@ -40,6 +40,9 @@ def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     adapted = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=1)
     assert all(("lora_" in name) == p.requires_grad and (".mlp." in name or "lora_" not in name)
                for name, p in adapted.named_parameters())  # fmt: skip
+    other = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=2)
+    halves = {name: p for name, p in adapted.named_parameters() if "lora_A" in name}
+    assert halves and not any(torch.equal(p, other.get_parameter(name)) for name, p in halves.items())
     trainer(adapted, tmp_path / "sft", max_steps=2, save_strategy="no").train()
     adapted.save_pretrained(str(tmp_path / "adapter"))
     want = tiny.logits(adapted)
@@ -104,12 +107,16 @@ def test_bad_coefficients_are_refused(alpha, words):
 
 
 def test_what_merges_whole_experts_refuses(tmp_path):
-    model = lora_model()
+    model, linear = lora_model(), lora_model(form="linear")
     with pytest.raises(ValueError, match="model is LlamaForCausalLM; want one with LoRA experts"):
         lora_moe.merge(tiny.dense())
-    for call in (lambda: xft.merge(model, alpha="uniform"), lambda: xft.to_mergeable(model)):
+    for call in (lambda: xft.merge(model, alpha="uniform"), lambda: xft.to_mergeable(model), lambda: xft.merge(linear)):
         with pytest.raises(ValueError, match="the model's stage is 'lora'; want whole experts; lora_moe."):
             call()
+    with pytest.raises(
+        ValueError, match="are of LoRA experts with a router for each linear layer; want one for a layer"
+    ):
+        esft.score_experts(linear, [{"input_ids": tiny.batch()}], n_tokens=4)
     model.save_pretrained(tmp_path / "moe")
     with pytest.raises(ValueError, match="stage is 'lora'"):
         xft_folders.merge_folder(tmp_path / "moe", tmp_path / "dense", alpha="uniform")

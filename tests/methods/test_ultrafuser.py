@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_runtime.hf.ultrafuser_folders as folders
 from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.hf.ultrafuser_specialists import fingerprint
 from moe_runtime.methods import ultrafuser
 from tests.hf import fusers
 
@@ -58,7 +59,8 @@ def test_what_is_saved_is_loaded(fused, tmp_path, mode):
     assert torch.equal(again(**inputs).loss, fused(**inputs).loss)
     held = {path.relative_to(folder).parts[:2] for path in folder.rglob("*") if path.is_file()}
     under = "specialists" if mode == "copy" else "tokenizers"
-    assert held == {("fuser_config.json",), ("gate.safetensors",), *((under, name) for name in NAMES)}
+    files = {("fuser_config.json",), ("gate.safetensors",), ("generation_config.json",)}
+    assert held == files | {*((under, name) for name in NAMES)}
     assert load_file(folder / "gate.safetensors").keys() == fused.gate.state_dict().keys()
     assert ultrafuser.UltraFuser.from_pretrained(folder).names == NAMES
     assert (folder / "gate.safetensors").stat().st_mode & 0o777 == (folder / "fuser_config.json").stat().st_mode & 0o777
@@ -75,6 +77,7 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
             fusers.tokenizer()
         )
         assert alone.lm_head.weight is alone.model.embed_tokens.weight
+        assert "rope_theta" in json.loads((copied / "config.json").read_text())  # as transformers 4 reads it
     # a folder can be written over the one that it was loaded from
     with torch.no_grad():
         again.gate.score.weight.add_(1)
@@ -99,6 +102,82 @@ def test_specialists_from_nowhere_are_not_named(tmp_path):
         ultrafuser.save(made, tmp_path / "fused")
     again = ultrafuser.load(ultrafuser.save(made, tmp_path / "fused", specialists="copy"))
     assert again.encoder is None and again.templates == (None, None) and same(again, made)
+
+
+def reads(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", ["its own copies", "inside", "a specialist", "a link"])
+def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, case):
+    own = [shutil.copytree(source, tmp_path / "all" / source.name) for source in sources]
+    folder = {"inside": tmp_path / "all", "a specialist": own[1]}.get(case, tmp_path / "fused")
+    if case == "a link":
+        folder = tmp_path / "real"
+        shutil.move(own[0], folder)
+        own[0].symlink_to(folder)
+    made = fusers.fuser(own)
+    if case == "its own copies":
+        made = ultrafuser.load(ultrafuser.save(made, folder, specialists="copy"))
+    before = reads(tmp_path)
+    with pytest.raises(
+        ValueError, match="in which specialist '.*' is, at .*; want specialists='copy' or another folder"
+    ):
+        ultrafuser.save(made, folder, overwrite=True)
+    assert reads(tmp_path) == before
+    # beside them is another folder, though its name begins alike
+    ultrafuser.save(made, f"{folder}-too", overwrite=True)
+
+
+def test_models_that_are_not_as_their_folders_are_not_named(sources, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def models():
+        return [AutoModelForCausalLM.from_pretrained(source, dtype="auto") for source in sources[:2]]
+
+    again = ultrafuser.load(ultrafuser.save(fusers.fuser(models()), tmp_path / "as they are"))
+    assert same(again, fusers.fuser(models()))
+    changed = models()
+    with torch.no_grad():
+        weight = changed[1].model.layers[0].mlp.up_proj.weight
+        weight[[0, 1]] = weight[[1, 0]]  # the same numbers in other places
+    with pytest.raises(ValueError, match="and 'code' has other weights than .*; want specialists='copy'"):
+        ultrafuser.save(fusers.fuser(changed), tmp_path / "fused")
+    adapted = models()
+    get_peft_model(adapted[0], LoraConfig(target_modules=["q_proj"], r=4))
+    with pytest.raises(ValueError, match="specialist 'prose' has an adapter; want it merged"):
+        ultrafuser.save(fusers.fuser(adapted), tmp_path / "fused")
+    assert os.listdir(tmp_path) == ["as they are"]
+
+
+def test_settings_of_generation_are_kept(fused, tmp_path):
+    fused.generation_config.update(max_new_tokens=3, do_sample=True, top_p=0.5)
+    again = ultrafuser.load(ultrafuser.save(fused, tmp_path / "fused"))
+    assert again.generation_config.to_diff_dict() == fused.generation_config.to_diff_dict()
+    assert again.generation_config.max_new_tokens == 3
+    assert again.generate(**again.encode(["a"]), eos_token_id=None).shape == (1, 3)
+    with pytest.raises(ValueError, match="torch_dtype is given; want specialists, dtype, device"):
+        ultrafuser.UltraFuser.from_pretrained(tmp_path / "fused", torch_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(6, dtype=torch.bfloat16), id="no whole words"),
+        pytest.param(torch.arange(40, dtype=torch.float32)[1:34], id="off the words"),
+        pytest.param(torch.arange(float((1 << 21) + 3)), id="several chunks"),
+    ],
+)
+def test_fingerprints_tell_one_number_and_its_place(tensor):
+    def of(tensor):
+        model = torch.nn.Module()
+        model.register_buffer("weight", tensor)
+        return fingerprint(model)
+
+    known, last = of(tensor), tensor.clone()
+    assert known == of(tensor.clone()) and known != of(tensor.flip(0)) and known != of(tensor[:-1])
+    last[-1] += 1
+    assert known != of(last)
 
 
 def test_training_the_gate_leaves_the_reference_good(fused, tmp_path):

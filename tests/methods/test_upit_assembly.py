@@ -1,6 +1,7 @@
 """moe_runtime.methods.upit_assembly: experts and routers in order, the backbone's mean, all equal is dense, or nothing."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -174,6 +175,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, experts, 
     with pytest.raises(ValueError, match="which exists"):
         assemble(experts, vectors, out)
     assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("part", ["mlp.up_proj", "mlp.down_proj", "self_attn.q_proj"])
+@pytest.mark.parametrize("kind", ["ffn", "lora"])
+def test_an_expert_that_is_not_finite_is_named(tmp_path, experts, part, kind):
+    folders = experts[:2]
+    if kind == "lora":
+        folders = upit.save_adapters(tmp_path, experts[0].parent / "base", 2, (*upit.ADAPTED, "q_proj"))
+    bad = shutil.copytree(folders[1], tmp_path / "bad")
+    upit.change(bad, lambda tensors: {k: t / 0 if f"1.{part}" in k else t for k, t in tensors.items()})
+    with pytest.raises(ValueError, match=f"1.{part}.* of .*bad has NaN or infinite values"):
+        assemble([folders[0], bad], None, tmp_path / "moe")
+    assert not (tmp_path / "moe").exists()
 
 
 def test_the_records_of_experts_stay_behind(tmp_path, experts, vectors):

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.methods import upit_buckets
+from moe_runtime.methods.upit_assembly import assemble
 from moe_runtime.methods.upit_buckets import fill_buckets, perplexities, random_buckets, seed_set
 from tests.support import upit
 
@@ -80,6 +83,36 @@ def test_kinds_may_be_mixed_and_keep_their_places(tmp_path, experts, rows, token
     torch.testing.assert_close(mixed[1:2], perplexities([adapter], rows, tokenizer), rtol=1e-6, atol=0)
 
 
+def test_rows_without_a_token_that_counts_are_named(experts, rows, tokenizer):
+    bare = rows.select(range(3)).map(
+        lambda row, i: {"labels": row["labels"] if i else [7] + [-100] * 5}, with_indices=True
+    )
+    with pytest.raises(ValueError, match=r"rows \[0\] of 3 have no labels after the first token"):
+        perplexities(experts, bare, tokenizer)
+    assert perplexities(experts[:1], bare, tokenizer, tokens="all").isfinite().all()
+    single = rows.select([0]).map(lambda row: {"input_ids": [7], "labels": [7]})
+    with pytest.raises(ValueError, match=r"rows \[0\] of 1 have no tokens after the first"):
+        perplexities(experts, single, tokenizer, tokens="all")
+
+
+@pytest.mark.parametrize("targets", [upit.ADAPTED, (*upit.ADAPTED, "q_proj")], ids=["mlp", "attention-too"])
+def test_adapters_of_several_bases_are_not_mixed(tmp_path, experts, rows, tokenizer, targets):
+    base = experts[0].parent / "base"
+    one, two = (upit.save_adapters(tmp_path / str(i), path, 1, targets)[0] for i, path in enumerate((base, experts[0])))
+    for call in (
+        lambda: perplexities([one, two], rows, tokenizer),
+        lambda: assemble([one, two], None, tmp_path / "moe"),
+    ):
+        with pytest.raises(ValueError, match="the base of .* is .*expert-0, of .* .*base; want experts of one base"):
+            call()
+    assert not (tmp_path / "moe").exists()
+    # the same weights elsewhere, or a base that the caller names
+    again = upit.save_adapters(tmp_path / "2", Path(shutil.copytree(base, tmp_path / "copy")), 1, targets)[0]
+    want = perplexities([one, one], rows, tokenizer)
+    assert torch.equal(perplexities([one, again], rows, tokenizer), want)
+    assert perplexities([one, two], rows, tokenizer, base=base).shape == (2, 7)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("capacity", [None, 1, 3, 20])
 def test_buckets_are_the_algorithm(seed, capacity):
@@ -104,6 +137,7 @@ def test_buckets_are_the_algorithm(seed, capacity):
         (torch.ones(3), None, r"perplexity is \(3,\); want \[n, N\]"),
         (torch.ones(2, 0), None, "at least one expert and one row"),
         (torch.tensor([[1.0, 2.0], [math.nan, 1.0]]), None, r"experts \[1\] is NaN"),
+        (torch.tensor([[1.0, math.nan], [math.nan, math.nan]]), None, r"rows \[1\] is NaN for every expert"),
         (torch.ones(2, 2), 0, "capacity is 0; want an integer of at least 1"),
     ],
 )

@@ -20,6 +20,7 @@ from tests.methods.test_upit_experts import record_of, stirred, tensors
 from tests.ops.test_expansion import child as thinned
 from tests.support import limited
 from tests.support.oracle import relative_error
+from tests.support.upit import change
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,23 @@ def test_backends_give_the_same_children(place, tmp_path, monkeypatch):
     torch.testing.assert_close(found[0].distance, found[1].distance, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+@pytest.mark.parametrize("kind", ["ffn", "lora"])
+def test_experts_close_to_each_other(tmp_path, place, kind, metric):
+    """Checkpoints a ten-thousandth apart, the distances of whose weights float32 products cannot tell."""
+    folders = [Path(shutil.copytree(place / f"{kind}-0", tmp_path / f"{i}")) for i in range(4)]
+    for i, folder in enumerate(folders):
+        generator = torch.Generator().manual_seed(i)
+        noise = lambda t: t * (1 + 1e-4 * (i + 1) * torch.randn(t.shape, generator=generator))  # noqa: B023, E731
+        change(folder, lambda tensors: {key: noise(t) for key, t in tensors.items()})  # noqa: B023
+    options = {"metric": metric, "of": "weight"}
+    found = expand_experts(folders, 5, tmp_path / "out", base=place / "base", **options)
+    base = None if kind == "lora" else tensors(place / "base")
+    (want, *_), distance = reference([read(folder) for folder in folders], base, found, **options)
+    assert found.children[0].parents == want[0] == (2, 3)
+    torch.testing.assert_close(found.distance, torch.tensor(distance).double().fill_diagonal_(0), rtol=1e-4, atol=1e-12)
+
+
 def test_experts_beyond_those_taken_at_once(place, tmp_path, monkeypatch):
     from moe_runtime.ops import expansion
 
@@ -228,6 +246,7 @@ def reads(monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "_read", count)
     monkeypatch.setattr(upit_pool, "fingerprint", lambda base: str(base.path))
+    monkeypatch.setattr(upit_pool, "print_of", lambda base: str(base.path))
     monkeypatch.setattr(Expert, "fingerprint", lambda self: str(self.path))
     return found
 
@@ -313,16 +332,57 @@ def test_after_a_kill_finished_children_are_kept(place, tmp_path, monkeypatch, k
         pytest.param({"overwrite": True}, 0, id="overwrite"),
         pytest.param({"of": "weight"}, 0, id="another comparison"),
         pytest.param({"max_shard_size": "1MB"}, 2, id="shards alone"),
-        pytest.param({"count": 4}, 2, id="fewer"),
+        pytest.param({"count": 4}, 1, id="fewer"),
+        pytest.param({"base": "changed"}, 0, id="another base"),
     ],
 )
 def test_children_of_another_call_are_made_anew(place, tmp_path, change, kept):
-    count = change.pop("count", 5)
-    expand_experts(given(place, "ffn"), 5, tmp_path / "out", base=place / "base")
+    stirred(place / "base", 4).save_pretrained(tmp_path / "changed")
+    settings = {"count": 5, "base": place / "base"}
+    expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
     before = written(tmp_path / "out")
-    expand_experts(given(place, "ffn"), count, tmp_path / "out", base=place / "base", **change)
+    settings |= change | ({"base": tmp_path / "changed"} if "base" in change else {})
+    found = expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
     after = written(tmp_path / "out")
     assert len({path.parent for path in before if before[path] == after.get(path)}) == kept
+    # and nothing lies beside them
+    assert {path.parent for path in after} == {made.folder for made in found.children}
+
+
+def edit_weight(folder: Path) -> None:
+    """One element, far from those that a print reads; the size of the file stays."""
+    file = next(folder.glob("*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-2] ^= 1
+    file.write_bytes(raw)
+
+
+def edit_alpha(folder: Path) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 64}))
+
+
+@pytest.mark.parametrize("kind, edit", [("ffn", edit_weight), ("delta", edit_weight), ("lora", edit_alpha)])
+def test_changed_experts_have_other_children(place, tmp_path, kind, edit):
+    folders = [Path(shutil.copytree(path, tmp_path / path.name)) for path in given(place, kind, 2)]
+    expand_experts(folders, 3, tmp_path / "out", base=place / "base")
+    before = written(tmp_path / "out")
+    for folder in folders:
+        edit(folder)
+    found = expand_experts(folders, 3, tmp_path / "out", base=place / "base")
+    assert not before.items() & written(tmp_path / "out").items()
+    if kind == "lora":
+        assert json.loads((found.experts[2] / "adapter_config.json").read_text())["lora_alpha"] == 64
+
+
+def test_a_base_other_than_the_one_that_experts_note_is_refused(place, tmp_path):
+    """A delta finds its own beside a wrong one."""
+    stirred(place / "base", 4).save_pretrained(tmp_path / "other")
+    save_expert(stirred(place / "base", 1), tmp_path / "ffn", record=record_of(place / "base"))
+    for experts in (given(place, "delta", 2), [place / "ffn-0", tmp_path / "ffn"]):
+        with pytest.raises(ValueError, match="base is .*other, whose weights are not those that .* was trained from"):
+            expand_experts(experts, 3, tmp_path / "out", base=tmp_path / "other")
+        assert not (tmp_path / "out").exists()
 
 
 def test_other_experts_make_other_children(place, tmp_path):

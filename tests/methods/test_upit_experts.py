@@ -153,6 +153,13 @@ def test_choose_checkpoints(tmp_path, which, count, want):
     ]
 
 
+def test_checkpoints_given_in_another_order(tmp_path):
+    place = folders(tmp_path, [f"step-{n}" for n in (5, 10, 100)])
+    shuffled = [place / f"step-{n}" for n in (100, 5, 10)]
+    assert choose_checkpoints(shuffled, 2) == [place / "step-10", place / "step-100"]
+    assert choose_checkpoints([*shuffled, place / "last"], 2) == [place / "step-10", place / "last"]
+
+
 def test_a_bad_choice_is_named(tmp_path):
     place = folders(tmp_path, ["step-1", "step-2"])
     for count in (0, 3):

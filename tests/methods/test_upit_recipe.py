@@ -78,6 +78,7 @@ def test_a_recipe_of_few_words_has_defaults():
         pytest.param({"expansion": {"drop": 1}}, "expansion.drop is 1.0; want 0 to below 1", id="drop"),
         pytest.param({"seed_data": {"share": 0}}, "seed_data.share is 0.0; want a number above 0", id="share"),
         pytest.param({"router": {"alpha": 2}}, "router.alpha is 2.0; want 0 to 1", id="alpha"),
+        pytest.param({"router": {"vector_std": -1}}, "vector_std is -1.0; want a number of 0 or more", id="vectors"),
         pytest.param({"lora": FORM | {"rank": 0}}, "lora.rank is 0; want an integer", id="rank"),
         pytest.param({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe is 'all'; want one of top_k, dense", id="loramoe"),
         pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -142,6 +143,51 @@ def test_vectors_learn_and_the_backbone_stays(tmp_path, experts, rows, tokenizer
     assert {tensor.dtype for tensor in new.values()} == {getattr(torch, dtype or "float32")}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, bf16):
+    """At the paper's rate, of which a narrow weight would take on next to nothing, or become NaN."""
+    narrow = upit.save_experts(tmp_path / "narrow", tokenizer, 1, dtype=dtype)[0]
+    AutoModelForCausalLM.from_pretrained(narrow, dtype="float32").save_pretrained(tmp_path / "wide")
+    settings = {"steps": 8, "batch_size": 4, "bf16": bf16}
+    a, b = (
+        init_router(folder, rows, tokenizer, folder=tmp_path / f"{i}", **settings)
+        for i, folder in enumerate((narrow, tmp_path / "wide"))
+    )
+    assert torch.equal(a.vectors, b.vectors) and a.after == b.after and a.after.loss < a.before.loss
+    old, found, want = upit.tensors_of(narrow), upit.tensors_of(a.folder), upit.tensors_of(b.folder)
+    assert all(torch.equal(found[name], want[name].to(dtype)) and found[name].dtype == dtype for name in want)
+    changed = [(found[name] != old[name]).double().mean() for name in old if ".mlp." in name]
+    assert sum(changed) / len(changed) > (0.5 if dtype == torch.float16 else 0.2)
+    assert json.loads((a.folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_an_adapter_of_a_float16_base(tmp_path, tokenizer, rows):
+    upit.save_experts(tmp_path, tokenizer, 1, dtype=torch.float16)
+    adapter = upit.save_adapters(tmp_path, tmp_path / "base", 1)[0]
+    routed = init_router(adapter, rows, tokenizer, folder=tmp_path / "out", **FAST)
+    assert routed.after.loss < routed.before.loss and routed.vectors.isfinite().all()
+
+
+def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, tokenizer):
+    def trained(name: str, **settings):
+        settings = {"steps": 2, "batch_size": 8, "learning_rate": 1e-4} | settings
+        return init_router(experts[0], rows, tokenizer, folder=tmp_path / name, **settings)
+
+    same, apart = trained("same"), trained("apart", vector_learning_rate=1e-2)
+    # AdamW's first steps are of the rate's size; these begin at 0
+    assert same.vectors.abs().max() < 2.1e-4 < 1e-2 < apart.vectors.abs().max() < 2.1e-2
+    assert same.before.sigmoid == [0.5, 0.5] and sum(apart.after.sigmoid) > sum(same.after.sigmoid) > 1
+    drawn = trained("drawn", vector_std=0.5)
+    assert 0.4 < drawn.vectors.std() < 0.6 and not torch.equal(
+        drawn.vectors, trained("one", vector_std=0.5, index=1).vectors
+    )
+    # the expert's own rate stays
+    tensors = [upit.tensors_of(tmp_path / name) for name in ("expert", "same", "apart") if name != "expert"]
+    old, key = upit.tensors_of(experts[0]), "model.layers.1.mlp.up_proj.weight"
+    assert all(0 < (found[key] - old[key]).abs().max() < 2.1e-4 for found in tensors)
+
+
 def test_of_adapters_their_mlp_pairs_train(tmp_path, adapters, rows, tokenizer):
     routed = init_router(adapters[0], rows, tokenizer, folder=tmp_path / "out", **FAST)
     assert sum(routed.after.sigmoid) > sum(routed.before.sigmoid) and routed.after.loss < routed.before.loss
@@ -280,9 +326,62 @@ def test_all_experts_and_what_is_there_is_kept(tmp_path, experts, rows, tokenize
         init_routers(experts, rows, [[0, 2, 4], []], tokenizer, **settings)
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory, experts, adapters, rows, tokenizer):
+    """An adapter's folder, made with the default rate, and what it was made of."""
+    folder = tmp_path_factory.mktemp("kept")
+    base = shutil.copytree(experts[0].parent / "base", folder / "base")
+    expert = shutil.copytree(adapters[0], folder / "expert")
+    settings = {"expert": expert, "rows": rows, "base": base, "steps": 1, "batch_size": 4}
+    init_router(tokenizer=tokenizer, folder=folder / "out", **settings)
+    return settings | {"folder": folder / "out"}
+
+
+def test_what_was_made_of_just_the_same_is_read(kept, tokenizer):
+    killed = kept["folder"].with_name("out.checkpoints-0123")
+    killed.mkdir()
+    before = (kept["folder"] / "router.json").stat().st_mtime_ns
+    again = init_router(tokenizer=tokenizer, **kept)
+    assert again.steps == 1 and (kept["folder"] / "router.json").stat().st_mtime_ns == before
+    # a kill before the checkpoints were removed leaves none for ever
+    assert not killed.exists()
+    init_router(tokenizer=tokenizer, **kept | {"learning_rate": 2e-4})  # the default of adapters
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 1e-3}, {"steps": 2}, {"batch_size": 2}, {"alpha": 0.4}, {"router_init": "random"},
+        {"detach_h": True}, {"train_ffn": False}, {"vector_std": 0.1}, {"vector_learning_rate": 1e-3}, {"seed": 1},
+        {"index": 1}, {"dtype": "bfloat16"}, {"weight_decay": 0.1}, {"rows": upit.make_rows(8, seed=1)},
+        {"expert": "other"}, {"base": "other"}, {"base": "touched"},
+    ],
+    ids=lambda change: "-".join(map(str, change)),
+)  # fmt: skip
+def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, experts, tokenizer, change):
+    if change.get("base") == "touched":
+        change = {"base": shutil.copytree(kept["base"], tmp_path / "base")}
+        upit.change(change["base"], lambda tensors: {name: 2 * tensor for name, tensor in tensors.items()})
+    others = {"expert": adapters[1], "base": experts[0]}
+    change = {
+        name: others[name] if isinstance(value, str) and value == "other" else value for name, value in change.items()
+    }
+    with pytest.raises(ValueError, match="out, which exists"):
+        init_router(tokenizer=tokenizer, **kept | change)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"steps": 0}, "steps is 0; want an integer of at least 1"),
+        ({"steps": None, "epochs": -1}, "epochs is -1; want a number above 0"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; want a number above 0"),
+        ({"weigth_decay": 0.1}, "training has weigth_decay; want some of .*weight_decay"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'"),
+        ({"warmup_steps": 6}, "warmup_steps is 6, steps is 6"),
+        ({"vector_std": -0.1}, "vector_std is -0.1"),
+        ({"vector_learning_rate": -1}, "vector_learning_rate is -1"),
+        ({"dtype": "half-float"}, "dtype is 'half-float'"),
         ({"router_init": "skilful"}, "router_init is 'skilful'"),
         ({"alpha": 1.5}, "alpha is 1.5; want 0 to 1"),
         ({"epochs": 2}, "epochs is 2, steps is 6; want one of them"),
@@ -293,6 +392,14 @@ def test_bad_settings_are_refused(tmp_path, experts, rows, tokenizer, settings, 
     with pytest.raises(ValueError, match=message):
         init_router(experts[0], rows, tokenizer, folder=tmp_path / "out", **FAST | settings)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_bucket_with_a_row_without_labels_is_refused(tmp_path, experts, rows, tokenizer):
+    bare = rows.map(
+        lambda row, i: {"labels": row["labels"] if i != 2 else [-100] * len(row["labels"])}, with_indices=True
+    )
+    with pytest.raises(ValueError, match=r"rows \[2\] of 8 have no labels"):
+        init_router(experts[0], bare, tokenizer, folder=tmp_path / "out", **FAST)
 
 
 def test_an_adapter_without_an_mlp_is_refused(tmp_path, experts, rows, tokenizer):

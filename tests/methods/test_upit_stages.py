@@ -165,6 +165,7 @@ def test_a_dense_loramoe_has_a_router_per_layer(made):
     result = stages.loramoe("pt")
     block = load(result.folder).config.moe_runtime
     assert block["lora"]["form"] == "linear" and block["config"]["top_k"] == 3
+    assert stages.recipe.experts.balance_loss == "switch" and block["config"]["balance_loss"] == "none"
     assert result.active_parameters == result.parameters
 
 

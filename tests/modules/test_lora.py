@@ -183,6 +183,31 @@ def test_bad_arguments_are_named(build, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_base_that_computes_more_than_its_weights_is_refused(target):
+    class Wrapped(nn.Linear):
+        pass
+
+    layer, x = make(), torch.randn(4, H)
+    linear = getattr(layer.experts.base, target)
+    handle, want = (
+        linear.register_forward_hook(lambda *_: None),
+        rf"{target} of base is torch.nn.* with hooks; want a plain",
+    )
+    calls = [lambda: layer(x), lambda: LoRAExperts(layer.experts.base, 2), layer.to_moe, layer.experts.merge_into_base]
+    for call in calls:
+        with pytest.raises(ValueError, match=want):
+            call()
+    handle.remove()
+    assert layer(x).isfinite().all()
+    setattr(layer.experts.base, target, Wrapped(linear.in_features, linear.out_features, bias=False))
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=rf"{target} of base is .*Wrapped; want a plain torch.nn.Linear.*merge adapters"
+        ):
+            call()
+
+
 # files
 
 

@@ -127,6 +127,20 @@ def test_wide_pairs_over_a_narrow_base_and_autocast():
     assert_close(mixed, wide(x), 2e-2)
 
 
+def test_what_weighs_the_experts_is_not_rounded():
+    layer = linear(**SETTINGS["dense"]).bfloat16()
+    x = torch.randn(64, H).bfloat16()
+    weight = layer._weights(x, x).detach()
+    low = torch.nn.functional.linear(x, layer.lora_a.flatten(0, 1)).view(-1, E, RANK)
+    want = (low.double() * weight.double()[:, :, None] * layer.scaling).bfloat16().flatten(1) @ layer.lora_b.flatten(
+        0, 1
+    )
+    narrow = (low * (weight * layer.scaling).bfloat16()[:, :, None]).flatten(1) @ layer.lora_b.flatten(0, 1)
+    got = layer(x)
+    assert weight.dtype == torch.float32 and torch.equal(got, layer.base(x) + want)
+    assert not torch.equal(got, layer.base(x) + narrow)
+
+
 @pytest.mark.parametrize(
     "build, words",
     [

@@ -186,7 +186,7 @@ def build(out: Path, *, csrc: Path | None = None, cache: Path | None = None, arc
                 pool.submit(_compile, toolkit, flags + t, path, identity, cache) for path, t in zip(sources, targets)
             ]
             objects, reports = zip(*(job.result() for job in jobs))
-        _prune(cache)
+        prune(cache)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as tmp:
             made, exports = Path(tmp) / NAME, Path(tmp) / "exports.map"
@@ -224,11 +224,11 @@ def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache:
     return made, read_ptxas(report.read_text())
 
 
-def _prune(cache: Path) -> None:
-    """Delete what no build has used for KEPT_DAYS: objects, their reports."""
+def prune(cache: Path) -> None:
+    """Delete what is older than KEPT_DAYS of what compilers made; a build makes what it uses young again."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in cache.iterdir():
-        if path.suffix in (".o", ".ptxas") and path.stat().st_mtime < oldest:
+        if path.suffix in (".o", ".ptxas", ".so") and path.stat().st_mtime < oldest:
             path.unlink()
 
 

@@ -50,7 +50,8 @@ def data_files(root: Path) -> set[str]:
     """List what else a wheel holds: recipes, the table of measured backends, and the sources of the CUDA library."""
     package = root / "moe_runtime"
     recipes = {path.relative_to(root).as_posix() for path in (package / "recipes").rglob("*.yaml")}
-    sources = {f"moe_runtime/_csrc/{path.name}" for path in (root / "csrc").iterdir() if path.suffix in SOURCES}
+    csrc = root / "csrc"
+    sources = {f"moe_runtime/_csrc/{path.relative_to(csrc)}" for path in csrc.rglob("*") if path.suffix in SOURCES}
     assert len(recipes) >= 5 and len(sources) >= 7
     return recipes | sources | {"moe_runtime/cuda_table.json"}
 

@@ -85,6 +85,14 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     return row["prompt"], row["completion"]
 
 
+@torch.no_grad()
+def cast(model: torch.nn.Module, dtype: str) -> None:
+    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
 def hidden_size(source: str, name: str) -> int:
     """Return the size of a model's last hidden states, from its config alone; `name` is the source's in an error."""
     return head_of(skeleton(load_config(source, name)), name).linear.in_features

@@ -1,11 +1,11 @@
 """Folders of an UltraFuser: what it is, its gate, and its specialists, by name or copied.
 
-fuser_config.json     {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
-                      each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
-gate.safetensors      the gate's parameters, float32
+fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
+                        each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
+gate.safetensors        the gate's parameters, float32
 generation_config.json  what generate does by default
-specialists/<name>    a copied specialist: a folder of transformers with its tokenizer; its path is this
-tokenizers/<name>     the tokenizer of one that is not copied
+specialists/<name>      a copied specialist: a folder of transformers with its tokenizer; its path is this
+tokenizers/<name>       the tokenizer of one that is not copied
 """
 
 import os

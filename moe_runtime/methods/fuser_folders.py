@@ -1,9 +1,11 @@
 """UltraFuser from folders: what the command line's verbs do, each with one call.
 
 fuse_folders   specialists' folders -> a fused model's folder, its gate not trained yet
+link           a stage's folder -> a path that stays
 answer         a fused model's folder and prompts -> answers
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +51,14 @@ def fuse_folders(
     fuser = ultrafuser.UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
     path = ultrafuser.save(fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite)
     return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
+
+
+def link(path: str | Path, target: str | Path) -> None:
+    """Have the link `path` lead to a folder `target` below its own, in the place of what it led to."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.symlink_to(Path(target).relative_to(path.parent))
+    os.replace(beside, path)
 
 
 def answer(

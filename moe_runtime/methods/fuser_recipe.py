@@ -76,10 +76,12 @@ class FuserRecipe(Node):
     domains: dict[str, Domain]
     specialists: dict[str, Specialist]
     gate: str = "mlp"
+    joint: bool = False  # the gate sees all specialists' states at once: for those of several hidden sizes
     specialist: Training | None = None  # of the specialists that are made here
     stage1: Stage
     stage2: Stage
     further: Stage | None = None  # of specialists tuned on all domains; None: stage2's, for the steps of both stages
+    two_stage: bool = True  # False: stage 2 alone, on a gate that is drawn at random
     balanced: bool = True
     replacement: bool = False  # of the rows that the balanced sampler draws
     reduction: str = "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples

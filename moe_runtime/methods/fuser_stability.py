@@ -12,7 +12,6 @@ from moe_runtime.methods.fuser_recipe import FuserRecipe
 from moe_runtime.methods.reports import environment, finite
 
 CHECKPOINTS = 12
-BEFORE = 2 / 9  # of stage 2, in which nothing is looked at
 VARIANTS = {"no balance": False, "balanced": True}
 ALL = "all"
 
@@ -74,7 +73,7 @@ def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
     """Return the options of `measure`; raises ValueError for too few checkpoints, and for more than there are steps."""
     check_positive("checkpoints", checkpoints)
     steps = recipe.stage2.steps
-    if not 2 <= checkpoints <= (1 - BEFORE) * steps:
+    if not 2 <= checkpoints <= 7 * steps // 9:
         raise ValueError(
             f"checkpoints is {checkpoints}, stage 2 has {steps} steps; want at least 2, and no more than the last seven "
             "ninths of its steps"
@@ -82,15 +81,22 @@ def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
     return {"checkpoints": checkpoints}
 
 
+def steps_of(total: int, checkpoints: int) -> list[int]:
+    """Return the steps to look at: the last `checkpoints` ends of `total` steps cut into equal parts, 9 for 7 of them."""
+    parts = (9 * checkpoints + 3) // 7
+    return [(2 * total * end + parts) // (2 * parts) for end in range(parts - checkpoints + 1, parts + 1)]
+
+
 def measure(process, checkpoints: int) -> dict:
-    """Train the fused model with and without balance, after stage 1, and keep its losses on the way."""
+    """Train the fused model with and without balance, as the recipe does else, and keep its losses on the way."""
+    steps = steps_of(process.recipe.stage2.steps, checkpoints)
     course: dict[str, list] = {}
     folders: dict[str, list[str]] = {}
     for variant, balanced in VARIANTS.items():
         for stages in process.all:
-            fused = stages.fused(balanced=balanced, checkpoints=round(checkpoints / (1 - BEFORE)))
+            fused = stages.fused(balanced=balanced, checkpoints=steps)
             totals = dict(fused.history)
-            way = [(step, losses | {ALL: totals[step]}) for step, losses in fused.course][-checkpoints:]
+            way = [(step, losses | {ALL: totals[step]}) for step, losses in fused.course]
             course.setdefault(variant, []).append(way)
             folders.setdefault(variant, []).append("/".join(fused.folder.parts[-2:]))
             process.say(f"seed {stages.seed}: {variant}, held-out loss {fused.loss:.4f}")

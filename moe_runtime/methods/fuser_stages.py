@@ -10,7 +10,7 @@ and what a hash is over: `stages`.
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -21,14 +21,17 @@ from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import fuser_training, ranks
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.hf.ultrafuser_folders import load_gate
-from moe_runtime.hf.ultrafuser_inputs import Encoder, check_template
-from moe_runtime.methods import fuser_rows, stage_rows, ultrafuser
+from moe_runtime.hf.ultrafuser_inputs import Encoder
+from moe_runtime.methods import fuser_checks, fuser_folders, fuser_rows, stage_rows, ultrafuser
 from moe_runtime.methods.domains import DOMAINS, domains_key
 from moe_runtime.methods.fuser_recipe import FuserRecipe, Stage, load_recipe
 from moe_runtime.methods.fuser_results import Judged, by_domain
 from moe_runtime.methods.recipe import Training
 from moe_runtime.methods.stage_folders import fingerprint, hash_of
 from moe_runtime.methods.stages import KeptStages, course_of, loss_of, sizes_of
+
+
+MODEL = "model"  # in OUT: a link to the model that `run` made last
 
 
 class Stages(KeptStages):
@@ -45,6 +48,8 @@ class Stages(KeptStages):
     ):
         super().__init__(recipe if isinstance(recipe, FuserRecipe) else load_recipe(recipe), out, seed, say)
         self.names = tuple(self.recipe.specialists)
+        fuser_checks.check_engine()
+        fuser_checks.check_models(self.recipe)
 
     def trainings(self) -> tuple[Training, ...]:
         """Return the recipe's trainings."""
@@ -117,26 +122,30 @@ class Stages(KeptStages):
         specialists = [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
-            model = self._fuser([one.source for one in specialists]).freeze_specialists()
+            model = self._fuser([one.source for one in specialists], self.recipe.dtype).freeze_specialists()
             return self._fused("gate", model, tmp, folder, self.recipe.stage1, balanced, "reference")
 
         return self._made("gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make)
 
-    def fused(self, two_stage: bool = True, balanced: bool | None = None, checkpoints: int | None = None) -> Judged:
+    def fused(
+        self, two_stage: bool | None = None, balanced: bool | None = None, checkpoints: Sequence[int] = ()
+    ) -> Judged:
         """Return the fused model, all of it trained: stage 2, after stage 1 or, without `two_stage`, directly.
 
-        With `checkpoints` it is judged so many times on the way, in the place of the recipe's `evaluations`.
+        It trains in float32, in which small steps count, and is saved in the recipe's dtype. With `checkpoints` it is
+        judged after those steps, in the place of the recipe's `evaluations`.
         """
+        two_stage = self.recipe.two_stage if two_stage is None else two_stage
         balanced = self.recipe.balanced if balanced is None else balanced
         parents = [self.gate(balanced)] if two_stage else [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
             sources = [self.specialist(name).source for name in self.names]
-            model = self._fuser(sources, parents[0].folder if two_stage else None).train_all()
+            model = self._fuser(sources, "float32", parents[0].folder if two_stage else None).train_all()
             return self._fused("fused", model, tmp, folder, self.recipe.stage2, balanced, "copy", checkpoints)
 
         settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
-        settings |= {"checkpoints": checkpoints} if checkpoints else {}
+        settings |= {"checkpoints": list(checkpoints)} if checkpoints else {}
         return self._made("fused", "fused", settings, parents, make)
 
     def weights(self, fused: Judged) -> list[list[list[float]]]:
@@ -147,22 +156,15 @@ class Stages(KeptStages):
     @cached_property
     def encoder(self) -> Encoder:
         """What puts prompts in the specialists' templates."""
-        return self._encoder(self.tokenizer)
+        return fuser_checks.encoder_of(self.recipe, self.tokenizer)
 
-    def _encoder(self, own) -> Encoder:
-        """Return it with the base's tokenizer `own`, and those of given models."""
-        given = self.recipe.specialists.values()
-        tokenizers = [own if one.model is None else ranks.load_tokenizer(one.model) for one in given]
-        templates = [check_template(one.template, of) for one, of in zip(given, tokenizers, strict=True)]
-        return Encoder(tokenizers, templates, min(map(len, tokenizers)))
-
-    def _fuser(self, sources: list[str], trained: Path | None = None) -> ultrafuser.UltraFuser:
+    def _fuser(self, sources: list[str], dtype: str, trained: Path | None = None) -> ultrafuser.UltraFuser:
         """Return the specialists fused, with a fresh gate that the seed draws, or that of the folder `trained`."""
         torch.manual_seed(self.seed)
-        models = [ranks.load_model(source, self.recipe.dtype, ranks.state().device) for source in sources]
+        models = [ranks.load_model(source, dtype, ranks.state().device) for source in sources]
         fuser = ultrafuser.UltraFuser(
-            models, self.recipe.templates, tokenizer=self.encoder.tokenizers, gate=self.recipe.gate, names=self.names,
-            loss_reduction=self.recipe.reduction,
+            models, self.recipe.templates, tokenizer=self.encoder.tokenizers, gate=self.recipe.gate,
+            joint=self.recipe.joint, names=self.names, loss_reduction=self.recipe.reduction,
         )  # fmt: skip
         if trained is not None:
             load_gate(fuser, trained)
@@ -170,26 +172,30 @@ class Stages(KeptStages):
 
     def _fused(
         self, name: str, model, tmp: Path, folder: Path, training: Stage, balanced: bool, copy: str,
-        checkpoints: int | None = None,
+        checkpoints: Sequence[int] = (),
     ) -> dict:  # fmt: skip
-        """Train a fused model as it is set, save it and judge it."""
+        """Train a fused model as it is set, save it in the recipe's dtype and judge it as it was saved."""
         rows = self.part("held_out")
         how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
-        more = {"evaluations": checkpoints} if checkpoints else {}
+        more = {"evaluations": tuple(checkpoints)} if checkpoints else {}
         trained = self._train(name, model, self.part("train"), rows, training, folder, **how, **more)
+        is_as_trained = self._is_saved_as_trained(model.specialists)
+        if not is_as_trained:
+            fuser_training.cast(model.specialists, self.recipe.dtype)
         if self.is_main:
             ultrafuser.save(model, tmp / "model", specialists=copy)
         ranks.agree()
-        counts, way = self.counts, trained.history.rows
+        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
+        if not is_as_trained:
+            found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
         course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
-        numbers = course_of(trained) | self._costs(trained) | self._loss(trained.losses, trained.tokens)
-        return numbers | sizes_of(model) | {"course": course}
+        return course_of(trained) | self._costs(trained) | self._loss(*found) | sizes_of(model) | {"course": course}
 
     def _tuned(
         self, name: str, source: str, number: int, tmp: Path, folder: Path, training: Training, rows, held_out, **more
     ) -> dict:
-        """Train one model as a specialist reads its rows, save it and judge it on all domains."""
-        model = ranks.load_model(source, self.recipe.dtype)
+        """Train one model as a specialist reads its rows, in float32; save it and judge it on all domains."""
+        model = ranks.load_model(source, "float32")
         trained = self._train(name, model, rows, held_out, training, folder, **more)
         self._save(model, trained, tmp / "model")
         way = course_of(trained) | self._costs(trained)
@@ -246,6 +252,7 @@ class Stages(KeptStages):
 
     def _of_fused(self, training: Stage, balanced: bool) -> dict:
         more = {"gate": self.recipe.gate, "reduction": self.recipe.reduction}
+        more |= {"joint": True} if self.recipe.joint else {}
         return self._settings(training) | self._drawn(balanced) | more
 
     def _made(self, kind: str, name: str, *arguments, **settings) -> Judged:
@@ -272,7 +279,7 @@ class Stages(KeptStages):
             given = (one.model for one in r.specialists.values() if one.model is not None)
             tokenizer = ranks.load_tokenizer(r.base_model or next(given))
         tokenizer.save_pretrained(folder / "tokenizer")
-        encoder = self._encoder(tokenizer)
+        encoder = fuser_checks.encoder_of(r, tokenizer)
         self.say(f"reading and encoding {', '.join(r.domains)} for {', '.join(self.names)}")
         counts = {}
         for part, rows in fuser_rows.study_rows(encoder, r).items():
@@ -286,14 +293,19 @@ class Stages(KeptStages):
 def run(recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:
     """Run the whole method and say what came out; return the specialists, the model after stage 1 and the fused one.
 
-    `seed` is the recipe's unless given. The last result's folder is the fused model.
+    `seed` is the recipe's unless given. The last result's folder is the fused model; OUT/model leads there.
     """
     recipe = recipe if isinstance(recipe, FuserRecipe) else load_recipe(recipe)
+    model = Path(out) / MODEL
+    if model.exists() and not model.is_symlink():
+        raise ValueError(f"out is {str(out)!r}, in which {MODEL} exists and is no link; want another folder")
     stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
-    results = [*map(stages.specialist, stages.names), stages.gate(), stages.fused()]
+    results = [*map(stages.specialist, stages.names), *([stages.gate()] if recipe.two_stage else []), stages.fused()]
     stages.say(f"{'':16s}" + "".join(f"{domain:>12s}" for domain in recipe.domains) + f"{'all':>12s}{'train s':>9s}")
     for one in results:
         losses = "".join(f"{loss:12.4f}" for loss in (*one.domains.values(), one.loss))
         stages.say(f"{one.name:16s}{losses}{one.total_seconds:9.0f}")
-    stages.say(f"the fused model: {results[-1].folder}")
+    if stages.is_main:
+        fuser_folders.link(model, results[-1].folder)
+    stages.say(f"the fused model: {model}, which is {results[-1].folder}")
     return results

@@ -47,8 +47,8 @@ def _ablate(process: Run) -> dict:
             yield f"{name}, tuned further", stages.further(name)
         yield GATE, stages.gate(balanced=True)
         yield DIRECT, stages.fused(two_stage=False, balanced=False)
-        yield TWO_STAGE, stages.fused(balanced=False)
-        yield FULL, stages.fused(balanced=True)
+        yield TWO_STAGE, stages.fused(two_stage=True, balanced=False)
+        yield FULL, stages.fused(two_stage=True, balanced=True)
 
     def summary(report: FuserReport) -> list[str]:
         lines = []

@@ -15,21 +15,15 @@ holds already is read, not trained, whichever command made it; so a command that
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.methods import pictures, tables
 from moe_runtime.methods.reports import Entry
 from moe_runtime.methods.tables import Command, Run, best, each
-from moe_runtime.methods.upit_preparing import NONE
-from moe_runtime.methods.upit_recipe import UpitRecipe, check_saved, count_saved, load_recipe
+from moe_runtime.methods.upit_options import EXPANSIONS, WHICH, check_data, check_epochs, check_experts, check_named
+from moe_runtime.methods.upit_recipe import UpitRecipe, load_recipe
 from moe_runtime.methods.upit_reports import Routing, UpitReport, against
 from moe_runtime.methods.upit_results import Judged
 from moe_runtime.methods.upit_stages import NAMES, STARTS, Stages
 
-SHARES = (0.1, 0.2, 0.4, 1.0)  # 50, 100, 200 of the paper's 500 thousand rows
-WHICH = ("front", "uniform", "back")
-EPOCHS = ((2.0, 2.0), (2.0, 6.0), (4.0, 4.0))
-ACTIVE = (1, 2, 4)
-EXPANSIONS = {"none": NONE, "random": "random", "genetic": "farthest"}
 DENSE = {"ffn": "SFT", "lora": "LoRA"}
 
 
@@ -144,9 +138,9 @@ def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
 
 
 def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int]) -> dict:
-    methods = [_copies_name(form, "pt"), _upit(form)]
+    copies, upit = _copies_name(form, "pt"), _upit(form)
     grid = [(E, A) for E in sizes for A in active if A <= E]
-    names = {(method, *one): f"{method}, {one[0]} experts, {one[1]} per token" for one in grid for method in methods}
+    names = {(of, *one): f"{of} of {one[0]} experts, {one[1]} per token" for one in grid for of in (copies, upit)}
     for E, A in grid:
         _check(process, form, experts__num_experts=E, experts__top_k=A)
 
@@ -154,14 +148,14 @@ def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int
         yield DENSE[form], stages.dense(form)
         for E, A in grid:
             of_size = stages.change(experts__num_experts=E, experts__top_k=A)
-            yield names[methods[0], E, A], _copies(of_size, form, "pt")
-            yield names[methods[1], E, A], of_size.upit(form)
+            yield names[copies, E, A], _copies(of_size, form, "pt")
+            yield names[upit, E, A], of_size.upit(form)
 
     def summary(report: UpitReport) -> list[str]:
-        within = [
-            line for one in grid for line in against(report.entries, names[methods[1], *one], [names[methods[0], *one]])
-        ]
-        return [*best(name for (method, *_), name in names.items() if method == methods[1])(report), *within]
+        lines = best(names[upit, E, A] for E, A in grid)(report)
+        for E, A in grid:
+            lines += against(report.entries, names[upit, E, A], [names[copies, E, A]])
+        return lines
 
     extra = {"x": {name: A for (*_, A), name in names.items()}, "x_label": "experts per token"}
     return {"entries": process.collect(plan), "reference": DENSE[form], "summary": summary, "extra": extra}
@@ -220,86 +214,6 @@ def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> di
     return {"entries": process.collect(plan), "reference": names[_upit(form), pairs[0]], "summary": summary}
 
 
-def _form(recipe: UpitRecipe, form: str | None) -> str:
-    """Return the kind of expert that a table is of, the recipe's first unless given."""
-    if form is None:
-        return recipe.forms[0]
-    check_choice("form", form, ("ffn", "lora"))
-    if form not in recipe.forms:
-        raise ValueError(f"form is {form!r}, the recipe has trainings of {', '.join(recipe.forms)} alone; want that")
-    return form
-
-
-def _different(name: str, values: Sequence, check: Callable) -> tuple:
-    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
-    values = tuple(values)
-    if not values or len(set(values)) < len(values):
-        given = ", ".join(map(str, values)) or "not given"
-        raise ValueError(f"{name} is {given}; want different ones")
-    for value in values:
-        check(value)
-    return values
-
-
-def _check_named(known: Sequence[str]) -> Callable:
-    """Return what checks a command whose options are a form and some of `known`, all unless given."""
-
-    def check(recipe: UpitRecipe, form: str | None = None, strategies: Sequence[str] = tuple(known)) -> dict:
-        form = _form(recipe, form)
-        strategies = _different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
-        n, m = recipe.experts.num_experts, recipe.checkpoints.count
-        if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
-            raise ValueError(
-                f"checkpoints.count is {m}, the tuning saves {saved}; want fewer: there is nothing to choose"
-            )
-        if known is EXPANSIONS and m >= n:
-            raise ValueError(f"checkpoints.count is {m}, num_experts is {n}; want fewer: there is nothing to expand")
-        if known is EXPANSIONS and "none" in strategies:
-            check_saved(recipe, form, n, "num_experts")
-        return {"form": form, "strategies": strategies}
-
-    return check
-
-
-def _check_experts(
-    recipe: UpitRecipe, form: str | None = None, sizes: Sequence[int] | None = None, active: Sequence[int] = ACTIVE
-) -> dict:
-    n, m = recipe.experts.num_experts, recipe.checkpoints.count
-    sizes = sorted({max(m, 2), n}) if sizes is None else sizes
-    sizes = _different("experts", sizes, lambda size: check_positive("experts", size))
-    active = _different("active", active, lambda one: check_positive("active", one))
-    if min(active) > max(sizes):
-        raise ValueError(
-            f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are"
-        )
-    if max(sizes) > m == 1:
-        raise ValueError(f"experts is {max(sizes)}, checkpoints.count is 1; want two checkpoints to grow others from")
-    return {"form": _form(recipe, form), "sizes": sizes, "active": active}
-
-
-def _check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[float] = SHARES) -> dict:
-    def check(share: float) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share is {share}; want a number above 0 and at most 1")
-
-    return {"form": _form(recipe, form), "shares": _different("share", map(float, shares), check)}
-
-
-def _check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Sequence[float]] = EPOCHS) -> dict:
-    form = _form(recipe, form)
-
-    def check(pair: tuple) -> None:
-        if len(pair) != 2:
-            raise ValueError(f"epochs is {','.join(map(str, pair))}; want two numbers, such as 2,6")
-        for epochs in pair:
-            check_number("epochs", epochs, positive=True)
-        check_saved(
-            recipe.change(**{f"{form}__sft__epochs": pair[0]}), form, recipe.checkpoints.count, "checkpoints.count"
-        )
-
-    return {"form": form, "pairs": _different("epochs", [tuple(map(float, pair)) for pair in pairs], check)}
-
-
 def _losses(
     title: str, source: str, make: Callable, check: Callable | None = None, draw: Callable = pictures.dots
 ) -> Command:
@@ -308,10 +222,10 @@ def _losses(
 
 COMMANDS = {
     "main": _losses("UpIT and its baselines", "Table 1", _main),
-    "ckpt": _losses("Which checkpoints become experts", "Tables 2 and 8", _ckpt, _check_named(WHICH)),
-    "expand": _losses("How experts are expanded", "Tables 2 and 9", _expand, _check_named(EXPANSIONS)),
-    "router": _losses("How routers begin", "Tables 2 and 10", _router, _check_named(("none", "random", "skilled"))),
-    "experts": _losses("Experts, and experts per token", "Figure 4", _experts, _check_experts, pictures.sweep),
-    "data": _losses("Rows to tune on", "Figure 3", _data, _check_data, pictures.sweep),
-    "epochs": _losses("Epochs before and after", "Figure 6", _epochs, _check_epochs),
+    "ckpt": _losses("Which checkpoints become experts", "Tables 2 and 8", _ckpt, check_named(WHICH)),
+    "expand": _losses("How experts are expanded", "Tables 2 and 9", _expand, check_named(EXPANSIONS)),
+    "router": _losses("How routers begin", "Tables 2 and 10", _router, check_named(("none", "random", "skilled"))),
+    "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, pictures.sweep),
+    "data": _losses("Rows to tune on", "Figure 3", _data, check_data, pictures.sweep),
+    "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
 }

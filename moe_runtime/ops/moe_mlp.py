@@ -88,7 +88,10 @@ def moe_mlp_with_offsets(
 
 
 def pick(x: torch.Tensor, num_experts: int, backend: str | None, ops: tuple[str, ...] = ("dispatch", "combine")) -> str:
-    """Return the backend: "cuda" is Triton's products with csrc/'s `ops` around them, where nobody says which and all are it."""
+    """Return the backend of the experts; "cuda" is Triton's products with csrc/'s `ops` around them.
+
+    That one cannot be asked for: it is where nobody names a backend and "cuda" is the choice for each of `ops`.
+    """
     chosen = backends.pick("moe_mlp", x, backend)
     if backend is not None or chosen != "triton" or not cuda_kernels.fits(num_experts):
         return chosen

@@ -44,6 +44,7 @@ def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = Non
         library = folder / f"libmoert_emu-{_digest(''.join(path.name for path in objects))}.so"
         if not library.exists():
             _run(["g++", "-shared", *flags, *objects], library)
+            build_cuda.prune(folder)
     return library
 
 

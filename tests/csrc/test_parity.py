@@ -12,6 +12,7 @@ from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.merging import merge_experts, merged_linear
 from moe_runtime.ops.routing import route
 from tests.csrc import emulator
+from tests.modules.test_merged import make
 from tests.support.oracle import GATES, SHARED, choose_experts, relative_error, route_mismatches
 
 pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
@@ -143,6 +144,21 @@ def test_merged_linear(tolerance):
         assert relative_error(got, want) < tolerance[torch.float32]
 
 
+def test_a_kept_mixture_is_merged_again_only_when_alpha_changes(monkeypatch):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
+    layer, x = make(), torch.randn(3, 33)
+    want = layer(x)
+    kept = layer._mixture.weights
+    for weight in kept.values():
+        weight.fill_(7.0)
+    assert not torch.equal(layer(x), want) and all((weight == 7).all() for weight in kept.values())
+    layer.mixing_logits.data[2] += 1e-6  # no version is counted
+    got = layer(x)
+    assert layer._mixture.weights is kept
+    layer._mixture = None
+    assert torch.equal(got, layer(x))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "T, K, H", [(0, 2, 33), (1, 2, 33), (29, 3, 33), (5, 64, 8), (3, 9, 1032), (4, 0, 5), (4, 3, 0)]
@@ -179,7 +195,7 @@ def test_combine_of_any_layout_and_rows_that_nobody_wrote():
 
 @needs_interpreter
 @pytest.mark.parametrize("shared", ["group", "dense"])
-@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("T", [0, 1, 9])
 def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolerance):
     """moe_layer and moe_mlp with csrc/'s kernels around Triton's products, the same as Triton's own."""
     x, router, up, down = torch.randn(T, 16), torch.randn(3, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12) / 16

@@ -74,6 +74,9 @@ def test_a_recipe_of_few_words_has_defaults():
         pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <=", id="top-k"),
         pytest.param({"experts": {"gate": "xft"}}, "experts.gate is 'xft', which has a shared expert", id="gate"),
         pytest.param({"checkpoints": {"count": 9}}, "checkpoints.count is 9, ffn.sft.epochs is 2, .* makes 8", id="count"),
+        pytest.param(
+            {"checkpoints": {"count": 1}}, "checkpoints.count is 1, num_experts is 8; want two checkpoints", id="one-parent"
+        ),
         pytest.param({"checkpoints": {"which": "last"}}, "checkpoints.which is 'last'; want one of back", id="which"),
         pytest.param({"expansion": {"drop": 1}}, "expansion.drop is 1.0; want 0 to below 1", id="drop"),
         pytest.param({"seed_data": {"share": 0}}, "seed_data.share is 0.0; want a number above 0", id="share"),
@@ -89,6 +92,13 @@ def test_a_recipe_of_few_words_has_defaults():
 def test_a_mistake_is_one_error_with_the_key(change, says):
     with pytest.raises(ValueError, match=says):
         UpitRecipe.from_dict(SMALL | change)
+
+
+def test_a_mixture_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once_as_the_second():
+    at_once = {"per_device_batch_size": 4, "gradient_checkpointing": True, "save_steps": 7}
+    form = UpitRecipe.from_dict(SMALL | {"ffn": FORM | {"post": TUNING | at_once | {"learning_rate": 9}}}).ffn
+    assert form.copied == form.whole.__class__(**form.whole.to_dict() | at_once) and form.copied.epochs == 4
+    assert form.copied.learning_rate == form.sft.learning_rate and form.whole.per_device_batch_size is None
 
 
 def test_an_error_of_a_file_names_it(tmp_path):

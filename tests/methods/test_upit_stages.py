@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from moe_runtime.hf import fit, lora_baseline
 from moe_runtime.hf.modeling import moe_layers
 from moe_runtime.methods import upit_buckets, upit_experts, upit_router, upit_stages
+from moe_runtime.methods.stage_folders import hash_of
 from moe_runtime.methods.upit_preparing import NONE
 from moe_runtime.methods.upit_recipe import UpitRecipe, load_recipe
 from moe_runtime.methods.upit_stages import Stages
@@ -205,6 +206,144 @@ def test_what_a_stage_depends_on_makes_another(made):
 def test_too_few_steps_are_refused_before_training(made):
     with pytest.raises(ValueError, match="checkpoints.count is 2, ffn.sft has 1 steps on 6 rows; want as many steps"):
         made.stages.change(share=0.1).prepared("ffn")
+
+
+def test_a_share_of_the_rows_has_a_share_of_the_seed_data(made):
+    few = made.stages.change(seed_data__share=0.01, seed_data__at_least=40)
+    assert [len(few.change(share=share).seed_rows()) for share in (1, 0.5, 0.25, 0.05)] == [40, 20, 10, 3]
+    assert made.stages.buckets("ffn", made.pools["ffn"]).rows == 13
+
+
+def test_experts_are_read_from_another_folder(made, monkeypatch):
+    monkeypatch.chdir(made.out.parent)
+    stages = Stages(made.recipe, "out", say=lambda text: None)
+    folder = Stages(made.recipe, "moved", say=lambda text: None).prepared("lora").folder
+    (made.out.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(made.out.parent / "elsewhere")
+    (expert, *_) = upit_experts.saved_experts(made.out.parent / folder)
+    record, adapter = (json.loads((expert / name).read_text()) for name in ("expert.json", "adapter_config.json"))
+    assert load(record["base"]).config.vocab_size == len(AutoTokenizer.from_pretrained(expert))
+    assert Path(adapter["base_model_name_or_path"]).is_absolute() and stages.out == Path("out")
+
+
+@pytest.mark.parametrize("form", ["ffn", "lora"])
+def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monkeypatch, form):
+    seen, train = {}, fit.train
+
+    def spy(model, *arguments, **more):
+        names = {p.dtype for p in model.parameters() if p.requires_grad}
+        seen[more["folder"].name.partition("-")[0]] = names, {p.dtype for p in model.parameters()}
+        return train(model, *arguments, **more)
+
+    monkeypatch.setattr(fit, "train", spy)
+    other = {"ffn": "lora", "lora": "ffn"}[form]
+    recipe = made.recipe.change(**{"dtype": "bfloat16", other: None, f"{form}__sft__learning_rate": 2e-5})
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    results = [stages.dense(form), stages.upit(form), stages.self_moe(form)]
+    results += [stages.upcycled(start) if form == "ffn" else stages.loramoe(start) for start in ("pt", "sft")]
+    assert {"dense", "prepared", "upit", "self_moe"} < set(seen)
+    assert all(trainable == {torch.float32} for trainable, _ in seen.values())
+    assert torch.bfloat16 in seen["self_moe"][1] and (torch.bfloat16 in seen["dense"][1]) == (form == "lora")
+    before, after = results[0].history[0][1], results[0].loss
+    assert before > 0 and after < stages.base().loss
+    model = load(results[1].folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert results[1].loss == pytest.approx(loss_of_rows(stages, model), rel=1e-3)
+
+
+def loss_of_rows(stages, model) -> float:
+    return fit.held_out_loss(model, stages.held_out, stages.tokenizer)
+
+
+def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
+    path = write_study(tmp_path)
+    sums, words = ((tmp_path / f"{name}.jsonl").read_text() for name in ("sums", "words"))
+    (tmp_path / "words.jsonl").write_text(words + sums)
+    changes = {"domains__words__prompt": "magicoder", "max_length": 512}
+    for recipe in (load_recipe(path), load_recipe(path).change(**changes)):
+        stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+        assert [len(stages.part(f"{name}-held_out")) for name in ("sums", "words")] == [8, 8]
+        trained = stages.tokenizer.batch_decode(stages.train_rows["input_ids"], skip_special_tokens=True)
+        for row in stages.tokenizer.batch_decode(stages.held_out["input_ids"], skip_special_tokens=True):
+            asked = row.partition("@@ Instruction\n")[2].partition("\n\n@@")[0] or row
+            assert not any(asked in other for other in trained), asked
+
+
+def test_every_domain_is_put_in_its_own_way(tmp_path):
+    path = write_study(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<U>{{ m['content'] }}{% else %}<A>{% generation %}"
+        "{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    recipe = load_recipe(path)
+    domains = recipe.to_dict()["domains"]
+    domains["sums"]["prompt"], domains["words"]["prompt"] = "chat", "deepseek"
+    recipe = UpitRecipe.from_dict(recipe.to_dict() | {"domains": domains, "max_length": 256})
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    said = {name: stages.tokenizer.decode(stages.part(f"{name}-train")[0]["input_ids"]) for name in domains}
+    assert said["sums"].startswith("<U>") and "User: turn" in said["words"] and "Assistant:" in said["words"]
+    assert stages.tokenizer.chat_template == tokenizer.chat_template
+
+
+def test_limits_take_some_of_all_rows(tmp_path):
+    path = write_study(tmp_path)
+    rows = [json.dumps({"prompt": f"{i} ", "completion": f"{i}"}) for i in range(30)]
+    (tmp_path / "sorted.jsonl").write_text("\n".join(rows))
+    (tmp_path / "held.jsonl").write_text("\n".join(rows[-5:]))
+    recipe = load_recipe(path)
+    sums = {"train": str(tmp_path / "sorted.jsonl"), "held_out": str(tmp_path / "held.jsonl"), "held_out_split": "train"}
+    domains = {"sums": sums | {"limit": 5}, "arithmetic": {"train": "arithmetic", "limit": 5000, "held_out_rows": 8}}
+    recipe = UpitRecipe.from_dict(recipe.to_dict() | {"domains": domains, "max_length": 1024})
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    taken = stages.tokenizer.batch_decode(stages.part("sums-train")["input_ids"], skip_special_tokens=True)
+    assert len(taken) == 5 and len(stages.part("arithmetic-train")) == 5000
+    assert [int(text.split()[0]) for text in taken] != [0, 1, 2, 3, 4]
+
+
+def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
+    path = write_study(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="model_type is 'gpt2'; want one of llama"):
+        Stages(load_recipe(path), tmp_path / "out", say=lambda text: None).dense("ffn")
+    assert not [*(tmp_path / "out").glob("dense-*"), *(tmp_path / "out").glob("prepared-*")]
+
+
+CHANGES = [
+    {"seed_data__tokens": "all"}, {"seed_data__share": 0.3}, {"router__alpha": 0.9}, {"router__detach_h": True},
+    {"expansion__metric": "l2"}, {"expansion__of": "weight"}, {"experts__balance_loss_coef": 0.1},
+    {"experts__gate": "topk_softmax"}, {"ffn__init__epochs": 2}, {"ffn__post__weight_decay": 0.1},
+    {"checkpoints__every_epochs": 0.125}, {"ffn__sft__bf16": True}, {"dtype": "bfloat16"},
+]  # fmt: skip
+
+
+def test_no_setting_is_left_out_of_the_hash(made, monkeypatch):
+    # folders alone: what a stage would make is the stage's that is there
+    here = {"pool": made.pools["ffn"], "routers": made.routers["ffn"], "buckets": None, "upit": made.upit["ffn"]}
+    here |= {"prepared": made.stages.prepared("ffn"), "base": made.base}
+    here["buckets"] = made.stages.buckets("ffn", made.pools["ffn"])
+    names: list[str] = []
+
+    def named(self, kind, name, settings, parents, make, seed=None, **more):
+        own = {"settings": settings, "parents": [parent.folder.parent.name for parent in parents], "data": self._key}
+        folder = made.out / f"{kind}-{hash_of(own)}"
+        names.append(folder.name)
+        return here[kind]._replace(folder=folder / here[kind].folder.name)
+
+    monkeypatch.setattr(Stages, "_stage", named)
+    monkeypatch.setattr(upit_experts, "choose_checkpoints", lambda folder, count, which: [made.out / "x"] * count)
+
+    def last(changes: dict) -> str:
+        names.clear()
+        made.stages.change(**changes).upit("ffn")
+        return names[-1]
+
+    found = [last({}), *(last(changes) for changes in CHANGES)]
+    assert len(set(found)) == len(found)
+    assert found[0] == last({"ffn__post__per_device_batch_size": 4}) == last({"ffn__post__save_steps": 9})
 
 
 def test_a_run_of_the_whole_method(made):

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from moe_runtime.methods import upit_routing, upit_tables
+from moe_runtime.methods import upit_reports, upit_routing, upit_tables
 from moe_runtime.methods.upit_recipe import load_recipe
 from moe_runtime.methods.upit_reports import UpitReport
+from moe_runtime.methods.upit_results import Routed
 from moe_runtime.significance import compare
 from tests.support.upit_study import write_study
 
@@ -21,15 +22,16 @@ TABLES = {
     "expand": (["SFT", *(f"{UPIT}, {name}" for name in ("none", "random", "genetic"))], f"{UPIT}, genetic", {}),
     "router": (["SFT", *(f"{UPIT}, {name}" for name in ("none", "random", "skilled"))], f"{UPIT}, skilled", {}),
     "experts": (
-        ["SFT", "2 experts, 1 per token", "3 experts, 1 per token"], "SFT", {"sizes": (2, 3), "active": (1,)},
+        ["SFT", *(f"{name} of {E} experts, 1 per token" for E in (2, 3) for name in ("Upcycle_PT", UPIT))], "SFT",
+        {"sizes": (2, 3), "active": (1,)},
     ),
     "data": (
-        [f"{name}, {share} of the rows" for share in ("0.5", "1") for name in ("Upcycle_PT", "Upcycle_SFT", UPIT)],
+        [f"{name}, {share} of the rows" for share in ("0.5", "1") for name in ("SFT", "Upcycle_PT", "Upcycle_SFT", UPIT)],
         f"{UPIT}, 1 of the rows", {"shares": (0.5, 1)},
     ),
     "epochs": (
-        [f"{name}, {pair}" for pair in ("1 + 1", "1 + 0.5") for name in ("Upcycle_SFT", UPIT)], f"{UPIT}, 1 + 1",
-        {"pairs": ((1, 1), (1, 0.5))},
+        [f"{name}, {pair}" for pair in ("1 + 1", "1 + 0.5") for name in ("SFT", "Upcycle_PT", "Upcycle_SFT", UPIT)],
+        f"{UPIT}, 1 + 1", {"pairs": ((1, 1), (1, 0.5))},
     ),
 }  # fmt: skip
 
@@ -71,6 +73,11 @@ def reports(recipe, out):
         return made[command]
 
     return report
+
+
+def kinds(out):
+    """The kinds of stages that are there."""
+    return sorted({path.name.partition("-")[0] for path in out.glob("*") if path.name != ".locks"})
 
 
 def times(out):
@@ -131,7 +138,7 @@ def test_each_kind_is_compared_with_its_own(reports):
     against = [f"{name} against {UPIT}" for name in OF_FFN[:-1]]
     against += [f"{name} against UpIT (LoRA)" for name in OF_LORA[:-1]]
     assert [line.partition(":")[0] for line in report.summary[:8]] == against
-    assert said[8:10] == [UPIT, "UpIT (LoRA)"]
+    assert said[8:14] == ["Upcycle_PT", "Upcycle_SFT", UPIT, "LoRAMoE_PT", "LoRAMoE_SFT", "UpIT (LoRA)"]
 
 
 @pytest.mark.parametrize("command", ["main", "router"])
@@ -140,7 +147,7 @@ def test_where_the_domains_tokens_go(command, reports, out):
     assert (out / f"{command}-routing.png").read_bytes().startswith(b"\x89PNG")
     routing = json.loads((out / f"{command}.json").read_text())["routing"]
     assert list(routing) == (
-        [UPIT, "UpIT (LoRA)"] if command == "main" else [f"{UPIT}, {i}" for i in ("none", "random", "skilled")]
+        [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"] if command == "main" else [f"{UPIT}, {i}" for i in ("none", "random", "skilled")]
     )
     for found in routing.values():
         (slots,), (distance,) = found["slots"], found["distance_between_domains"]
@@ -192,4 +199,38 @@ def test_nothing_to_expand_is_refused(recipe, tmp_path):
 def test_too_few_rows_are_refused_before_the_first_training(recipe, tmp_path):
     with pytest.raises(ValueError, match="ffn.sft has 1 steps on 6 rows; want as many steps"):
         make("data", recipe, tmp_path, shares=(1, 0.1))
-    assert [path.name.partition("-")[0] for path in tmp_path.glob("*") if path.name != ".locks"] == ["data"]
+    assert kinds(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize(
+    "command, changes, options, match",
+    [
+        pytest.param(
+            "main", {"seed_data__capacity": 1000}, {}, r"num_experts is 3, seed_data.capacity is 1000, .* are 13 rows; want "
+            "more than 2000", id="capacity",
+        ),
+        pytest.param(
+            "experts", {"seed_data__share": 0.1, "seed_data__at_least": 9}, {"sizes": (8,), "active": (2,)},
+            "num_experts is 8, seed_data.capacity is None, the seed data are 9 rows; want more than 14", id="few-seed-rows",
+        ),
+        pytest.param(
+            "expand", {"checkpoints__every_epochs": 0.1, "experts__num_experts": 9}, {"strategies": ("none", "genetic")},
+            "num_experts is 9, ffn.sft has 8 steps on 64 rows", id="no-expansion",
+        ),
+        pytest.param(
+            "ckpt", {"checkpoints__count": 4, "experts__num_experts": 4}, {},
+            "checkpoints.count is 4, the tuning saves 4; want fewer", id="all-checkpoints",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_the_first_training(command, changes, options, match, recipe, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        make(command, recipe.change(**changes), tmp_path, **options)
+    assert kinds(tmp_path) in ([], ["data"])
+
+
+def test_one_domain_has_no_distance():
+    one = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[1, 3]]}, ["0"], 0.0, [])]})
+    assert one.said() == []
+    two = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[4, 0]], "b": [[0, 4]]}, ["0"], 0.0, [])]})
+    assert "differ by 1.000" in two.said()[0]

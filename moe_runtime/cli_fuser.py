@@ -55,6 +55,8 @@ def train(
 ):
     """Fuse your own specialists: train the gate, then all, on rows of each domain; what is there is not made again.
 
+    OUT/model leads to the fused model.
+
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli fuser train --config FILE --out OUT.
     """
     prepare(None, config)

@@ -204,7 +204,7 @@ def experts_(
     form: Form = None,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Vary the experts and how many of them a token takes (Figure 4)."""
+    """Vary the experts and how many of them a token takes, UpIT and copied experts (Figure 4)."""
     given = ({"sizes": tuple(experts)} if experts else {}) | ({"active": tuple(active)} if active else {})
     _table("experts", preset, recipe, out, seeds, overwrite, form=form, **given)
 
@@ -217,7 +217,7 @@ def data(
     form: Form = None,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Tune on a share of the rows, UpIT and copied experts (Figure 3)."""
+    """Tune on a share of the rows: dense, copied experts, UpIT (Figure 3)."""
     _table("data", preset, recipe, out, seeds, overwrite, form=form, **({"shares": tuple(shares)} if shares else {}))
 
 
@@ -230,7 +230,7 @@ def epochs(
     form: Form = None,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Vary the epochs of the two trainings (Figure 6)."""
+    """Vary the epochs of the two trainings: dense, copied experts, UpIT (Figure 6)."""
     given = {"pairs": tuple(map(_pair, pairs))} if pairs else {}
     _table("epochs", preset, recipe, out, seeds, overwrite, form=form, **given)
 

@@ -90,7 +90,7 @@ def test_a_command_reaches_its_table(seen, tmp_path, arguments, options):
         pytest.param(("data", "2"), "share is 2.0; want a number above 0 and at most 1", id="share"),
         pytest.param(("epochs", "2"), "epochs is 2.0; want two numbers, such as 2,6", id="one number"),
         pytest.param(("epochs", "a,b"), "epochs is 'a,b'; want two numbers", id="no numbers"),
-        pytest.param(("epochs", ".25,2"), "checkpoints.count is 2, ffn.sft.epochs is 0.25", id="few epochs"),
+        pytest.param(("epochs", ".25,2"), "checkpoints.count is 3, ffn.sft.epochs is 0.25", id="few epochs"),
     ],
 )
 def test_bad_input_fails_at_once(tmp_path, arguments, match):

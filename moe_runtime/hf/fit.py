@@ -192,7 +192,8 @@ def train(
     `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
     other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
     steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly, or
-    after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this training lasts.
+    after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this
+    training lasts.
     For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
     `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
     Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.

@@ -40,14 +40,9 @@ def gather(values: list) -> list:
 
 def engine() -> str:
     """Return what accelerate trains with, as its DistributedType says: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
-    from accelerate.state import AcceleratorState
+    from accelerate import Accelerator
 
-    state()
-    is_new = not AcceleratorState._shared_state
-    kind = AcceleratorState().distributed_type.value
-    if is_new:
-        AcceleratorState._reset_state()  # a Trainer makes its own, with its own precision
-    return kind
+    return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
 
 
 def free_memory() -> None:

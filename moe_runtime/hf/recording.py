@@ -32,9 +32,7 @@ class History:
 class Watcher(TrainerCallback):
     """Fills a History and reports each step; evaluates after `every` so many, or after those of a list, and at the end."""
 
-    def __init__(
-        self, history: History, evaluate: Callable[[], float] | None, every: int | Collection[int], on_step
-    ):
+    def __init__(self, history: History, evaluate: Callable[[], float] | None, every: int | Collection[int], on_step):
         self.history, self.evaluate, self.every, self.on_step = history, evaluate, every, on_step
         self.loss = math.nan
         self.paused = 0.0

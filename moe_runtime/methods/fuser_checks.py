@@ -8,14 +8,13 @@ from moe_runtime.hf.fuser_training import hidden_size
 from moe_runtime.hf.ultrafuser_inputs import Encoder, check_template, check_tokenizers
 from moe_runtime.methods.fuser_recipe import FuserRecipe
 
-ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU")  # one process, or DDP
-
 
 def check_engine() -> None:
     """Raise ValueError where accelerate would split a model, or wrap it in anything but DDP."""
-    if (engine := ranks.engine()) not in ENGINES:
+    engine = ranks.engine()
+    if engine != "NO" and not engine.startswith("MULTI_"):
         raise ValueError(
-            f"accelerate's distributed_type is {engine}; want NO, MULTI_CPU or MULTI_GPU (DDP): fused models are not sharded"
+            f"accelerate's distributed_type is {engine}; want NO or MULTI_GPU (DDP): fused models are not sharded"
         )
 
 
@@ -24,7 +23,9 @@ def check_models(recipe: FuserRecipe) -> None:
 
     A tokenizer that is trained here is checked when it is there, before any model is trained.
     """
-    given = {f"specialists.{name}.model": one.model for name, one in recipe.specialists.items() if one.model is not None}
+    given = {
+        f"specialists.{name}.model": one.model for name, one in recipe.specialists.items() if one.model is not None
+    }
     named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
     for name, source in named.items():
         check_source(name, source)

@@ -57,6 +57,7 @@ def link(path: str | Path, target: str | Path) -> None:
     """Have the link `path` lead to a folder `target` below its own, in the place of what it led to."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
     beside.symlink_to(Path(target).relative_to(path.parent))
     os.replace(beside, path)
 

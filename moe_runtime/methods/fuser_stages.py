@@ -23,13 +23,13 @@ from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.hf.ultrafuser_folders import load_gate
 from moe_runtime.hf.ultrafuser_inputs import Encoder
 from moe_runtime.methods import fuser_checks, fuser_folders, fuser_rows, stage_rows, ultrafuser
+from moe_runtime.methods.domain_results import by_domain
 from moe_runtime.methods.domains import DOMAINS, domains_key
 from moe_runtime.methods.fuser_recipe import FuserRecipe, Stage, load_recipe
-from moe_runtime.methods.fuser_results import Judged, by_domain
+from moe_runtime.methods.fuser_results import Judged
 from moe_runtime.methods.recipe import Training
 from moe_runtime.methods.stage_folders import fingerprint, hash_of
 from moe_runtime.methods.stages import KeptStages, course_of, loss_of, sizes_of
-
 
 MODEL = "model"  # in OUT: a link to the model that `run` made last
 

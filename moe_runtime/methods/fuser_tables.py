@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moe_runtime.methods import fuser_pictures, fuser_stability, fuser_weights, tables
+from moe_runtime.methods.domain_reports import DomainReport, said
 from moe_runtime.methods.fuser_recipe import FuserRecipe, load_recipe
-from moe_runtime.methods.fuser_reports import FuserReport, said
 from moe_runtime.methods.fuser_stages import Stages
 from moe_runtime.methods.tables import Command, Run, each
 
@@ -50,7 +50,7 @@ def _ablate(process: Run) -> dict:
         yield TWO_STAGE, stages.fused(two_stage=True, balanced=False)
         yield FULL, stages.fused(two_stage=True, balanced=True)
 
-    def summary(report: FuserReport) -> list[str]:
+    def summary(report: DomainReport) -> list[str]:
         lines = []
         for domain, table in report.of_domains.items():
             alone = min((f"specialist {name}" for name in names), key=lambda name: table.entry(name).loss)
@@ -66,7 +66,7 @@ def _ablate(process: Run) -> dict:
 
 COMMANDS = {
     "ablate": Command(
-        "What fuses specialists", "UltraFuser, Tables 2 and 4", _ablate, fuser_pictures.losses, report=FuserReport
+        "What fuses specialists", "UltraFuser, Tables 2 and 4", _ablate, fuser_pictures.losses, report=DomainReport
     ),
     "weights": Command(
         "Weights of the specialists", "UltraFuser, Table 6 and Figure 6", fuser_weights.measure, fuser_pictures.weights,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moe_runtime.config import check_positive
 from moe_runtime.methods import fuser_html
+from moe_runtime.methods.domain_results import places_of
 from moe_runtime.methods.fuser_recipe import FuserRecipe
-from moe_runtime.methods.fuser_results import places_of
 from moe_runtime.methods.fuser_stages import Stages
 from moe_runtime.methods.reports import environment, finite
 

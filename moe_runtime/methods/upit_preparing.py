@@ -109,8 +109,9 @@ class PreparedStages(KeptStages):
                 return self._numbers(model, trained, lambda: self._load(tmp / "model"))
             weights = trained.state_dict()
             if self.is_main:
-                narrow = {name: tensor.to(getattr(torch, self.recipe.dtype)) for name, tensor in weights.items()}
-                lora_baseline.save_lora(model, tmp / "model", narrow)
+                dtype = getattr(torch, self.recipe.dtype)
+                pairs = {name: tensor.to(dtype) for name, tensor in weights.items() if "lora_" in name}
+                lora_baseline.save_lora(model, tmp / "model", pairs)
             return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
 
         settings = self._settings(self._form(form).whole) | self._rank(form)
@@ -175,7 +176,8 @@ class PreparedStages(KeptStages):
             # where a killed run finds those that it has grown
             grown, children = checkpoints / "experts", None
             if self.is_main:
-                found = upit_expansion.expand_experts(chosen, n, grown, base=base.folder, seed=self.seed, **grows)
+                known = base.folder.resolve()
+                found = upit_expansion.expand_experts(chosen, n, grown, base=known, seed=self.seed, **grows)
                 children = [(child.folder.name, list(child.parents)) for child in found.children]
                 os.rename(grown, tmp / "experts")
             children = ranks.agree(children)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.methods import pictures, upit_routing
-from moe_runtime.methods.fuser_reports import FuserReport
+from moe_runtime.methods.domain_reports import DomainReport
 from moe_runtime.methods.reports import Entry
 from moe_runtime.significance import compare
 
 
 @dataclass
-class UpitReport(FuserReport):
+class UpitReport(DomainReport):
     """A table of models that are judged on several domains, with the parameters that a token passes through."""
 
     def columns(self) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.methods.fuser_results import by_domain
+from moe_runtime.methods.domain_results import by_domain
 
 
 class Judged(NamedTuple):

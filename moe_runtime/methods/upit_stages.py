@@ -89,8 +89,8 @@ class Stages(PreparedStages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             # where a killed run finds the experts that are done
             routed = upit_router.init_routers(
-                pool.experts, rows, buckets, self.tokenizer, folder=checkpoints / "routers", base=self.base().folder,
-                seed=self.seed, **r.router.to_dict(), **training.to_dict(),
+                pool.experts, rows, buckets, self.tokenizer, folder=checkpoints / "routers", seed=self.seed,
+                base=self.base().folder.resolve(), **r.router.to_dict(), **training.to_dict(),
             )  # fmt: skip
             if self.is_main:
                 os.rename(checkpoints / "routers", tmp / "routers")

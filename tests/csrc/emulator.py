@@ -30,6 +30,7 @@ FAST = ("-O0",)
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 # fibers start anew without having returned, which its stack of calls would not survive
 RACES = ("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
 
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -82,7 +83,6 @@ def checks() -> list[str]:
 
 def check(library: Path, *names: str, seeds: tuple[int, ...] = (0,), preload: str = "") -> subprocess.CompletedProcess:
     """Run the checks `names` of check.py (all by default) on `library`, in a process that a bug may kill."""
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
-    environment = os.environ | options | {"LD_PRELOAD": preload}
+    environment = os.environ | OPTIONS | {"LD_PRELOAD": preload}
     command = [sys.executable, str(CHECK), str(library), ",".join(map(str, seeds)), *names]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -16,7 +16,8 @@ def runtime(name: str) -> str:
     path = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     if not Path(path).is_absolute():  # what g++ prints of a file that it has not
         pytest.skip(f"needs g++'s {name}")
-    tried = subprocess.run([sys.executable, "-c", ""], env={"LD_PRELOAD": path}, capture_output=True, text=True)
+    environment = emulator.OPTIONS | {"LD_PRELOAD": path}
+    tried = subprocess.run([sys.executable, "-c", ""], env=environment, capture_output=True, text=True)
     if tried.returncode:  # ThreadSanitizer's wants the kernel's randomness of addresses small
         pytest.skip(f"{name} does not run here: {tried.stderr}")
     return path

@@ -76,14 +76,36 @@ def test_answers_are_cut_and_long_prompts_dropped():
 @pytest.mark.parametrize(
     "row, match",
     [
-        pytest.param({"text": "a"}, "row 0 has the columns text; want texts prompt and completion", id="text"),
-        pytest.param({"prompt": "a", "completion": 3}, "row 0 has the columns prompt, completion; want", id="number"),
-        pytest.param({"messages": [{"role": "assistant", "content": "a"}]}, "messages without an answer", id="no user"),
+        pytest.param({"text": "a"}, "row 0: columns are text; want prompt and completion, or messages", id="text"),
+        pytest.param({"prompt": "a", "completion": 3}, "row 0: completion is 3; want text", id="number"),
+        pytest.param(
+            {"messages": [{"role": "assistant", "content": "a"}]}, "row 0: messages is .*want an", id="no user"
+        ),
+        pytest.param({"messages": None}, "row 0: messages is None; want an answer", id="no messages"),
+        pytest.param(
+            {"messages": [{"role": r, "content": "a"} for r in ("system", "user", "assistant")]},
+            "row 0: prompt has the turns system, user",
+            id="system",
+        ),
     ],
 )
 def test_bad_rows_are_named(row, match):
     with pytest.raises(ValueError, match=match):
         encode_rows(encoder(), [row], 64)
+
+
+def test_rows_with_prompts_that_are_held_out_are_left_out():
+    texts = [{"prompt": f"say {i % 3}", "completion": "y" * (i + 1)} for i in range(9)]
+    held_out = encode_rows(encoder(), texts[:1], 64)
+    found = encode_rows(encoder(), texts, 64, limit=4, without=held_out["prompt_ids"])
+    assert len(found) == 4 and not any(row["prompt_ids"] == held_out[0]["prompt_ids"] for row in found)
+    with pytest.raises(ValueError, match="3 rows have prompts that are held out"):
+        encode_rows(encoder(), texts[::3], 64, without=held_out["prompt_ids"])
+
+
+def test_losses_are_taken_after_the_steps_that_are_asked_for(tmp_path):
+    done = train(make().freeze_specialists(), tmp_path, steps=5, evaluations=(1, 4))
+    assert [step for step, _ in done.history.rows] == [1, 4, 5]
 
 
 def test_one_specialist_reads_its_own_prompt():

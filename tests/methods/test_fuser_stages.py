@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator, DistributedType
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf import fit
-from moe_runtime.methods import fuser_folders, fuser_stages, runs, ultrafuser
+from moe_runtime.hf.fuser_training import fuser_losses
+from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.methods import fuser_folders, fuser_rows, fuser_stages, runs, ultrafuser
+from moe_runtime.methods.domain_results import of_domain, places_of
 from moe_runtime.methods.fuser_recipe import load_recipe
-from moe_runtime.methods.fuser_results import of_domain, places_of
 from moe_runtime.methods.fuser_stages import Stages
 from tests.support import fuser_study
 
@@ -86,11 +89,169 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
 
 
 def test_stage_two_begins_with_the_gate_of_stage_one(made):
-    fuser = made.stages._fuser([one.source for one in made.specialists], made.gate.folder)
+    fuser = made.stages._fuser([one.source for one in made.specialists], "float32", made.gate.folder)
     warm = ultrafuser.load(made.gate.folder)
     assert all(torch.equal(a, b) for a, b in zip(fuser.gate.parameters(), warm.gate.parameters(), strict=True))
-    fresh = made.stages._fuser([one.source for one in made.specialists])
+    fresh, other = (
+        Stages(made.recipe, made.out, seed=seed, say=print)._fuser([one.source for one in made.specialists], "float32")
+        for seed in (0, 1)
+    )
     assert not torch.equal(fresh.gate.up.weight, warm.gate.up.weight)
+    assert not torch.equal(fresh.gate.up.weight, other.gate.up.weight)
+
+
+def given(made, *models, **changes):
+    """The recipe with specialists that are given: `models`, or those that it made."""
+    pairs = zip(made.recipe.specialists.items(), models or [one.source for one in made.specialists], strict=True)
+    specialists = {name: {"template": one.template, "model": str(model)} for (name, one), model in pairs}
+    return made.recipe.change(base_model=None, specialist=None, specialists=specialists, **changes)
+
+
+class Caught(Exception):
+    """A training that was about to begin."""
+
+
+@pytest.fixture
+def caught(monkeypatch):
+    """What the next training is called with: the model and the settings."""
+    calls = []
+
+    def train(model, *arguments, **settings):
+        calls.append((model, settings))
+        raise Caught
+
+    monkeypatch.setattr(fit, "train", train)
+    return calls
+
+
+def test_without_balance_neither_stage_has_it(made):
+    plain = made.stages.fused(balanced=False)
+    (parent,) = json.loads((plain.folder.parent / "result.json").read_text())["made_of"]["parents"]
+    assert parent == made.stages.gate(balanced=False).folder.parent.name != made.gate.folder.parent.name
+
+
+def test_every_training_draws_as_the_recipe_says(made, caught):
+    """By its seed, with its replacement; those tuned further as the fused ones."""
+    recipe = given(made, replacement=True, further=fuser_study.STEPS, stage1=fuser_study.STEPS | {"steps": 3})
+    stages = Stages(recipe, made.out, seed=3, say=print)
+    for make in (lambda: stages.further("words"), stages.gate, lambda: stages.fused(two_stage=False)):
+        with pytest.raises(Caught):
+            make()
+        drawn = caught.pop()[1]["trainer"].keywords["sampler"]
+        assert (drawn.seed, drawn.replacement, drawn.names) == (3, True, ("sums", "words"))
+        with pytest.raises(Caught):
+            stages.gate(balanced=False)
+        drawn = caught.pop()[1]["trainer"].keywords["sampler"]
+        assert (drawn.seed, drawn.replacement, drawn.names) == (3, False, (0,))
+
+
+def test_what_trains_is_float32_and_is_judged_as_it_was_saved(made, tmp_path):
+    """Steps of less than bfloat16's resolution move weights of 1."""
+    steps = {"steps": 8, "learning_rate": 9e-4, "batch_size": 4, "schedule": "constant", "bf16": True}
+    stages = Stages(given(made, dtype="bfloat16", stage1=steps, stage2=steps), tmp_path, say=print)
+    fused = stages.fused()
+    model = ultrafuser.load(fused.folder)
+    for now, source in zip(model.specialists, made.specialists, strict=True):
+        before = AutoModelForCausalLM.from_pretrained(source.source, dtype=torch.bfloat16).state_dict()
+        norms = [(name, weight) for name, weight in now.state_dict().items() if "norm" in name]
+        assert norms and not any(torch.equal(weight, before[name]) for name, weight in norms)
+        assert {weight.dtype for weight in now.parameters()} == {torch.bfloat16}
+    rows, collate = stages.part("held_out"), stages.encoder.collate
+    assert fused.losses == fuser_losses(model, rows, collator=collate, **stages._judging)[0]
+    assert fused.loss != fused.history[-1][1]
+
+
+def test_a_specialist_tunes_in_float32(made, caught, tmp_path):
+    with pytest.raises(Caught):
+        Stages(given(made, dtype="bfloat16"), tmp_path, say=print).further("sums")
+    assert {p.dtype for p in caught[0][0].parameters()} == {torch.float32}
+
+
+@pytest.fixture(scope="module")
+def strangers(made, tmp_path_factory):
+    """Folders of a wider model, and of one with another tokenizer."""
+    folders = {name: tmp_path_factory.mktemp("strangers") / name for name in ("wide", "foreign")}
+    wide = {"hidden_size": 64, "intermediate_size": 48, "num_layers": 1, "max_length": 48, "seed": 1}
+    fit.small_llama(made.stages.tokenizer, **wide).save_pretrained(folders["wide"])
+    made.stages.tokenizer.save_pretrained(folders["wide"])
+    own = train_tokenizer(["quite other words"] * 9, 290)
+    fit.small_llama(own, **wide | {"hidden_size": 32}).save_pretrained(folders["foreign"])
+    own.save_pretrained(folders["foreign"])
+    return folders
+
+
+@pytest.mark.parametrize(
+    "model, match",
+    [
+        pytest.param("{wide}", "joint is False, the hidden sizes are 32 of .*sums.model, 64 of", id="wide"),
+        pytest.param("{foreign}", "tokenizer of 'words' has .* want specialists with one vocabulary", id="foreign"),
+        pytest.param("./none", "specialists.words.model is './none', which does not exist; want", id="dot"),
+        pytest.param("{wide}/none", "specialists.words.model is .*/none', which does not exist; want", id="path"),
+        pytest.param("tests/none", "specialists.words.model is 'tests/none', which does not exist", id="like an id"),
+        pytest.param("tests", "specialists.words.model is 'tests', which has no config.json; want", id="no model"),
+    ],
+)
+def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
+    model = model.format(**strangers)
+    with pytest.raises(ValueError, match=match):
+        Stages(given(made, made.specialists[0].source, model), tmp_path / "out", say=print)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path):
+    recipe = given(made, made.specialists[0].source, strangers["wide"], joint=True, two_stage=False)
+    results = fuser_stages.run(recipe, tmp_path / "out", say=print)
+    assert len(results) == 3 and not any(tmp_path.glob("out/gate-*"))
+    assert ultrafuser.load(tmp_path / "out" / "model").gate.hidden_sizes == (32, 64)
+    (tmp_path / "out" / "model").unlink()
+    (tmp_path / "out" / "model").mkdir()
+    with pytest.raises(ValueError, match="in which model exists and is no link"):
+        fuser_stages.run(recipe, tmp_path / "out", say=print)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_models_are_not_sharded(made, monkeypatch, tmp_path, engine):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine])
+    with pytest.raises(ValueError, match=f"distributed_type is {engine}; want NO or MULTI_GPU"):
+        Stages(made.recipe, tmp_path / "out", say=print)
+    assert not (tmp_path / "out").exists()
+
+
+def chats(path, system=False):
+    """Chats of which four at a time begin with the same exchange."""
+    rows = []
+    for i in range(40):
+        texts = [f"{i % 10} and 1", str(i % 10 + 1), f"more {i}", "no"]
+        turns = [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
+        rows.append({"messages": [{"role": "system", "content": "be brief"}] * (system and i == 17) + turns})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_no_prompt_is_in_both_parts(made, tmp_path):
+    """Chats that differ after their first exchange, and a prompt that another domain holds out."""
+    recipe = made.recipe.change(domains__sums__train=chats(tmp_path / "chats.jsonl"))
+    first = fuser_rows.study_rows(made.stages.encoder, recipe)
+    held_out = {str(prompts) for prompts in first["held_out"]["prompt_ids"]}
+    assert len(first["train"]) > 10 and held_out.isdisjoint(map(str, first["train"]["prompt_ids"]))
+    again = recipe.change(domains__words__train=recipe.domains["sums"].train)
+    with pytest.raises(ValueError, match="domains.sums: held_out_rows|prompts that are held out") as error:
+        fuser_rows.study_rows(made.stages.encoder, again.change(domains__sums__held_out_rows=30))
+    assert "domains." in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["completion", "messages"])
+def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
+    path, match = tmp_path / "bad.jsonl", r"row 17 of '.*bad.jsonl', from 0: "
+    if key == "messages":
+        chats(path, system=True)
+        match += "prompt has the turns system, user"
+    else:
+        rows = [{"prompt": f"{i} and", "completion": None if i == 17 else "x"} for i in range(20)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        match += "completion is None; want text"
+    with pytest.raises(ValueError, match=f"domains.sums: {match}"):
+        fuser_rows.study_rows(made.stages.encoder, made.recipe.change(domains__sums__train=str(path)))
 
 
 def test_what_is_there_is_not_made_again(made, monkeypatch):
@@ -110,8 +271,8 @@ def test_other_settings_are_other_stages(made):
 
 
 def test_a_course_is_kept_where_it_is_asked_for(made):
-    watched = made.stages.fused(checkpoints=5)
-    assert [step for step, _ in watched.course] == [1, 2, 3, 4, 5, 6]
+    watched = made.stages.fused(checkpoints=(2, 5, 6))
+    assert [step for step, _ in watched.course] == [2, 5, 6]
     last = watched.course[-1][1]
     assert last == pytest.approx(watched.domains) and made.fused.course is None
 
@@ -126,17 +287,13 @@ def test_weights_of_held_out_rows(made):
 
 def test_given_specialists_are_taken_as_they_are(made, tmp_path):
     """And a run of the method says what came out."""
-    given = {
-        name: {"template": one.template, "model": result.source}
-        for (name, one), result in zip(made.recipe.specialists.items(), made.specialists, strict=True)
-    }
-    recipe = made.recipe.change(base_model=None, specialist=None, specialists=given)
-    said = []
+    recipe, said = given(made), []
     results = fuser_stages.run(recipe, tmp_path / "out", say=said.append)
     assert [one.source for one in results[:2]] == [one.source for one in made.specialists]
     assert [one.losses for one in results[:2]] == [pytest.approx(one.losses) for one in made.specialists]
     assert results[-1].losses == pytest.approx(made.fused.losses, rel=1e-4)  # the same rows, gate and draws
-    assert said[-1] == f"the fused model: {results[-1].folder}"
+    assert said[-1] == f"the fused model: {tmp_path / 'out' / 'model'}, which is {results[-1].folder}"
+    assert (tmp_path / "out" / "model").resolve() == results[-1].folder.resolve()
     assert not any(one.parent.name.startswith("given") for one in (tmp_path / "out").rglob("*.safetensors"))
 
 

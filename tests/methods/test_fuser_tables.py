@@ -1,5 +1,6 @@
 """moe_runtime.methods.fuser_tables: each table, its numbers taken from the stages, its picture, its page."""
 
+import itertools
 import json
 import re
 import statistics
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.methods import fuser_html, fuser_tables
+from moe_runtime.methods import fuser_html, fuser_stability, fuser_tables
+from moe_runtime.methods.domain_results import by_domain
 from moe_runtime.methods.fuser_html import TokenWeights
 from moe_runtime.methods.fuser_recipe import load_recipe
-from moe_runtime.methods.fuser_results import by_domain
 from moe_runtime.methods.fuser_tables import DIRECT, FULL, GATE, TWO_STAGE
 from moe_runtime.significance import compare
 from tests.support import fuser_study
@@ -104,11 +105,28 @@ def test_stability_is_over_the_last_checkpoints(tables):
     report = tables.reports["stability"]
     assert list(report.course) == ["no balance", "balanced"] and report.names == ("sums", "words", "all")
     for ways in report.course.values():
-        assert [step for step, _ in ways[0]] == [3, 4, 5, 6]
+        assert [step for step, _ in ways[0]] == [2, 4, 5, 6]
     losses = [at["all"] for _, at in report.course["balanced"][0]]
     assert report.rows()[1][3] == f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}"
     # the end is the fused model of the other tables, whose course is another's
     assert losses[-1] == pytest.approx(tables.reports["ablate"].entry(FULL).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "total, count",
+    [
+        pytest.param(9000, 12, id="paper"),
+        pytest.param(60, 12, id="tiny"),
+        pytest.param(64, 12, id="uneven"),
+        pytest.param(18, 14, id="every step"),
+        pytest.param(4, 3, id="few"),
+    ],
+)
+def test_checkpoints_lie_evenly_over_the_last_seven_ninths(total, count):
+    steps = fuser_stability.steps_of(total, count)
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    assert len(steps) == count and steps[-1] == total and min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
+    assert 2 / 9 * total - 1 < steps[0] < 2 / 9 * total + 1.5 * max(gaps)
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from moe_runtime.hf import fit, lora_baseline
@@ -142,13 +143,15 @@ def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
 
 def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
     begun = {}
+    stages = made.stages.change(ffn__post__per_device_batch_size=4, lora__post__per_device_batch_size=4)
 
-    def no_training(self, name, model, *args, **more):
+    def no_training(self, name, model, rows, held_out, training, *args, **more):
+        assert training.per_device_batch_size == 4 and training.epochs == (2 if name.endswith("PT") else 1)
         begun[name] = loss_of(made, model)
         raise InterruptedError
 
     monkeypatch.setattr(Stages, "_train", no_training)
-    for make, starts in ((made.stages.upcycled, ("pt", "sft")), (made.stages.loramoe, ("pt", "sft"))):
+    for make, starts in ((stages.upcycled, ("pt", "sft")), (stages.loramoe, ("pt", "sft"))):
         for start in starts:
             with pytest.raises(InterruptedError):
                 make(start)
@@ -216,14 +219,22 @@ def test_a_share_of_the_rows_has_a_share_of_the_seed_data(made):
 
 def test_experts_are_read_from_another_folder(made, monkeypatch):
     monkeypatch.chdir(made.out.parent)
-    stages = Stages(made.recipe, "out", say=lambda text: None)
-    folder = Stages(made.recipe, "moved", say=lambda text: None).prepared("lora").folder
+    stages = Stages(made.recipe, "moved", say=lambda text: None)
+    pools = {form: stages.pool(form) for form in made.recipe.forms}
+    routed = stages.routers("lora", pools["lora"]).folder
     (made.out.parent / "elsewhere").mkdir()
     monkeypatch.chdir(made.out.parent / "elsewhere")
-    (expert, *_) = upit_experts.saved_experts(made.out.parent / folder)
-    record, adapter = (json.loads((expert / name).read_text()) for name in ("expert.json", "adapter_config.json"))
-    assert load(record["base"]).config.vocab_size == len(AutoTokenizer.from_pretrained(expert))
-    assert Path(adapter["base_model_name_or_path"]).is_absolute() and stages.out == Path("out")
+    for form, pool in pools.items():
+        for folder in pool.experts:
+            expert = made.out.parent / folder
+            assert not Path(folder).is_absolute() and len(AutoTokenizer.from_pretrained(expert)) > 256
+            with upit_experts.open_expert(expert) as opened:
+                assert opened.kind == form and load(opened.base).config.vocab_size > 256
+            if form == "lora":
+                named = json.loads((expert / "adapter_config.json").read_text())["base_model_name_or_path"]
+                assert Path(named).samefile(load(opened.base).name_or_path)
+    with upit_experts.open_expert(made.out.parent / routed / "expert-0") as opened:
+        assert load(opened.base).config.vocab_size > 256
 
 
 @pytest.mark.parametrize("form", ["ffn", "lora"])
@@ -244,15 +255,12 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monke
     assert {"dense", "prepared", "upit", "self_moe"} < set(seen)
     assert all(trainable == {torch.float32} for trainable, _ in seen.values())
     assert torch.bfloat16 in seen["self_moe"][1] and (torch.bfloat16 in seen["dense"][1]) == (form == "lora")
-    before, after = results[0].history[0][1], results[0].loss
-    assert before > 0 and after < stages.base().loss
-    model = load(results[1].folder)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert results[1].loss == pytest.approx(loss_of_rows(stages, model), rel=1e-3)
-
-
-def loss_of_rows(stages, model) -> float:
-    return fit.held_out_loss(model, stages.held_out, stages.tokenizer)
+    assert results[0].loss < stages.base().loss
+    for result in results[:2]:
+        (file,) = result.folder.glob("*model.safetensors")
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+    found = fit.held_out_loss(load(results[1].folder), stages.held_out, stages.tokenizer)
+    assert results[1].loss == pytest.approx(found, rel=1e-3)
 
 
 def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
@@ -263,10 +271,21 @@ def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
     for recipe in (load_recipe(path), load_recipe(path).change(**changes)):
         stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
         assert [len(stages.part(f"{name}-held_out")) for name in ("sums", "words")] == [8, 8]
-        trained = stages.tokenizer.batch_decode(stages.train_rows["input_ids"], skip_special_tokens=True)
-        for row in stages.tokenizer.batch_decode(stages.held_out["input_ids"], skip_special_tokens=True):
+        trained = stages.tokenizer.batch_decode([*stages.train_rows["input_ids"]], skip_special_tokens=True)
+        for row in stages.tokenizer.batch_decode([*stages.held_out["input_ids"]], skip_special_tokens=True):
             asked = row.partition("@@ Instruction\n")[2].partition("\n\n@@")[0] or row
             assert not any(asked in other for other in trained), asked
+
+
+def test_rows_that_are_equal_once_they_are_cut_are_not_trained_on(tmp_path):
+    path = write_study(tmp_path)
+    rows = [{"prompt": f"{i % 3} ", "completion": "a b c d e f g h i j k l " + str(i)} for i in range(30)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="held_out of the domains has every row of sums, cut at 10 tokens"):
+        Stages(load_recipe(path).change(max_length=10), tmp_path / "out", say=lambda text: None).base()
+    assert len(
+        Stages(load_recipe(path).change(max_length=64), tmp_path / "out", say=lambda text: None).part("sums-train")
+    )
 
 
 def test_every_domain_is_put_in_its_own_way(tmp_path):
@@ -293,11 +312,15 @@ def test_limits_take_some_of_all_rows(tmp_path):
     (tmp_path / "sorted.jsonl").write_text("\n".join(rows))
     (tmp_path / "held.jsonl").write_text("\n".join(rows[-5:]))
     recipe = load_recipe(path)
-    sums = {"train": str(tmp_path / "sorted.jsonl"), "held_out": str(tmp_path / "held.jsonl"), "held_out_split": "train"}
+    sums = {
+        "train": str(tmp_path / "sorted.jsonl"),
+        "held_out": str(tmp_path / "held.jsonl"),
+        "held_out_split": "train",
+    }
     domains = {"sums": sums | {"limit": 5}, "arithmetic": {"train": "arithmetic", "limit": 5000, "held_out_rows": 8}}
     recipe = UpitRecipe.from_dict(recipe.to_dict() | {"domains": domains, "max_length": 1024})
     stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
-    taken = stages.tokenizer.batch_decode(stages.part("sums-train")["input_ids"], skip_special_tokens=True)
+    taken = stages.tokenizer.batch_decode([*stages.part("sums-train")["input_ids"]], skip_special_tokens=True)
     assert len(taken) == 5 and len(stages.part("arithmetic-train")) == 5000
     assert [int(text.split()[0]) for text in taken] != [0, 1, 2, 3, 4]
 

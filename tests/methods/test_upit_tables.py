@@ -147,7 +147,9 @@ def test_where_the_domains_tokens_go(command, reports, out):
     assert (out / f"{command}-routing.png").read_bytes().startswith(b"\x89PNG")
     routing = json.loads((out / f"{command}.json").read_text())["routing"]
     assert list(routing) == (
-        [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"] if command == "main" else [f"{UPIT}, {i}" for i in ("none", "random", "skilled")]
+        [*OF_FFN[1:3], UPIT, *OF_LORA[1:3], "UpIT (LoRA)"]
+        if command == "main"
+        else [f"{UPIT}, {i}" for i in ("none", "random", "skilled")]
     )
     for found in routing.values():
         (slots,), (distance,) = found["slots"], found["distance_between_domains"]

@@ -1,11 +1,11 @@
-"""What a table of fused models says: the losses of every domain beside those of all, and each column's comparisons."""
+"""What a table of models that are judged by domain says: the losses of each beside those of all, each column's comparisons."""
 
 import math
 import statistics
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from moe_runtime.methods.fuser_results import of_domain
+from moe_runtime.methods.domain_results import of_domain
 from moe_runtime.methods.reports import Entry, Report, difference_of, finite, p_of
 from moe_runtime.significance import LEVEL, signed
 
@@ -13,7 +13,7 @@ MARKS = {"lower": "-", "higher": "+"}  # of a domain's loss that the test found 
 
 
 @dataclass
-class FuserReport(Report):
+class DomainReport(Report):
     """A table of models that are judged on several domains; its own losses are over the held-out rows of all."""
 
     label = "held-out loss per label token, all domains (lower is better)"

@@ -60,7 +60,7 @@ def encode_rows(
             columns["response_ids"].append(answer)
     if not columns["response_ids"]:
         if dropped:
-            raise ValueError(f"{dropped} rows have prompts that are held out, and no other is left; want more prompts")
+            raise ValueError(f"no row is left, {dropped} of them for a prompt that is held out; want other prompts too")
         raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
     return require("datasets").Dataset.from_dict(columns)
 

@@ -133,7 +133,7 @@ class Stages(KeptStages):
         """Return the fused model, all of it trained: stage 2, after stage 1 or, without `two_stage`, directly.
 
         It trains in float32, in which small steps count, and is saved in the recipe's dtype. With `checkpoints` it is
-        judged after those steps, in the place of the recipe's `evaluations`.
+        judged after those steps, as it is then, in the place of the recipe's `evaluations`.
         """
         two_stage = self.recipe.two_stage if two_stage is None else two_stage
         balanced = self.recipe.balanced if balanced is None else balanced

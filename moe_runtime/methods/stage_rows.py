@@ -55,7 +55,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         tokenizer.chat_template = TEMPLATES.get(domain.prompt, own)
-        rows = {"train": _without(pairs[name][0], held_out, name), "held_out": pairs[name][1]}
+        rows = {"train": _without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
         for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
             put = (data.put_prompt(row, domain.prompt) for row in rows[part])
             found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, put, max_length, limit=limit)

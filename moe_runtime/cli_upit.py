@@ -94,6 +94,12 @@ def init_routers(
     learning_rate: Annotated[
         float | None, typer.Option(help="Constant; 2e-5 unless given, with LoRA 2e-4.", show_default=False)
     ] = None,
+    vector_std: Annotated[
+        float | None, typer.Option(help="Of the vectors before training; 0 unless given.", show_default=False)
+    ] = None,
+    vector_learning_rate: Annotated[
+        float | None, typer.Option(help="Of the vectors; the learning rate unless given.", show_default=False)
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of an optimizer step.")] = 128,
     per_device_batch_size: Annotated[
         int | None, typer.Option(help="Rows at once; all of a step unless given.", show_default=False)
@@ -111,8 +117,8 @@ def init_routers(
     done = route_folders(
         experts, data, out, base=base, share=share, at_least=at_least, capacity=capacity, tokens=tokens, buckets=buckets,
         alpha=alpha, max_length=max_length, prompt=prompt, seed=seed, epochs=epochs, learning_rate=learning_rate,
-        batch_size=batch_size, per_device_batch_size=per_device_batch_size, bf16=bf16,
-        gradient_checkpointing=gradient_checkpointing,
+        vector_std=vector_std, vector_learning_rate=vector_learning_rate, batch_size=batch_size,
+        per_device_batch_size=per_device_batch_size, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
     )  # fmt: skip
     if int(os.environ.get("RANK", 0)) != 0:
         return

@@ -132,8 +132,10 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     out = said(
         "init-routers", *experts, "--data", folders / "sums.jsonl", "--out", tmp_path / "routers", "--base", folders / "base",
         "--share", 0.3, "--at-least", 6, "--epochs", 2, "--learning-rate", 0.01, "--batch-size", 4, "--max-length", 32,
+        "--vector-std", 0.02, "--vector-learning-rate", 0.05,
     )  # fmt: skip
     values = json.loads((tmp_path / "routers/routers.json").read_text())
+    assert 0.5 not in values["before"]  # as it is of vectors that begin at 0
     assert values["buckets"] == [4, 4, 4] and all(a > b for a, b in zip(values["after"], values["before"], strict=True))
     assert out.count(" 4 rows, mean sigmoid") == 3
     said("assemble", "--routers", tmp_path / "routers", "--out", tmp_path / "moe")

@@ -53,6 +53,8 @@ def route_folders(
     prompt: str = "plain",
     epochs: float = 4.0,
     learning_rate: float | None = None,
+    vector_std: float | None = None,
+    vector_learning_rate: float | None = None,
     seed: int = 0,
     **training,
 ) -> RoutersReceipt:
@@ -79,7 +81,7 @@ def route_folders(
         dealt = upit_buckets.random_buckets([len(bucket) for bucket in dealt], len(picked), seed)
     routed = upit_router.init_routers(
         experts, picked, dealt, tokenizer, folder=out, base=base, seed=seed, alpha=alpha, detach_h=detach_h,
-        train_ffn=train_ffn, **asdict(tuning),
+        train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **asdict(tuning),
     )  # fmt: skip
     receipt = RoutersReceipt(
         path=out,

@@ -46,11 +46,12 @@ test: $(INSTALLED) $(VENV)/deepspeed  ## the test suite, one worker per core
 $(VENV)/triton/%: | $(INSTALLED)
 	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new triton==$* && mv $@.new $@
 
-# without what does not depend on Triton's version: mutants, torch's checks of our ops, addresses beyond int32
+# without what does not depend on Triton's version: mutants, torch's backend and its checks of our ops, addresses beyond int32
+OF_TRITON := not mutant and not mutation and not opcheck and not compiles_without and not far_expert and not -torch] and not [torch]
 test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
 		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
-		tests/ops/test_grouped_gemm_memory.py -k "not mutant and not mutation and not opcheck and not compiles_without and not far_expert" $(ARGS) || exit 1; done
+		tests/ops/test_grouped_gemm_memory.py -k "$(OF_TRITON)" $(ARGS) || exit 1; done
 
 # what that one wants besides is in the .venv
 $(VENV)/transformers/%: | $(INSTALLED)

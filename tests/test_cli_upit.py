@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from moe_runtime import cli
 from moe_runtime.methods import runs, upit_router, upit_tables
+from tests.support import cli_tables
 from tests.support.upit_study import write_study
-from tests.test_cli_xft import report_of
 
 TABLES = tuple(upit_tables.COMMANDS)
 STEPS = ("choose", "grow", "init-routers", "assemble", "export-mixtral")
@@ -31,14 +31,7 @@ def test_help_has_an_example(verb):
 @pytest.fixture
 def seen(monkeypatch):
     """The calls that reach the tables."""
-    calls = []
-
-    def run(command, recipe, out, **options):
-        calls.append((command, str(recipe), str(out), options))
-        return report_of(command)
-
-    monkeypatch.setattr(upit_tables, "run", run)
-    return calls
+    return cli_tables.watch(monkeypatch, upit_tables)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +53,7 @@ def seen(monkeypatch):
 )
 def test_a_command_reaches_its_table(seen, tmp_path, arguments, options):
     out = invoke(*arguments, "--out", tmp_path, "--seeds", 2)
-    assert out.exit_code == 0, out.exception
-    ((command, recipe, folder, given),) = seen
-    given.pop("say")
-    assert (command, recipe, folder) == (arguments[0], "tiny", str(tmp_path))
-    assert given == {"seeds": 2, "overwrite": False} | options
-    assert "a title" in out.output and f"{arguments[0]}.json" in out.output
+    cli_tables.check_call(seen, out, arguments, tmp_path, options)
 
 
 @pytest.mark.parametrize(

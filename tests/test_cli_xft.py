@@ -1,7 +1,6 @@
 """moe-runtime xft as a user types it: every verb's help, what reaches the tables, and one clear error for bad input."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from moe_runtime import cli_xft
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import read_json
 from moe_runtime.methods import xft_tables
-from moe_runtime.methods.reports import Entry, Report
-from moe_runtime.methods.xft_stages import Result
-from tests.support import official_xft
+from tests.support import cli_tables, official_xft
 
 TABLES = tuple(xft_tables.COMMANDS)
 
@@ -28,27 +25,10 @@ def test_help_has_an_example(verb):
     assert out.exit_code == 0 and f"Example: moe-runtime xft {verb}" in out.output
 
 
-def report_of(command: str) -> Report:
-    """Numbers made up: what is tested is what the command line does with them."""
-    values = {"folder": Path("sft-0/model"), "tokens": [3, 4], "steps": 1, "seconds": 1.0, "total_seconds": 1.0}
-    values |= {"parameters": 5, "active_parameters": 5, "history": [], "alpha": None, "steps_per_second": 1.0}
-    rows = {"SFT": [1.0, 2.0], "XFT": [0.5, 1.5]}
-    results = {name: Result(name=name, loss=sum(losses) / 2, losses=losses, **values) for name, losses in rows.items()}
-    entries = [Entry(name, [result]) for name, result in results.items()]
-    return Report(command, "a title", "Table 0", {}, (0,), entries, "SFT", summary=["what it says"])
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """The calls that reach the tables."""
-    calls = []
-
-    def run(command, recipe, out, **options):
-        calls.append((command, str(recipe), str(out), options))
-        return report_of(command)
-
-    monkeypatch.setattr(xft_tables, "run", run)
-    return calls
+    return cli_tables.watch(monkeypatch, xft_tables)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +51,7 @@ def seen(monkeypatch):
 )
 def test_a_command_reaches_its_table(seen, tmp_path, arguments, options):
     out = invoke(*arguments, "--out", tmp_path, "--seeds", 2)
-    assert out.exit_code == 0, out.exception
-    ((command, recipe, folder, given),) = seen
-    given.pop("say")
-    assert (command, recipe, folder) == (arguments[0], "tiny", str(tmp_path))
-    assert given == {"seeds": 2, "overwrite": False} | options
-    assert "a title" in out.output and "what it says" in out.output
-    assert f"{arguments[0]}.json" in out.output and "no difference found" in out.output
+    cli_tables.check_call(seen, out, arguments, tmp_path, options)
 
 
 def test_a_recipe_file_takes_the_presets_place(seen, tmp_path):

@@ -48,6 +48,16 @@ def test_a_child_has_the_bits_of_the_cpus(size, dtype):
     assert torch.equal(dare_merge(*(p.cuda() for p in parts), **ARGS, backend="torch").cpu(), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_child_in_parts_is_the_child(backend, dtype):
+    parts = [torch.randn(3 * 4096 + 7, device="cuda").to(dtype) for _ in range(3)]
+    cut = [slice(0, 4096), slice(4096, 4 * 2049), slice(4 * 2049, None)]
+    made = [dare_merge(*(p[one] for p in parts), **ARGS, start=one.start, backend=backend) for one in cut]
+    want = dare_merge(*(p.cpu() for p in parts), **ARGS)
+    assert torch.equal(torch.cat(made).cpu(), want)
+
+
 def test_twenty_runs_give_the_same_bits():
     experts = torch.randn(8, 1 << 20, device="cuda").bfloat16()
     first = gram(experts), dare_merge(*experts[:3], **ARGS)

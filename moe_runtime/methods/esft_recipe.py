@@ -16,7 +16,7 @@ from moe_runtime.data import PROMPTS
 from moe_runtime.methods import recipe as recipes
 from moe_runtime.methods.esft_selection import SCORES, VARIANTS, check_p
 from moe_runtime.methods.esft_tasks import GENERAL, check_source
-from moe_runtime.methods.recipe import DTYPES, Node, Pretrain, Training
+from moe_runtime.methods.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,19 +170,15 @@ class EsftRecipe(Node):
         check_choice("score", self.score, SCORES)
         if not 0 <= self.drop_bos <= 1:
             raise ValueError(f"drop_bos is {self.drop_bos}; want 0 to 1")
-        if (self.base_model is None) == (self.pretrain is None):
-            other = "null" if self.pretrain is None else f"given, base_model is {self.base_model!r}"
-            raise ValueError(f"pretrain is {other}; want one of the two: base_model, or pretrain with base_model: null")
+        check_base(self)
         if not self.tasks:
             raise ValueError("tasks is {}; want at least one task")
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
         if {"deepseek", "chat"} <= prompts:
             raise ValueError("prompt is 'deepseek' in one place and 'chat' in another; want one chat template for all")
-        for name in self.tasks:
-            if name == "general":
-                raise ValueError("tasks has the name 'general', which is that of the general text; want another")
-            if not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError(f"tasks has the name {name!r}; want letters, digits, - and _, as it names a folder")
+        if "general" in self.tasks:
+            raise ValueError("tasks has the name 'general', which is that of the general text; want another")
+        check_names("tasks", self.tasks)
 
 
 def shipped_recipes() -> list[str]:

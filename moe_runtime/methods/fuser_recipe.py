@@ -16,7 +16,7 @@ from moe_runtime.config import check_choice, check_positive
 from moe_runtime.hf.ultrafuser import REDUCTIONS
 from moe_runtime.methods import recipe as recipes
 from moe_runtime.methods.domains import DOMAINS
-from moe_runtime.methods.recipe import DTYPES, Node, Pretrain, Training
+from moe_runtime.methods.recipe import DTYPES, Node, Pretrain, Training, check_names
 from moe_runtime.modules.fuser import GATES
 
 
@@ -98,9 +98,7 @@ class FuserRecipe(Node):
         for of in ("domains", "specialists"):
             if len(getattr(self, of)) < 2:
                 raise ValueError(f"{of} is {', '.join(getattr(self, of)) or 'empty'}; want at least two")
-            for name in getattr(self, of):
-                if not name.replace("-", "").replace("_", "").isalnum():
-                    raise ValueError(f"{of} has the name {name!r}; want letters, digits, - and _")
+            check_names(of, getattr(self, of))
         self._check_specialists()
         for name in ("stage1", "stage2", *(["further"] if self.further else [])):
             size = getattr(self, name).batch_size

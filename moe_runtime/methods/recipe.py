@@ -10,7 +10,7 @@ The words are mergekit's where it has them (base_model, dtype). A mistake is one
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
@@ -183,9 +183,7 @@ class Recipe(Node):
         check_choice("method", self.method, ("xft",))
         check_choice("dtype", self.dtype, DTYPES)
         check_positive("evaluations", self.evaluations)
-        if (self.base_model is None) == (self.pretrain is None):
-            other = "null" if self.pretrain is None else f"given, base_model is {self.base_model!r}"
-            raise ValueError(f"pretrain is {other}; want one of the two: base_model, or pretrain with base_model: null")
+        check_base(self)
         if not 0 <= self.shared_rate <= 1:
             raise ValueError(f"shared_rate is {self.shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
         object.__setattr__(self, "experts", resolve_experts(self.experts))
@@ -194,6 +192,20 @@ class Recipe(Node):
     def ewa_training(self) -> Training:
         """The training of the EWA baseline."""
         return self.ewa.training or self.sft
+
+
+def check_base(recipe) -> None:
+    """Raise ValueError unless a recipe has one of base_model and pretrain."""
+    if (recipe.base_model is None) == (recipe.pretrain is None):
+        other = "null" if recipe.pretrain is None else f"given, base_model is {recipe.base_model!r}"
+        raise ValueError(f"pretrain is {other}; want one of the two: base_model, or pretrain with base_model: null")
+
+
+def check_names(of: str, names: Iterable[str]) -> None:
+    """Raise ValueError for a name of `of` that cannot name a folder."""
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"{of} has the name {name!r}; want letters, digits, - and _, as it names a folder")
 
 
 def resolve_experts(values: Mapping) -> dict:

@@ -16,7 +16,7 @@ from moe_runtime.config import MoEConfig, check_choice, check_number, check_posi
 from moe_runtime.data import PROMPTS
 from moe_runtime.methods import recipe as recipes
 from moe_runtime.methods.domains import DOMAINS
-from moe_runtime.methods.recipe import DTYPES, Node, Pretrain, Training
+from moe_runtime.methods.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names
 
 FORMS = ("ffn", "lora")
 WHICH = ("back", "front", "uniform")
@@ -208,14 +208,10 @@ class UpitRecipe(Node):
         check_choice("dtype", self.dtype, DTYPES)
         for name in ("max_length", "evaluations"):
             check_positive(name, getattr(self, name))
-        if (self.base_model is None) == (self.pretrain is None):
-            other = "null" if self.pretrain is None else f"given, base_model is {self.base_model!r}"
-            raise ValueError(f"pretrain is {other}; want one of the two: base_model, or pretrain with base_model: null")
+        check_base(self)
         if not self.domains:
             raise ValueError("domains is {}; want at least one")
-        for name in self.domains:
-            if not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError(f"domains has the name {name!r}; want letters, digits, - and _, as it names a folder")
+        check_names("domains", self.domains)
         if not self.forms:
             raise ValueError("ffn is null, lora is null; want the trainings of at least one of them")
         if self.checkpoints.count < 2 <= self.experts.num_experts:

@@ -7,10 +7,10 @@ must be built: python -m moe_runtime.build_cuda. What it says of an op at every 
 import pytest
 import torch
 
-from bench import shapes
-from bench.clock import random_bytes
-from bench.conftest import CUDA, DEVICE, fits
 from moe_runtime import backends
+from moe_runtime.bench import shapes
+from moe_runtime.bench.clock import random_bytes
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch

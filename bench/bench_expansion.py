@@ -2,7 +2,7 @@
 
 import torch
 
-from bench.conftest import CUDA, DEVICE
+from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.expansion import dare_merge, gram
 
 BACKENDS = ["torch", "triton"] if CUDA else ["torch"]

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import shapes
-from bench.conftest import CUDA, DEVICE
+from moe_runtime.bench import shapes
+from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.fusion import fused_cross_entropy
-from tests.ops.test_fusion_memory import peak
 
 BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -62,6 +61,8 @@ def bench_fused_loss(interleaved, step, size, train, request):
     flops = 2 * size.T * size.V * size.S * size.H * (1 if train == "gate" else 3)
     peaks = {}
     if not CUDA and not request.config.getoption("--tiny"):
+        from tests.ops.test_fusion_memory import peak
+
         for which, name in (("naive", NAIVE), ("ours", "moe_runtime torch")):
             peaks[name] = {"peak MiB": peak(which, train == "gate", **size._asdict())[0] / 2**20}
     interleaved(_variants(step, train == "gate"), flops=flops, details=peaks)

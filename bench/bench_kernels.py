@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import shapes
-from bench.clock import random_bytes
-from bench.conftest import DEVICE, fits
 from moe_runtime import tuning
+from moe_runtime.bench import shapes
+from moe_runtime.bench.clock import random_bytes
+from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the packag
 import pytest
 import torch
 
-from bench import peers, shapes
-from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime.bench import peers, shapes
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]

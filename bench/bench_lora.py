@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.lora import LoRA, lora_mlp
 from moe_runtime.ops.moe_mlp import moe_mlp
 

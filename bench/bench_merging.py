@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.conftest import CUDA, DEVICE
+from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.merging import merge_experts, merged_linear
 
 BACKENDS = ["torch", "triton"] if CUDA else ["torch"]

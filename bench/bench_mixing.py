@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import shapes
-from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime.bench import shapes
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.config import MoEConfig
 from moe_runtime.demo import PRESETS
 from moe_runtime.modules.merged import MergedMLP

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.clock import random_bytes
-from bench.conftest import CUDA, DEVICE
 from moe_runtime import backends
+from moe_runtime.bench.clock import random_bytes
+from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.routing import route
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ H / 128 heads, and XFT's shared expert is one more routed one, as no stock class
 import pytest
 import torch
 
-from bench import shapes
-from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime.bench import shapes
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 IMPLEMENTATIONS = {"moe_runtime": "moe_runtime", "transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}

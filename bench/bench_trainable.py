@@ -2,9 +2,9 @@
 
 import torch
 
-from bench import shapes
-from bench.bench_layer import Layer
-from bench.conftest import CUDA, DEVICE, fits
+from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_layer import Layer
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
 GPU_SHAPES = {name: shapes.GPU[name] for name in shapes.FINE}

@@ -5,22 +5,17 @@ it reads CUDA events, adds each variant's peak memory and its share of a ceiling
 whoever does not run out of the comparison, with a note.
 """
 
-import contextlib
-import importlib.metadata
+import importlib.util
 import os
-import platform
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench import clock, shapes
-from bench.records import Records
+from moe_runtime.bench import clock, machine, shapes
+from moe_runtime.bench.machine import CUDA
+from moe_runtime.bench.records import Records
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 
 
@@ -38,13 +33,24 @@ def pytest_configure(config):
     config.records = Records(config.getoption("--results"))
     config.began = time.monotonic()
     config.pluginmanager.register(config.records, "bench-records")
-    if config.getoption("--tiny") and not CUDA:
-        # before a benchmark imports triton: the kernels run interpreted
-        os.environ["TRITON_INTERPRET"] = "1"
-        from tests.support import interp_fast, interp_fix
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+    config.interpreted = config.getoption("--tiny") and not CUDA and _interpret()
 
-        interp_fix.install()
-        interp_fast.install()
+
+def _interpret() -> bool:
+    """Let Triton's kernels run in its interpreter, mended as the tests mend it; False where the tests are not installed."""
+    try:
+        found = importlib.util.find_spec("tests.support.interp_fix")
+    except ModuleNotFoundError:
+        return False
+    if found is None:
+        return False
+    os.environ["TRITON_INTERPRET"] = "1"  # before a benchmark imports triton
+    from tests.support import interp_fast, interp_fix
+
+    interp_fix.install()
+    interp_fast.install()
+    return True
 
 
 def pytest_generate_tests(metafunc):
@@ -57,8 +63,8 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     done = config.records.done()
-    cpu = not CUDA and not config.getoption("--tiny")
-    out = [item for item in items if item.name in done or (cpu and item.get_closest_marker("gpu"))]
+    kernels = CUDA or config.interpreted
+    out = [item for item in items if item.name in done or (not kernels and item.get_closest_marker("gpu"))]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
@@ -69,52 +75,9 @@ def pytest_runtest_setup(item):
         pytest.skip(clock.OUT_OF_TIME)
 
 
-def _commit() -> str:
-    return _said("git", "rev-parse", "--short", "HEAD") or "unknown"
-
-
-def _said(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    except OSError:  # not installed
-        return ""
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _machine() -> dict:
-    name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
-    versions = {name: _version(name) for name in ("torch", "triton", "transformers")}
-    return {"machine": name, "driver": _driver(), **versions, "commit": _commit(), "date": time.strftime("%Y-%m-%d")}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
-def _driver() -> str:
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
-
-
 def pytest_benchmark_update_machine_info(config, machine_info):
     """Results are published: whose machine it was is nobody's business."""
     machine_info.pop("node", None)
-
-
-@contextlib.contextmanager
-def fits():
-    """What does not fit into the GPU's memory is skipped with a note, not failed."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        pytest.skip(f"does not fit into the memory: {clock.one_line(error)}")
 
 
 @pytest.fixture
@@ -131,7 +94,7 @@ def interleaved(benchmark, request):
         clock.ceilings()  # once, while the memory is empty
 
     def run(variants, *, flops=0, bytes=0, notes=None, compare=None, details=None):
-        info = dict(_machine())
+        info = dict(machine.describe())
         if not CUDA:
             times, details = clock.measure_cpu(variants, rounds, benchmark.pedantic), details or {}
         else:

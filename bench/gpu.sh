@@ -117,7 +117,7 @@ cuda() {
         worst=1
     fi
     bench_on 0.3 "$end" cuda || worst=$?
-    "$python" -m bench.report "$lines" --cuda-table "$out/cuda_table.json" 2>&1 | tee -a "$log"
+    "$python" -m moe_runtime.bench.report "$lines" --cuda-table "$out/cuda_table.json" 2>&1 | tee -a "$log"
     return $worst
 }
 
@@ -125,8 +125,8 @@ goals() {
     [ -e "$lines" ] || return 0
     local stamp
     stamp=$(date +%Y-%m-%d)-$(git rev-parse --short HEAD 2>/dev/null || echo nogit)
-    "$python" -m bench.report "$lines" --out "$out/$stamp-gpu.json" >"$out/$stamp-gpu.md"
-    "$python" -m bench.report "$lines" --goals
+    "$python" -m moe_runtime.bench.report "$lines" --out "$out/$stamp-gpu.json" >"$out/$stamp-gpu.md"
+    "$python" -m moe_runtime.bench.report "$lines" --goals
 }
 
 # sanitizer TOOL SECONDS PYTEST-ARGUMENTS...

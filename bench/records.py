@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from bench.clock import OUT_OF_TIME
+from moe_runtime.bench.clock import OUT_OF_TIME
 
 
 class Records:

@@ -1,4 +1,4 @@
-"""Markdown from results files: python -m bench.report FILE.json [FILE.jsonl ...]; with -o OUT.json they are written as one.
+"""Markdown from results files: python -m moe_runtime.bench.report FILE.json [FILE.jsonl ...]; -o OUT.json writes them as one.
 
 Of a CPU's file the layer's table, the stock models' and the CPU's goals; of a GPU's its goals and by how much they are met or
 missed, then every table.
@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import shapes
-from bench.records import Records, benchmarks
+from moe_runtime.bench import shapes
+from moe_runtime.bench.records import Records, benchmarks
 
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 VARIANTS = ("moe_runtime", "transformers eager", "transformers grouped_mm")
@@ -248,7 +248,7 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
     An op counts on a device only if bench_cuda.py measured all its kernels there at all of its shapes, and gained at least 3 %
     at the worst of them: what differs by less differs from run to run.
     """
-    from bench.bench_cuda import KERNELS
+    from moe_runtime.bench.bench_cuda import KERNELS
 
     found: dict[tuple[str, str], dict[str, float]] = {}
     infos = {}

@@ -53,9 +53,43 @@ FUSION_TINY = {"tiny": Fusion(24, 16, V=100)}
 TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests
 
 
+class Tuning(NamedTuple):
+    """A step over `rows` sequences of `length` tokens of a Llama of L layers, `heads` and V ids, upcycled to E experts."""
+
+    L: int
+    rows: int
+    length: int
+    H: int
+    I: int
+    E: int
+    K: int
+    heads: int
+    V: int
+
+
+# DeepSeek-Coder-1.3B as XFT upcycles it; a device's batch in the official hyperparameters is 2 rows of 1024
+_DS_CODER = Tuning(24, 2, 1024, 2048, 5504, 8, 6, 16, 32256)
+TUNING_GPU = {
+    "DSCoder-1.3B-24L-2x1024": _DS_CODER,
+    "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8),
+}
+TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}  # two layers of its widths fit into 16 GiB
+TUNING_TINY = {"tiny": Tuning(2, 2, 16, 32, 48, 4, 3, 2, 100)}
+
+
 def layers() -> dict[str, Shape]:
     """GPU's shapes at every T of TOKENS."""
     return {f"{name}-{T}": shape._replace(T=T) for T in TOKENS for name, shape in GPU.items()}
+
+
+DECODE = (1, 4, 16, 64, 256)  # tokens of a step of generation, or of a short prompt
+SWEEP_CPU = (*DECODE, 1024, 4096)
+SWEEP_GPU = (*SWEEP_CPU, 16384, 65536)
+
+
+def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:
+    """Return a table's shapes at each of the numbers of tokens."""
+    return {f"{name}-{T}": shape._replace(T=T) for name, shape in table.items() for T in tokens}
 
 
 def kernels() -> dict[str, Shape]:

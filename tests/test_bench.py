@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import clock, report, shapes
-from bench.records import Records, benchmarks
+from moe_runtime.bench import clock, report, shapes
+from moe_runtime.bench.records import Records, benchmarks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -207,7 +207,7 @@ def test_tables_show_what_is_off(tmp_path, capsys):
 
 def cuda_lines(path, faster=1.5, but=None):
     """Results of every benchmark of bench_cuda.py; the one named `but` is slower."""
-    from bench.bench_cuda import KERNELS
+    from moe_runtime.bench.bench_cuda import KERNELS
 
     for name in (f"bench_cuda_kernel[{shape}-{kernel}]" for shape in shapes.plans() for kernel in KERNELS):
         rows = {"moe_runtime triton": {"ms": faster if name != but else 0.9}, "moe_runtime cuda": {"ms": 1.0}}

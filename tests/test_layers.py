@@ -17,6 +17,7 @@ RANK = {
     "build_hub": 1,
     "checkpoint": 1,
     "cuda": 1,
+    "diagnosis": 1,
     "files": 1,
     "timing": 1,
     "ops": 2,
@@ -36,6 +37,8 @@ RANK = {
     "cli_fuser": 6,
     "cli_upit": 6,
     "cli_tables": 6,
+    "bench": 6,
+    "cli_bench": 6,
     "cli": 6,
 }
 # third-party package: who may import it
@@ -65,10 +68,10 @@ class Import(NamedTuple):
 
 
 def sources(root: Path, *folders: str) -> list[Path]:
-    """List the Python files of `folders`; kernels/ once, not a second time through its symlink."""
-    link = root / "moe_runtime" / "kernels"
+    """List the Python files of `folders`; kernels/ and bench/ once, not a second time through their symlinks."""
+    links = {root / "moe_runtime" / "kernels", root / "moe_runtime" / "bench"}
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
-    return [path for path in paths if link not in path.parents]
+    return [path for path in paths if links.isdisjoint(path.parents)]
 
 
 def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
@@ -96,8 +99,10 @@ def complaint(found: Import, layer: str) -> str | None:
         return "is relative"
     if top == "kernels":
         return "is the pip package of that name; ours is moe_runtime.kernels"
-    if top in ("tests", "bench"):
+    if top == "tests":
         return "is not shipped"
+    if top == "bench":
+        return "is the folder; its module is moe_runtime.bench"
     if top in OWNERS and layer not in OWNERS[top]:
         return f"belongs in {', '.join(sorted(OWNERS[top]))}"
     if top in EXTRAS and not found.lazy:
@@ -107,6 +112,8 @@ def complaint(found: Import, layer: str) -> str | None:
     target = rest.partition(".")[0]
     if target not in RANK:
         return "goes through the package: name the module that defines it"
+    if target == "bench" and (layer != "cli_bench" or not found.lazy):
+        return "is what cli_bench imports, when it is asked for"
     if RANK[target] > RANK[layer] or (layer == "kernels" and target != "kernels"):
         return f"points up, from {layer} to {target}"
     return None
@@ -193,6 +200,9 @@ def test_test_folders_are_no_packages():
         pytest.param("moe_runtime/stats.py", "import matplotlib.pyplot as plt", "is an extra", id="plot-at-import"),
         pytest.param("moe_runtime/ops/x.py", "from moe_runtime import route", "goes through", id="through-the-package"),
         pytest.param("moe_runtime/ops/x.py", "from tests.support import interp_fix", "is not shipped", id="tests"),
+        pytest.param("moe_runtime/stats.py", "import bench.report", "is the folder", id="bench-folder"),
+        pytest.param("moe_runtime/cli.py", "from moe_runtime.bench import report", "what cli_bench", id="bench"),
+        pytest.param("moe_runtime/cli_bench.py", "import moe_runtime.bench.report", "is asked for", id="bench-eagerly"),
         pytest.param("moe_runtime/utils.py", "", "has no layer", id="unknown-file"),
         pytest.param(
             "moe_runtime/__init__.py", "from moe_runtime.ops.routing import route", "with the package", id="eager"
@@ -217,6 +227,7 @@ def test_good_imports_pass(tmp_path):
         "moe_runtime/ops/routing.py": "from moe_runtime import backends\nfrom moe_runtime.kernels import routing\n",
         "moe_runtime/hf/swap.py": "import transformers\nfrom moe_runtime.ops.routing import route\n",
         "moe_runtime/data.py": "def read():\n    import datasets\n",
+        "moe_runtime/cli_bench.py": "def f():\n    from moe_runtime.bench import report\n",
         "moe_runtime/cli.py": "from moe_runtime import __version__\ndef f():\n    import moe_runtime.methods.xft\n",
     }
     for file, text in good.items():

@@ -95,7 +95,7 @@ def test_cpu_figures_are_those_of_the_newest_file():
     }
     table = section("Speed on the CPU")
     assert newest.name in table
-    report = importlib.import_module("bench.report")
+    report = importlib.import_module("moe_runtime.bench.report")
     for text in (report.cpu_table(rows), report.steps_table(rows), report.goals(rows, report.CPU_GOALS).strip()):
         assert text in table
 

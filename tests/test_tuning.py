@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import shapes
 from moe_runtime import timing, tuning
+from moe_runtime.bench import shapes
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile

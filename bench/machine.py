@@ -1,0 +1,70 @@
+"""Where the benchmarks run: the device, the machine in words without its name, the versions, the commit."""
+
+import contextlib
+import functools
+import importlib.metadata
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+import moe_runtime
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+ROOT = Path(__file__).resolve().parents[1]  # of a clone
+PACKAGES = ("torch", "triton", "transformers")
+
+
+@functools.cache
+def describe() -> dict[str, str]:
+    """Return machine, driver, versions, commit and date."""
+    name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"machine": name, "driver": _driver(), **versions, "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+
+
+def commit() -> str:
+    """Return the clone's commit, `-dirty` behind it if tracked files differ; of an installed package its version."""
+    if (ROOT / ".git").exists() and (said := _said("git", "describe", "--always", "--dirty", "--exclude=*")):
+        return said
+    return f"v{moe_runtime.__version__}"
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except OSError:  # not installed
+        return ""
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _driver() -> str:
+    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
+
+
+@contextlib.contextmanager
+def fits():
+    """What does not fit into the GPU's memory is skipped with a note, not failed."""
+    import pytest
+
+    from moe_runtime.bench import clock
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"does not fit into the memory: {clock.one_line(error)}")

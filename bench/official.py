@@ -17,7 +17,7 @@ from moe_runtime.modules.moe import MoE
 
 
 class OfficialBlock(nn.Module):
-    """Takes the place of a MoE with the gate xft; its experts are parameters of their own, in the storage of the MoE's stacks."""
+    """Takes the place of a MoE with the gate xft; its experts' parameters are views of the MoE's stacks."""
 
     def __init__(self, moe: MoE):
         super().__init__()

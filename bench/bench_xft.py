@@ -1,0 +1,149 @@
+"""XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts, 6 per token; random weights.
+
+One model, its weights, its batch and its optimizer's state for all; what differs is who computes the MoE layers. Ours and
+transformers' take one router's result; "official" is the released code's layer, its own gate included (bench/official.py).
+No noise on the router and no balance loss, so that all compute the same function. Attention, norms, head and loss are
+transformers' for all, and there is no gradient checkpointing, as in the released training script.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
+from moe_runtime.bench.official import OfficialBlock
+
+KIND = "step"
+ROUNDS = 3  # on a CPU, where a round takes half a minute
+DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
+
+
+def pytest_generate_tests(metafunc):
+    if "size" in metafunc.fixturenames:
+        tiny = metafunc.config.getoption("--tiny")
+        table = shapes.TUNING_TINY if tiny else shapes.TUNING_GPU if CUDA else shapes.TUNING_CPU
+        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
+
+
+class TransformersBlock(nn.Module):
+    """A MoE's router before transformers' experts, which have the MoE's own parameters."""
+
+    def __init__(self, moe, implementation: str):
+        super().__init__()
+        self.gate, self.experts = moe.gate, mixtral_experts(moe, implementation)
+
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weight, idx, _ = self.gate(x)
+        return self.experts(x, idx.long(), weight).view_as(hidden_states)
+
+
+def mixtral_experts(moe, implementation: str):
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    c = moe.config
+    config = MixtralConfig(
+        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_local_experts=c.num_experts,
+        num_experts_per_tok=c.top_k,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        experts = MixtralExperts(config)
+    experts.gate_up_proj, experts.down_proj = moe.experts.gate_up_proj, moe.experts.down_proj
+    return experts
+
+
+class Tuned:
+    """The model, and each variant's layers."""
+
+    def __init__(self, size, dtype):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from moe_runtime.methods import xft
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=size.V, hidden_size=size.H, intermediate_size=size.I, num_hidden_layers=size.L,
+            num_attention_heads=size.heads, num_key_value_heads=size.heads, max_position_embeddings=16384,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=False, use_cache=False,
+        )  # fmt: skip
+        with torch.device(DEVICE):
+            self.model = LlamaForCausalLM._from_config(config, dtype=dtype).train()
+        xft.upcycle(self.model, num_experts=size.E, top_k=size.K)
+        self.ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
+        moes = [layer.mlp for layer in self.model.model.layers]
+        for parameter in (p for moe in moes for p in moe.experts.parameters()):
+            nn.init.normal_(parameter, 0.0, 0.02)  # or all experts were the same
+        self.blocks = {
+            "moe_runtime": moes,
+            "transformers eager": [TransformersBlock(moe, "eager") for moe in moes],
+            "transformers grouped_mm": [TransformersBlock(moe, "grouped_mm") for moe in moes],
+            "official": [OfficialBlock(moe) for moe in moes],
+        }
+        self.optimizers = self.make_optimizers()
+
+    def make_optimizers(self) -> dict:
+        """Return an AdamW for each variant; the official layers' parameters and states are views of the stacks'."""
+        stacked = adamw(self.model.parameters())
+        for parameter in self.model.parameters():
+            stacked.state[parameter] = {
+                "step": torch.zeros((), device=DEVICE),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        experts = {p for moe in self.blocks["moe_runtime"] for p in moe.experts.parameters()}
+        apart = adamw([p for p in self.model.parameters() if p not in experts] + self._parts())
+        for moe, block in zip(self.blocks["moe_runtime"], self.blocks["official"]):
+            up, down = (stacked.state[stack] for stack in (moe.experts.gate_up_proj, moe.experts.down_proj))
+            share(apart, block.weight_gate, up, lambda t: t.chunk(2, 1)[0])
+            share(apart, block.weight_up, up, lambda t: t.chunk(2, 1)[1])
+            share(apart, block.weight_down, down, lambda t: t)
+        apart.state.update({p: stacked.state[p] for p in self.model.parameters() if p not in experts})
+        return dict.fromkeys(self.blocks, stacked) | {"official": apart}
+
+    def _parts(self) -> list:
+        blocks = self.blocks["official"]
+        return [p for b in blocks for part in (b.weight_gate, b.weight_up, b.weight_down) for p in part]
+
+    def step_of(self, name: str):
+        """Return a function that is a training step of the model with that variant's layers."""
+        blocks, optimizer = self.blocks[name], self.optimizers[name]
+
+        def step():
+            for layer, block in zip(self.model.model.layers, blocks):
+                layer.mlp = block
+            loss = self.model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+
+def share(optimizer, parameters, state, part) -> None:
+    """Give each expert's parameter the optimizer's state of its rows of a stack."""
+    for e, parameter in enumerate(parameters):
+        views = {name: part(state[name])[e] for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | views
+
+
+def flops_of(size) -> int:
+    """Return the multiplications and additions of a step's products: layers, router left out, causal attention, head."""
+    T = size.rows * size.length
+    per_token = size.L * (4 * size.H**2 + 3 * size.K * size.H * size.I + size.length * size.H) + size.V * size.H
+    return 6 * T * per_token
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_xft_step(interleaved, size, dtype):
+    with fits():
+        tuned = Tuned(size, dtype)
+    variants = {name: tuned.step_of(name) for name in tuned.blocks}
+    interleaved(variants, flops=flops_of(size), tokens=size.rows * size.length, dtype=dtype)

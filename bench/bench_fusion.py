@@ -1,7 +1,4 @@
-"""UltraFuser's loss of three specialists: the formula in torch against the op, everything trained or the gate alone.
-
-Memory on the CPU is that of tests/ops/test_fusion_memory.py, whose step runs in a process of its own.
-"""
+"""UltraFuser's loss of three specialists: the formula in torch against the op, everything trained or the gate alone."""
 
 import functools
 
@@ -56,13 +53,7 @@ def _variants(step, frozen) -> dict:
 
 
 @pytest.mark.parametrize("train", ["all", "gate"])
-def bench_fused_loss(interleaved, step, size, train, request):
+def bench_fused_loss(interleaved, step, size, train):
     """Forward and backward; "gate" is stage 1, whose backward pass has no products in either variant."""
     flops = 2 * size.T * size.V * size.S * size.H * (1 if train == "gate" else 3)
-    peaks = {}
-    if not CUDA and not request.config.getoption("--tiny"):
-        from tests.ops.test_fusion_memory import peak
-
-        for which, name in (("naive", NAIVE), ("ours", "moe_runtime torch")):
-            peaks[name] = {"peak MiB": peak(which, train == "gate", **size._asdict())[0] / 2**20}
-    interleaved(_variants(step, train == "gate"), flops=flops, details=peaks)
+    interleaved(_variants(step, train == "gate"), flops=flops)

@@ -1,13 +1,13 @@
-"""How long each variant takes: the wall clock on a CPU, CUDA events on a GPU; and the ceilings of a GPU."""
+"""How long each variant takes, and how much memory: the wall clock on a CPU, CUDA events on a GPU."""
 
 import contextlib
-import functools
 import gc
 import statistics
 import time
 
 import torch
 
+from moe_runtime.bench import resident
 from moe_runtime.timing import EventTimer, worst_row
 
 OUT_OF_TIME = "out of time"
@@ -22,8 +22,8 @@ class ContextLost(RuntimeError):
         self.variant, self.note = variant, note
 
 
-def measure_cpu(variants, rounds: int, pedantic) -> dict[str, list[float]]:
-    """Seconds of every call by the wall clock."""
+def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
+    """Seconds of every call by the wall clock; then each variant's memory and distance from `compare`."""
     times = {name: [] for name in variants}
     for function in variants.values():
         function()  # warm up, and fail, outside the timing
@@ -35,7 +35,20 @@ def measure_cpu(variants, rounds: int, pedantic) -> dict[str, list[float]]:
             times[name].append(time.perf_counter() - start)
 
     pedantic(one_round, rounds=rounds)
-    return times
+    floor, details, want = next(iter(variants)), {}, None
+    for name in sorted(variants, key=lambda name: name != compare):
+        details[name], got = resident.measure(variants[name])
+        if compare is not None and name != floor:
+            want = got if name == compare else want
+            details[name] |= difference(got, want)
+    return times, details
+
+
+def difference(got, want) -> dict[str, float]:
+    """Return the column of how far a result is from that of the variant to compare with, if they can be compared."""
+    if want is None or got.shape != want.shape:
+        return {}
+    return {"difference": worst_row(got, want)}
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):
@@ -51,8 +64,7 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
             if compare is not None and name != floor:
                 got = variants[name]()
                 want = got if name == compare else want
-                if want is not None and got.shape == want.shape:
-                    details[name]["difference"] = worst_row(got, want)
+                details[name] |= difference(got, want)
         except Exception as error:
             _check_context(name, error)
             if name == floor:
@@ -120,22 +132,6 @@ def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return source, target
 
 
-@functools.cache
-def ceilings() -> dict[str, float]:
-    """TFLOP/s of a bf16 matmul of 8192^3 on random data, GB/s of a device-to-device copy of 4 GiB (read plus written)."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    n, size = 8192, 1 << 31
-    if torch.cuda.mem_get_info()[1] < 24 << 30:
-        size //= 8
-    a, b, c = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(3))
-    source, target = (torch.empty(size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
-    timer = EventTimer(device)
-    functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
-    rounds = [timer.round(functions) for _ in range(13)][3:]
-    matmul, copy = (statistics.median(times) / 1e3 for times in zip(*rounds))
-    return {"TFLOP/s": 2 * n**3 / matmul / 1e12, "GB/s": 4 * size / copy / 1e9}
-
-
 def launch_configs() -> str:
     """Say which launch configs our kernels use."""
     from moe_runtime.kernels import tiles
@@ -145,8 +141,10 @@ def launch_configs() -> str:
     return f"{len(tuned)} tuned" if tuned else "built in"
 
 
-def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None) -> dict:
-    """Return what is printed and written of each variant."""
+def rows_of(
+    times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None, tokens=0
+) -> dict:
+    """Return what is printed and written of each variant; its share is that of the ceiling which it is nearest to."""
     floor = next(iter(times.values()))
     rows = {}
     for name, seconds in times.items():
@@ -157,9 +155,9 @@ def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: f
             "spread": (max(seconds) - min(seconds)) / median,
             **({"TFLOP/s": flops / median / 1e12} if flops else {}),
             **({"GB/s": bytes / median / 1e9} if bytes else {}),
+            **({"tokens/s": tokens / median} if tokens else {}),
             **details.get(name, {}),
         }
-        for unit, limit in (limits or {}).items():
-            if unit in rows[name]:
-                rows[name]["share"] = rows[name][unit] / limit
+        shares = [rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]]
+        rows[name] |= {"share": max(shares)} if shares else {}
     return rows

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe_runtime.bench import clock, machine, shapes
+from moe_runtime.bench import clock, described, machine, shapes
+from moe_runtime.bench.ceilings import ceilings
 from moe_runtime.bench.machine import CUDA
 from moe_runtime.bench.records import Records
 
@@ -82,34 +84,37 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 @pytest.fixture
 def interleaved(benchmark, request):
-    """Call as interleaved({name: function}, flops=..., bytes=..., notes={name: why it is missing}).
+    """Call as interleaved({name: function}, flops=..., bytes=..., tokens=..., notes={name: why it is missing}).
 
-    The first name is the floor of the ratios. `compare` names the variant from whose result the others' is measured. `details`
-    {name: {column: value}} is what a benchmark measured itself on the CPU.
+    The first name is the floor of the ratios. `compare` names the variant from whose result the others' is measured. `dtype`
+    says which matmul is the ceiling. `details` {name: {column: value}} is what a benchmark measured itself; it goes before
+    what is measured here.
     """
     option = request.config.getoption
     records: Records = request.config.records
-    rounds = 1 if option("--tiny") else option("--rounds")
+    rounds = 1 if option("--tiny") else min(option("--rounds"), getattr(request.module, "ROUNDS", option("--rounds")))
     if CUDA:
-        clock.ceilings()  # once, while the memory is empty
+        ceilings(torch.bfloat16)  # once, while the memory is empty
 
-    def run(variants, *, flops=0, bytes=0, notes=None, compare=None, details=None):
-        info = dict(machine.describe())
+    def run(variants, *, flops=0, bytes=0, tokens=0, dtype=None, notes=None, compare=None, details=None):
+        info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)
+        info["ceilings"] = ceilings(described.dtype_of(request, dtype), option("--tiny"))
         if not CUDA:
-            times, details = clock.measure_cpu(variants, rounds, benchmark.pedantic), details or {}
+            times, measured = clock.measure_cpu(variants, rounds, benchmark.pedantic, compare)
         else:
             broken = records.broken(request.node.name)
             variants = {name: function for name, function in variants.items() if name not in broken}
             notes = dict(notes or {}) | broken
             try:
-                times, details = clock.measure_gpu(
+                times, measured = clock.measure_gpu(
                     variants, rounds, option("--seconds"), benchmark.pedantic, notes, compare
                 )
             except clock.ContextLost as lost:
                 records.write(request.node.name, broken={lost.variant: lost.note})
                 pytest.exit(str(lost), returncode=LOST)
-            info |= {"ceilings": clock.ceilings(), "tiles": clock.launch_configs()}
-        rows = clock.rows_of(times, details, flops, bytes, info.get("ceilings"))
+            info["tiles"] = clock.launch_configs()
+        columns = {name: row | (details or {}).get(name, {}) for name, row in measured.items()}
+        rows = clock.rows_of(times, columns, flops, bytes, info["ceilings"], tokens)
         info |= {"rounds": len(next(iter(times.values()))), "rows": rows} | ({"notes": notes} if notes else {})
         benchmark.extra_info.update(info)
         records.write(request.node.name, extra_info=info)
@@ -131,9 +136,6 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"\n{name}   ({info['machine']}, torch {info['torch']}, {info['rounds']} rounds)")
         floor = next(iter(info["rows"]))
         for variant, row in info["rows"].items():
-            rate = "".join(f"{row[unit]:9.3f} {unit}" for unit in ("TFLOP/s", "GB/s") if unit in row)
-            share = f"   {row['share']:.0%} of the ceiling" if "share" in row else ""
-            line = f"  {variant:24s}{row['ms']:10.2f} ms{row['ratio']:8.3f} x {floor}{rate}"
-            terminalreporter.write_line(f"{line}   spread {row['spread']:.0%}{share}")
+            terminalreporter.write_line(f"  {variant:24s}{described.line(row, floor)}")
         for variant, note in info.get("notes", {}).items():
             terminalreporter.write_line(f"  {variant:24s}{note}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import clock, report, shapes
+from moe_runtime.bench import ceilings, clock, report, resident, shapes
 from moe_runtime.bench.records import Records, benchmarks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,6 +99,63 @@ def test_a_lost_context_names_its_variant(gpu):
     with pytest.raises(clock.ContextLost, match="bad broke the CUDA context: RuntimeError: CUDA error") as lost:
         measure({"floor": lambda: 0, "bad": lose, "moe_runtime": lambda: 0})
     assert lost.value.variant == "bad"
+
+
+def test_share_is_that_of_the_nearer_ceiling():
+    limits = {"TFLOP/s": 4.0, "GB/s": 100.0}
+    row = clock.rows_of({"a": [1.0, 3.0, 2.0]}, {"a": {"peak MiB": 5.0}}, 2e12, 100e9, limits, 1000)["a"]
+    assert row == {
+        "ms": 2000.0, "ratio": 1.0, "spread": 1.0, "TFLOP/s": 1.0, "GB/s": 50.0, "tokens/s": 500.0, "peak MiB": 5.0,
+        "share": 0.5,
+    }  # fmt: skip
+    assert clock.rows_of({"a": [1.0]}, {}, 2e12, 0, limits)["a"]["share"] == 0.5
+    assert "share" not in clock.rows_of({"a": [1.0]}, {}, 0, 0, limits)["a"]
+
+
+MEMORY = """
+import json, sys
+import torch
+from moe_runtime.bench import clock, resident
+from moe_runtime.ops import workspace
+
+like, kept = torch.empty(0), []
+
+def scratch():
+    workspace.scratch("a", (64 << 18,), like).fill_(1)
+    workspace.lease((32 << 18,), like).fill_(1)
+
+variants = {
+    "floor": lambda: kept.append(torch.ones(1)),
+    "many": lambda: [torch.ones(1 << 17) for _ in range(200)] and None,  # 100 MiB from the heap
+    "one": lambda: torch.ones(50 << 18),
+    "pools": scratch,
+}
+print(json.dumps(clock.measure_cpu(variants, 2, lambda one_round, rounds: [one_round() for _ in range(rounds)])[1]))
+"""
+
+
+@pytest.mark.skipif(not resident.CLEAR.exists(), reason="no /proc/self/clear_refs")
+def test_memory_on_the_cpu_is_what_the_call_takes():
+    """Also where the allocator and the pools hold what earlier calls took."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    want = {"floor": (0, 0), "many": (100, 0), "one": (50, 50), "pools": (96, 0)}
+    for name, (peak, kept) in want.items():
+        assert found[name]["peak MiB"] == pytest.approx(peak, abs=6), name
+        assert found[name]["kept MiB"] == pytest.approx(kept, abs=6), name
+
+
+def test_no_memory_where_the_system_does_not_tell(monkeypatch, tmp_path):
+    monkeypatch.setattr(resident, "CLEAR", tmp_path / "missing" / "clear_refs")
+    assert resident.measure(lambda: 5) == ({}, 5)
+
+
+def test_ceilings_of_a_cpu():
+    found = ceilings.ceilings(torch.float32, tiny=True)
+    assert found is ceilings.ceilings(torch.float32, tiny=True) and set(found) == {"TFLOP/s", "GB/s"}
+    assert all(value > 0 for value in found.values())
+    assert ceilings.ceilings(torch.bfloat16, tiny=True)["GB/s"] == found["GB/s"]
 
 
 def test_records_know_what_is_done_and_what_broke(tmp_path):

@@ -1,0 +1,73 @@
+"""What the machine can do at most, measured in the same process: FLOP/s of matrix products, bytes/s of a copy.
+
+A GPU's are a product of 8192^3 and a copy of 4 GiB. A CPU's are the best of a few products, as no size is the best on every
+machine, and a copy of several times its last cache.
+"""
+
+import functools
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from moe_runtime.bench.machine import CUDA
+from moe_runtime.timing import EventTimer
+
+ROUNDS = 5
+PRODUCTS = ((1024, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 1024))
+TINY = ((64, 64, 64),)
+
+
+@functools.cache
+def ceilings(dtype: torch.dtype, tiny: bool = False) -> dict[str, float]:
+    """Return TFLOP/s of products of `dtype` and GB/s of a copy, read plus written; tiny ones only show that it runs."""
+    if CUDA:
+        return _of_gpu(dtype)
+    return {"TFLOP/s": max(_product(*size, dtype) for size in (TINY if tiny else PRODUCTS)), "GB/s": _copy(tiny)}
+
+
+def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:
+    a, b, out = (torch.randn(size, dtype=dtype) for size in ((M, K), (K, N), (M, N)))
+    return 2 * M * N * K / _median(lambda: torch.mm(a, b, out=out)) / 1e12
+
+
+@functools.cache
+def _copy(tiny: bool) -> float:
+    """A machine's, whatever the dtype."""
+    size = 1 << 20 if tiny else 4 * max(_last_cache(), 32 << 20)
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    return 2 * size / _median(lambda: target.copy_(source)) / 1e9
+
+
+def _median(function) -> float:
+    """Seconds of a call; the first two only warm up."""
+    seconds = []
+    for _ in range(ROUNDS + 2):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def _last_cache() -> int:
+    """Bytes of the last level's cache, 0 if the system does not tell; at most 256 MiB, for the copy's memory."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return min(int(text.rstrip("KM")) << (20 if text.endswith("M") else 10), 256 << 20)
+    except (OSError, ValueError):
+        return 0
+
+
+def _of_gpu(dtype: torch.dtype) -> dict[str, float]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    n, size = 8192, 1 << 32
+    if torch.cuda.mem_get_info()[1] < 24 << 30:
+        size //= 8
+    a, b, c = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
+    source, target = (torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    timer = EventTimer(device)
+    functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
+    rounds = [timer.round(functions) for _ in range(13)][3:]
+    matmul, copy = (statistics.median(times) / 1e3 for times in zip(*rounds))
+    return {"TFLOP/s": 2 * n**3 / matmul / 1e12, "GB/s": 2 * size / copy / 1e9}

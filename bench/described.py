@@ -1,0 +1,61 @@
+"""A benchmark in words and numbers: what kind it is, of which shape and dtype, and its rows as lines."""
+
+import torch
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.machine import CUDA
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")  # a bench file's KIND
+
+
+def dtype_of(request, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a benchmark computes in: what it says, its parameter, or the device's usual one."""
+    return dtype or _parameters(request).get("dtype") or (torch.bfloat16 if CUDA else torch.float32)
+
+
+def fields(request, dtype: torch.dtype | None, flops: float, bytes: float, tokens: int) -> dict:
+    """Return what a benchmark is, as its extra_info says it."""
+    shape = shape_of(request)
+    counts = {"flops": flops, "bytes": bytes, "tokens": tokens}
+    return {
+        "kind": kind_of(request.module),
+        **({"shape": shape} if shape else {}),
+        "dtype": DTYPES[dtype_of(request, dtype)],
+        **{name: count for name, count in counts.items() if count},
+    }
+
+
+def kind_of(module) -> str:
+    return getattr(module, "KIND", "op")
+
+
+def shape_of(request) -> dict | None:
+    """Return the name and the fields of the shape that a benchmark has as a parameter; the name without its tokens."""
+    shape = next((value for value in _parameters(request).values() if hasattr(value, "_asdict")), None)
+    if shape is None:
+        return None
+    whole = request.node.callspec.id
+    tables = [
+        table for module in (shapes, request.module) for table in vars(module).values() if isinstance(table, dict)
+    ]
+    names = [key for table in tables for key, value in table.items() if isinstance(key, str) and value == shape]
+    name = max((key for key in names if key in whole), key=len, default=whole)
+    fields = shape._asdict()
+    return {"name": name.removesuffix(f"-{fields.get('T')}"), **fields}
+
+
+def _parameters(request) -> dict:
+    callspec = getattr(request.node, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+RATES = {"TFLOP/s": "{:9.3f}", "GB/s": "{:9.3f}", "tokens/s": "{:11,.0f}"}
+
+
+def line(row: dict, floor: str) -> str:
+    """Return a variant's row as a line for a terminal."""
+    text = f"{row['ms']:10.2f} ms{row['ratio']:8.3f} x {floor}"
+    text += "".join(f"{form.format(row[unit])} {unit}" for unit, form in RATES.items() if unit in row)
+    text += f"   spread {row['spread']:.0%}" + (f"   {row['share']:.0%} of the ceiling" if "share" in row else "")
+    return text + (f"   peak {row['peak MiB']:,.0f} MiB" if "peak MiB" in row else "")

@@ -7,10 +7,11 @@ dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the packag
 import pytest
 import torch
 
-from moe_runtime.bench import peers, shapes
+from moe_runtime.bench import ours, peers, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
+KIND = "layer"
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 GPU_SHAPES = shapes.layers()
 EAGER = 4096  # tokens up to which transformers' loop over experts is worth the wait
@@ -53,8 +54,19 @@ class Layer:
         torch.mm(b["dz"].t(), b["rows"], out=b["dw1"])
         torch.mm(b["dz"], b["w1"], out=b["dx"])
 
+    def bytes(self, backward: bool = False) -> int:
+        """Return what the layer reads and writes at least: weights that are used, x and out; their gradients besides."""
+        T, H, I, *_ = self.shape
+        used = len(self.topk_idx.unique()) * 3 * H * I
+        # backward reads the weights once more and writes their gradients; it reads x, dout and writes dx
+        return self.x.element_size() * (used * (3 if backward else 1) + T * H * (5 if backward else 2))
+
     def ours(self):
         return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx)
+
+    def ours_on(self, backend: str):
+        """Return `ours` on a backend that is asked for."""
+        return lambda: moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, backend=backend)
 
     def transformers(self, implementation):
         from transformers import MixtralConfig
@@ -110,21 +122,30 @@ class Layer:
         return lambda: torch.autograd.grad(variant(), inputs, dout)
 
 
-def _variants(layer, tiny: bool) -> tuple[dict, dict]:
+def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
+    """Return every variant that runs here, and why others do not."""
     notes: dict = {}
-    return (layer.gpu_variants(notes) if CUDA or tiny else layer.variants()), notes
+    found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants()
+    # torch's loop on a GPU, as transformers' own
+    names = [
+        name for name in ours.others("moe_mlp", layer.x.dtype) if not CUDA or name != "torch" or layer.shape.T <= EAGER
+    ]
+    return found | {f"moe_runtime {name}": layer.ours_on(name) for name in names}, notes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    variants, notes = _variants(layer, request.config.getoption("--tiny"))
+    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     functions = {name: layer.forward(variant) for name, variant in variants.items()}
     with torch.no_grad():
         interleaved(
             {"dense matmul (floor)": layer.floor_forward, **functions},
             flops=layer.flops,
+            bytes=layer.bytes(),
+            tokens=shape.T,
+            dtype=dtype,
             notes=notes,
             compare="moe_runtime",
         )
@@ -134,6 +155,13 @@ def bench_forward(interleaved, shape, dtype, request):
 def bench_forward_backward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    variants, notes = _variants(layer, request.config.getoption("--tiny"))
+    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     functions = {name: layer.both(variant) for name, variant in variants.items()}
-    interleaved({"dense matmul (floor)": layer.floor_both, **functions}, flops=3 * layer.flops, notes=notes)
+    interleaved(
+        {"dense matmul (floor)": layer.floor_both, **functions},
+        flops=3 * layer.flops,
+        bytes=layer.bytes(backward=True),
+        tokens=shape.T,
+        dtype=dtype,
+        notes=notes,
+    )

@@ -136,9 +136,8 @@ def share(optimizer, parameters, state, part) -> None:
 
 def flops_of(size) -> int:
     """Return the multiplications and additions of a step's products: layers, router left out, causal attention, head."""
-    T = size.rows * size.length
     per_token = size.L * (4 * size.H**2 + 3 * size.K * size.H * size.I + size.length * size.H) + size.V * size.H
-    return 6 * T * per_token
+    return 6 * size.T * per_token
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,4 +145,4 @@ def bench_xft_step(interleaved, size, dtype):
     with fits():
         tuned = Tuned(size, dtype)
     variants = {name: tuned.step_of(name) for name in tuned.blocks}
-    interleaved(variants, flops=flops_of(size), tokens=size.rows * size.length, dtype=dtype)
+    interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype)

@@ -66,6 +66,11 @@ class Tuning(NamedTuple):
     heads: int
     V: int
 
+    @property
+    def T(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.length
+
 
 # DeepSeek-Coder-1.3B as XFT upcycles it; a device's batch in the official hyperparameters is 2 rows of 1024
 _DS_CODER = Tuning(24, 2, 1024, 2048, 5504, 8, 6, 16, 32256)
@@ -85,6 +90,7 @@ def layers() -> dict[str, Shape]:
 DECODE = (1, 4, 16, 64, 256)  # tokens of a step of generation, or of a short prompt
 SWEEP_CPU = (*DECODE, 1024, 4096)
 SWEEP_GPU = (*SWEEP_CPU, 16384, 65536)
+SWEPT = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B")  # of GPU: few large experts, many, very many
 
 
 def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:

@@ -1,0 +1,44 @@
+"""The experts of a layer at every number of tokens: from one, as in generation, to the batches of training; all implementations.
+
+Forward without gradients; bench_tokens_backward.py has the rest. Weights and routing are those of bench_layer.py. Few tokens
+choose few experts, and the bytes are those of the experts that are used.
+"""
+
+import pytest
+import torch
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_layer import DTYPES, Layer, variants_of
+from moe_runtime.bench.machine import fits
+
+KIND = "tokens"
+ROUNDS = 9
+SWEPT = {name: shapes.GPU[name] for name in shapes.SWEPT}
+CPU_SHAPES = shapes.sweep(shapes.CPU, shapes.SWEEP_CPU)
+GPU_SHAPES = shapes.sweep(SWEPT, shapes.SWEEP_GPU)
+
+
+def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
+    """Return a layer, its variants without the floor and what is as wide as all experts together, and who is missing."""
+    with fits():
+        layer = Layer(shape, dtype)
+        variants, notes = variants_of(layer, request.config.getoption("--tiny"))
+    variants.pop("dense FFN", None)
+    layer.buffers.clear()
+    return layer, variants, notes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_tokens(interleaved, shape, dtype, request):
+    layer, variants, notes = experts(shape, dtype, request)
+    functions = {name: layer.forward(variant) for name, variant in variants.items()}
+    with torch.no_grad():
+        interleaved(
+            functions,
+            flops=layer.flops,
+            bytes=layer.bytes(),
+            tokens=shape.T,
+            dtype=dtype,
+            notes=notes,
+            compare="moe_runtime",
+        )

@@ -1,0 +1,26 @@
+"""The experts of a layer, forward and backward, at every number of tokens that one trains with; all implementations."""
+
+import pytest
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_layer import DTYPES
+from moe_runtime.bench.bench_tokens import SWEPT, experts
+
+KIND = "tokens"
+ROUNDS = 3  # on a CPU transformers' loop takes seconds where the experts are many
+CPU_SHAPES = shapes.sweep(shapes.CPU, tuple(T for T in shapes.SWEEP_CPU if T >= 256))
+GPU_SHAPES = shapes.sweep(SWEPT, tuple(T for T in shapes.SWEEP_GPU if T >= 256))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_tokens_backward(interleaved, shape, dtype, request):
+    layer, variants, notes = experts(shape, dtype, request)
+    functions = {name: layer.both(variant) for name, variant in variants.items()}
+    interleaved(
+        functions,
+        flops=3 * layer.flops,
+        bytes=layer.bytes(backward=True),
+        tokens=shape.T,
+        dtype=dtype,
+        notes=notes,
+    )

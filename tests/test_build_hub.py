@@ -83,7 +83,7 @@ def test_only_the_allowed_packages_are_imported(repository):
     imported = set()
     for path in (repository / "build" / "torch-cuda").rglob("*.py"):
         imported |= set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.M))
-    # packaging: in `doctor`, which is not of a kernel's functions
+    # packaging: in diagnosis.py, which is not of a kernel's functions
     assert imported - sys.stdlib_module_names <= {"torch", "triton", "packaging"}
 
 

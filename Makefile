@@ -16,7 +16,7 @@ DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-transformers lint bench wheel wheel-cuda clean
+.PHONY: help demo test test-triton test-transformers lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -69,6 +69,9 @@ lint: $(INSTALLED)  ## ruff check and ruff format --check
 
 bench: $(INSTALLED)  ## the benchmarks; ARGS=--tiny to see only that they run
 	$(PY) -m pytest bench -q --benchmark-only $(ARGS)
+
+docs: $(INSTALLED)  ## the documentation as a site, in build/site
+	$(PY) -m mkdocs build --quiet --strict $(ARGS)
 
 wheel: $(INSTALLED)  ## sdist and wheel of pure Python into dist/
 	MOE_RUNTIME_BUILD_CUDA=0 $(PY) -m build --outdir dist .

@@ -71,7 +71,7 @@ bench: $(INSTALLED)  ## the benchmarks; ARGS=--tiny to see only that they run
 	$(PY) -m pytest bench -q --benchmark-only $(ARGS)
 
 docs: $(INSTALLED)  ## the documentation as a site, in build/site
-	$(PY) -m mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 wheel: $(INSTALLED)  ## sdist and wheel of pure Python into dist/
 	MOE_RUNTIME_BUILD_CUDA=0 $(PY) -m build --outdir dist .

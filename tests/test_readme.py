@@ -1,4 +1,4 @@
-"""What the README says is there: the equation table, the families, the commands, the code blocks, the figures."""
+"""What the README says is there: equations, families, commands, code blocks, the methods' tables, figures, links."""
 
 import importlib
 import json
@@ -18,6 +18,7 @@ from tests.hf.tiny import dense
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "bench" / "results"
 BACKENDS = ("_torch", "_triton")
 
 
@@ -45,11 +46,13 @@ def test_every_op_has_its_line():
 
 
 def test_families_are_those_of_the_code():
-    assert set(re.findall(r"`([a-z0-9_]+)`", section("Which models"))) == set(FAMILIES)
+    table = section("What runs where").split("**Dense models that become mixtures**")[1]
+    assert set(re.findall(r"`([a-z0-9_]+)`", table)) == set(FAMILIES)
 
 
 def test_stock_families_are_those_of_the_installed_transformers():
-    served, others = section("Stock MoE models of transformers").split("Compared with")[1].split("Not served")
+    details = section("What runs where").split("<details>")[1].split("</details>")[0]
+    served, others = details.split("Compared with")[1].split("Not served")
     served, others = (set(re.findall(r"`([a-z0-9_]+)`", text)) - {"patch"} for text in (served, others))
     written_with = re.search(r"transformers ([\d.]+)", (ROOT / "docs" / "families.md").read_text())[1].rstrip(".")
     missing = set(stock_families.FAMILIES) - served
@@ -87,20 +90,78 @@ def test_all_python_blocks_are_run():
 
 
 def test_cpu_figures_are_those_of_the_newest_file():
-    newest = max((ROOT / "bench" / "results").glob("*-cpu.json"))
+    newest = max(RESULTS.glob("*-cpu.json"))
     rows = {
         (bench["name"], name): row
         for bench in json.loads(newest.read_text())["benchmarks"]
         for name, row in bench["extra_info"]["rows"].items()
     }
-    table = section("Speed on the CPU")
-    assert newest.name in table
+    table, page = section("Performance"), (ROOT / "docs" / "performance.md").read_text()
+    assert newest.name in table and newest.name in page
     report = importlib.import_module("moe_runtime.bench.report")
-    for text in (report.cpu_table(rows), report.steps_table(rows), report.goals(rows, report.CPU_GOALS).strip()):
-        assert text in table
+    assert report.cpu_table(rows) in table and report.steps_table(rows) in table
+    assert report.goals(rows, report.CPU_GOALS).strip() in page
+
+
+def box_table(page: str, command: str) -> list[dict[str, str]]:
+    """The rows of the table that a command printed, as docs/ has it: column -> text."""
+    text = (ROOT / "docs" / page).read_text()
+    printed = re.search(rf"^`{re.escape(command)}`\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    lines = [line for line in printed.splitlines() if line[:1] in ("┃", "│")]
+    head, *rows = ([cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines)
+    return [dict(zip([name or "verdict" for name in head], row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(f"{name}-tables.md", id=name) for name in ("xft", "esft", "upit", "ultrafuser")]
+)
+def test_the_methods_tables_are_those_that_were_printed(page):
+    part = next(part for part in section("The four methods").split("\n### ") if f"docs/{page}" in part)
+    command = re.search(r"```bash\n(.*?)\n```", part)[1]
+    printed = {row["method"]: row for row in box_table(page, command.removesuffix(" --seeds 3"))}
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", part, re.MULTILINE)
+    )
+    assert len(rows) >= 5
+    for row in rows:
+        assert row == [printed[row[0]][column] for column in head]
+
+
+def test_hardware_that_is_said_to_compile_does_and_to_run_did():
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in re.findall(r"^\| .*$", section("What runs where"), re.M)
+    ]
+    hardware = {row[0]: row for row in rows if re.search(r"\((sm_|gfx)\w+\)", row[0])}
+    compiled = re.findall(r"^## (sm_\d+|gfx\w+): ", (ROOT / "docs" / "kernels.md").read_text(), re.MULTILINE)
+    assert [re.search(r"\((\w+)\)", name)[1] for name in hardware] == compiled
+    assert {row[2] for row in hardware.values()} == {"yes"}
+    for _, _, _, run, benchmarked in hardware.values():
+        assert (run, benchmarked) == ("not yet", "not yet") or list(RESULTS.glob("*-gpu.json"))
+    if not list(RESULTS.glob("*-gpu.json")):
+        assert "**The kernels have not run on a GPU yet**" in README
 
 
 def test_nothing_is_left_to_fill_in_and_pictures_are_there():
-    assert "<!--" not in README and "held-out functions of the standard library" in section("What the demo prints")
-    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
-        assert (ROOT / path).read_bytes().startswith(b"\x89PNG")
+    assert "<!--" not in README and "held-out functions of the standard library" in section("Two commands")
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert "docs/way.svg" in pictures and "docs/demo.png" in pictures
+    for path in pictures:
+        head = (ROOT / path).read_bytes()[:8]
+        assert head.startswith(b"<svg" if path.endswith(".svg") else b"\x89PNG"), path
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"(?<!!)\[[^]]+\]\(([^)\s]+)\)", README)
+    assert len(links) > 30
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).exists(), link
+        assert not anchor or anchor in anchors((ROOT / path).read_text() if path else README), link

@@ -9,6 +9,9 @@ import torch
 
 from moe_runtime.bench import ours, peers, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
+from moe_runtime.bench.official import OfficialBlock
+from moe_runtime.config import MoEConfig
+from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.moe_mlp import moe_mlp
 
 KIND = "layer"
@@ -81,6 +84,18 @@ class Layer:
         experts.gate_up_proj, experts.down_proj = self.up, self.down
         return lambda: experts(self.x, self.topk_idx, self.topk_weight)
 
+    def official(self):
+        """The experts as the released XFT code runs them, expert by expert, given this routing."""
+        _, H, I, E, K, _ = self.shape
+        moe = MoE(MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K), device="meta")
+        moe.experts.gate_up_proj, moe.experts.down_proj = self.up, self.down
+        block = OfficialBlock(moe)
+
+        def call():
+            return block.run_experts(self.x, self.topk_idx, self.topk_weight.to(self.x.dtype))
+
+        return call, [self.x, *block.parts(), self.topk_weight], self.dout
+
     def dense(self):
         """A gated FFN over as many rows as all experts have together."""
         rows, w1, w2 = (self.buffers[name].detach().requires_grad_() for name in ("rows", "w1", "w2"))
@@ -130,7 +145,8 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     names = [
         name for name in ours.others("moe_mlp", layer.x.dtype) if not CUDA or name != "torch" or layer.shape.T <= EAGER
     ]
-    return found | {f"moe_runtime {name}": layer.ours_on(name) for name in names}, notes
+    found |= {f"moe_runtime {name}": layer.ours_on(name) for name in names}
+    return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

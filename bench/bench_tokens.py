@@ -1,4 +1,4 @@
-"""The experts of a layer at every number of tokens: from one, as in generation, to the batches of training; all implementations.
+"""The experts of a layer at every number of tokens: from one, as in generation, to training's batches; all implementations.
 
 Forward without gradients; bench_tokens_backward.py has the rest. Weights and routing are those of bench_layer.py. Few tokens
 choose few experts, and the bytes are those of the experts that are used.

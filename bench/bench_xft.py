@@ -94,7 +94,8 @@ class Tuned:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         experts = {p for moe in self.blocks["moe_runtime"] for p in moe.experts.parameters()}
-        apart = adamw([p for p in self.model.parameters() if p not in experts] + self._parts())
+        parts = [part for block in self.blocks["official"] for part in block.parts()]
+        apart = adamw([p for p in self.model.parameters() if p not in experts] + parts)
         for moe, block in zip(self.blocks["moe_runtime"], self.blocks["official"]):
             up, down = (stacked.state[stack] for stack in (moe.experts.gate_up_proj, moe.experts.down_proj))
             share(apart, block.weight_gate, up, lambda t: t.chunk(2, 1)[0])
@@ -102,10 +103,6 @@ class Tuned:
             share(apart, block.weight_down, down, lambda t: t)
         apart.state.update({p: stacked.state[p] for p in self.model.parameters() if p not in experts})
         return dict.fromkeys(self.blocks, stacked) | {"official": apart}
-
-    def _parts(self) -> list:
-        blocks = self.blocks["official"]
-        return [p for b in blocks for part in (b.weight_gate, b.weight_up, b.weight_down) for p in part]
 
     def step_of(self, name: str):
         """Return a function that is a training step of the model with that variant's layers."""

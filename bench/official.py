@@ -29,6 +29,10 @@ class OfficialBlock(nn.Module):
         stacks = (*up.chunk(2, 1), down)
         self.weight_gate, self.weight_up, self.weight_down = (nn.ParameterList(list(stack)) for stack in stacks)
 
+    def parts(self) -> list[nn.Parameter]:
+        """Return every expert's matrices."""
+        return [*self.weight_gate, *self.weight_up, *self.weight_down]
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -1,0 +1,66 @@
+"""What a layer's experts keep for the backward pass, in bytes per token, counted and not timed: the same on every device.
+
+Counted are the storages that autograd saves, each once and whole: x, routing weights and ids among them, the experts' weights
+not. "formula KiB/token" is what we promise at most: s H + 2 s I K + 12 K bytes for elements of s bytes. What a package keeps
+past autograd's hooks is not counted; of that "kept MiB" tells, the memory itself.
+"""
+
+import pytest
+import torch
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_layer import DTYPES, Layer
+from moe_runtime.bench.bench_tokens import experts
+
+KIND = "memory"
+ROUNDS = 3  # the times are beside the point
+GPU_SHAPES = {name: shapes.GPU[name]._replace(T=4096) for name in shapes.GPU}
+
+
+def saved_bytes(function, besides) -> int:
+    """Bytes of the distinct storages that a call saves for the backward pass, without those of `besides`."""
+    skip = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in skip:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = function()
+    assert out.requires_grad  # and lives until here: a storage that is given back could be counted twice
+    return sum(saved.values())
+
+
+def formula(layer: Layer) -> int:
+    """Return the bytes per token that ours keeps at most."""
+    _, H, I, _, K, _ = layer.shape
+    size = layer.x.element_size()
+    return size * (H + 2 * I * K) + 12 * K
+
+
+def count(layer: Layer, variant) -> int:
+    """Return what a variant saves; one with leaves of its own has its weights among them."""
+    leaves = [layer.up, layer.down]
+    if isinstance(variant, tuple):
+        leaves += [leaf for leaf in variant[1] if leaf is not layer.x and leaf is not layer.topk_weight]
+    return saved_bytes(layer.forward(variant), leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_saved_memory(interleaved, shape, dtype, request):
+    """The forward pass of a training step."""
+    layer, variants, notes = experts(shape, dtype, request)
+    details = {}
+    for name in list(variants):
+        try:
+            details[name] = {"saved KiB/token": count(layer, variants[name]) / shape.T / 1024}
+        except Exception as error:
+            notes[name] = f"{type(error).__name__}: {error}"
+            del variants[name]
+        if name.startswith("moe_runtime") and name in variants:
+            details[name]["formula KiB/token"] = formula(layer) / 1024
+    functions = {name: layer.forward(variant) for name, variant in variants.items()}
+    interleaved(functions, tokens=shape.T, dtype=dtype, notes=notes, details=details)

@@ -1,0 +1,48 @@
+"""What the benchmarks count themselves: saved bytes against sums by hand, bytes and FLOPs of shapes."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_runtime.bench import bench_layer, bench_memory, bench_xft, shapes
+
+
+def test_saved_bytes_counts_storages_once_and_weights_not():
+    x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+
+    def function():
+        y = x @ weight  # saves both
+        return (y * y[:4].repeat(2, 1)).sum()  # y itself, and the repeated part
+
+    assert bench_memory.saved_bytes(function, [weight]) == x.nbytes + 8 * 4 * 4 + 8 * 4 * 4
+    assert bench_memory.saved_bytes(function, []) == x.nbytes + weight.nbytes + 2 * 8 * 4 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
+    layer = bench_layer.Layer(shapes.Shape(96, 64, 48, 4, 3, shared=True), dtype)
+    kept = {name: bench_memory.count(layer, variant) for name, variant in layer.variants().items()}
+    kept["official"] = bench_memory.count(layer, layer.official())
+    most = layer.shape.T * bench_memory.formula(layer) + 4 * (layer.shape.E + 1)
+    assert kept["moe_runtime"] <= most
+    size = layer.x.element_size()
+    assert kept["moe_runtime"] >= layer.shape.T * size * (64 + 2 * 48 * 3)  # x and the pre-activation
+    for name in kept.keys() - {"moe_runtime"}:
+        assert kept[name] > kept["moe_runtime"], name
+
+
+def test_bytes_of_a_layer_are_those_of_the_experts_that_are_used():
+    one = bench_layer.Layer(shapes.Shape(1, 64, 48, 16, 2), torch.float32)
+    assert one.bytes() == 4 * (2 * 3 * 64 * 48 + 2 * 64)
+    assert one.bytes(backward=True) == 4 * (3 * 2 * 3 * 64 * 48 + 5 * 64)
+
+
+def test_flops_of_a_tuning_step_are_those_of_its_products():
+    size = shapes.TUNING_TINY["tiny"]
+    tuned = bench_xft.Tuned(size, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        tuned.step_of("official")()
+    # the counter sees the router, and nothing of the CPU's attention
+    router = 6 * size.T * size.L * size.H * (size.E - 1)
+    attention = 6 * size.T * size.L * size.length * size.H
+    assert counter.get_total_flops() == bench_xft.flops_of(size) + router - attention

@@ -1,0 +1,128 @@
+"""Where the time of a training step goes: bench_step.py's model, its parts one by one, of all layers together.
+
+A part is a function of its own, with its forward and its backward pass unless it says which, so their sum is not the whole step
+to the millisecond: what is left is residuals, launches and caches. The experts' parts are there for transformers'
+implementations too; the others are the same for all.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_step import DTYPES, IMPLEMENTATIONS, LAYERS, stock, token_ids
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
+
+KIND = "breakdown"
+ROUNDS = 7
+CPU_SHAPES = shapes.STEPS_CPU
+GPU_SHAPES = shapes.STEPS
+
+
+class Step:
+    """A model, its batch and the parts of its step as functions of no argument."""
+
+    def __init__(self, shape, dtype):
+        self.model = stock(shape, dtype, LAYERS)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=CUDA)
+        self.ids = token_ids(shape)
+        self.mlps = [layer.mlp for layer in self.model.model.layers]
+        self.x = torch.randn(*self.ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True)
+        self.rows = self.x.detach().flatten(0, 1).requires_grad_()
+        self.dout = torch.randn_like(self.rows)
+        with torch.no_grad():
+            self.routing = [mlp.gate(self.rows) for mlp in self.mlps]
+        for _, weight, _ in self.routing:
+            weight.requires_grad_()
+        self.gradients = [torch.randn_like(parameter) for parameter in self.model.parameters()]
+
+    def whole(self):
+        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ends(self):
+        """Embedding, last norm, head and loss."""
+        model = self.model
+        ends = (model.model.embed_tokens, model.model.norm, model.lm_head)
+        logits = model.lm_head(model.model.norm(model.model.embed_tokens(self.ids)))
+        loss = model.loss_function(logits=logits, labels=self.ids, vocab_size=model.config.vocab_size)
+        return torch.autograd.grad(loss, [parameter for end in ends for parameter in end.parameters()])
+
+    def attention(self):
+        """All layers, their MoE block taken out."""
+        layers = self.model.model.layers
+        for layer in layers:
+            layer.mlp = nn.Identity()
+        try:
+            leaves = [self.x, *(parameter for layer in layers for parameter in layer.parameters())]
+            out = self.model.model(inputs_embeds=self.x).last_hidden_state
+            return torch.autograd.grad(out, leaves, self.dout.view_as(out))
+        finally:
+            for layer, mlp in zip(layers, self.mlps):
+                layer.mlp = mlp
+
+    def router(self):
+        for mlp in self.mlps:
+            _, weight, _ = mlp.gate(self.rows)
+            torch.autograd.grad(weight, [self.rows, *mlp.gate.parameters()], torch.ones_like(weight))
+
+    def update(self):
+        for parameter, gradient in zip(self.model.parameters(), self.gradients):
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def experts(self, implementation: str):
+        """Return the experts' forward pass and its backward pass, again and again, of one implementation."""
+        layers = [beside(mlp.experts) for mlp in self.mlps]
+
+        def forward():
+            self.model.config._experts_implementation_internal = implementation
+            return [layer(self.rows, idx, weight) for layer, (_, weight, idx) in zip(layers, self.routing)]
+
+        outs = forward()
+        leaves = [[self.rows, weight, *layer.parameters()] for layer, (_, weight, _) in zip(layers, self.routing)]
+
+        def backward():
+            for out, inputs in zip(outs, leaves):
+                torch.autograd.grad(out, inputs, self.dout, retain_graph=True)
+
+        return forward, backward
+
+
+def beside(experts: nn.Module) -> nn.Module:
+    """Return the experts with parameters of their own on the same memory.
+
+    The whole step writes to the weights; a graph that is kept would no longer run, though its time does not depend on them.
+    """
+    new = copy.copy(experts)
+    new._parameters = {name: nn.Parameter(weight.data) for name, weight in experts.named_parameters()}
+    return new
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_step_breakdown(interleaved, shape, dtype):
+    with fits():
+        step = Step(shape, dtype)
+        experts = {name: step.experts(implementation) for name, implementation in IMPLEMENTATIONS.items()}
+
+    def whole():
+        step.model.config._experts_implementation_internal = IMPLEMENTATIONS["moe_runtime"]
+        step.whole()
+
+    ours = experts.pop("moe_runtime")
+    parts = {
+        "whole step": whole,
+        "embedding, head and loss": step.ends,
+        "attention and norms": step.attention,
+        "router": step.router,
+        "experts forward": ours[0],
+        "experts backward": ours[1],
+        "optimizer": step.update,
+    }
+    for name, (forward, backward) in experts.items():
+        parts |= {f"{name}: experts forward": forward, f"{name}: experts backward": backward}
+    interleaved(parts, dtype=dtype)

@@ -82,6 +82,24 @@ TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}  # t
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 32, 48, 4, 3, 2, 100)}
 
 
+class Dense(NamedTuple):
+    """A Llama of L layers, `heads` and V ids, T tokens of a batch; E experts and K per token once it is upcycled."""
+
+    T: int
+    L: int
+    H: int
+    I: int
+    heads: int
+    V: int
+    E: int = 8
+    K: int = 6
+
+
+METHODS_CPU = {"Llama-42M": Dense(1024, 2, 1024, 2816, 16, 8192)}
+METHODS_GPU = {"DSCoder-1.3B": Dense(8192, 24, 2048, 5504, 16, 32256)}
+METHODS_TINY = {"tiny": Dense(32, 2, 32, 48, 2, 100, 4, 3)}
+
+
 def layers() -> dict[str, Shape]:
     """GPU's shapes at every T of TOKENS."""
     return {f"{name}-{T}": shape._replace(T=T) for T in TOKENS for name, shape in GPU.items()}

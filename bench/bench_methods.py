@@ -1,0 +1,200 @@
+"""What the four methods do beside a layer's work that takes a user's time: folders, scores, routing vectors, generation.
+
+Folders (a CPU's work): XFT's upcycling and merging and UpIT's child of two experts, tensor by tensor, against a look at every
+byte that is read and a copy of every byte that is written; "in memory" loads the model, changes it and saves it. ESFT's scores
+against the forward passes alone; a step with UpIT's routing vectors against one without; UltraFuser's answers against those of
+its specialists, one after the other.
+"""
+
+import copy
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_step import stock, token_ids
+from moe_runtime.bench.machine import CUDA, DEVICE, fits
+
+KIND = "method"
+ROUNDS = 5
+CPU_SHAPES, GPU_SHAPES = shapes.STEPS_CPU, shapes.STEPS
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+LAYERS = 4  # of the model that is scored
+PIECE = 16 << 20  # bytes that are read at once
+ROWS, PROMPT, NEW = 4, 32, 16  # of a batch of answers
+
+
+def pytest_generate_tests(metafunc):
+    if "size" in metafunc.fixturenames:
+        tiny = metafunc.config.getoption("--tiny")
+        table = shapes.METHODS_TINY if tiny else shapes.METHODS_GPU if CUDA else shapes.METHODS_CPU
+        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
+
+
+@pytest.fixture
+def folder():
+    """A folder that is gone afterwards; pytest's own would stay."""
+    if CUDA:
+        pytest.skip("a CPU's work: files")
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def llama(size, dtype=DTYPE):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.V, hidden_size=size.H, intermediate_size=size.I, num_hidden_layers=size.L,
+        num_attention_heads=size.heads, num_key_value_heads=size.heads, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    # an answer ends where the benchmark says
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def move(read: list[Path], written: Path, to: Path):
+    """Return a function that reads the folders `read` and copies the folder `written` to `to`; and the bytes of both."""
+
+    def files(folder: Path) -> list[Path]:
+        return [path for path in folder.rglob("*") if path.is_file()]
+
+    buffer = memoryview(bytearray(PIECE))
+
+    def call():
+        for path in (path for folder in read for path in files(folder)):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(written, to)
+
+    return call, sum(path.stat().st_size for folder in (*read, written) for path in files(folder))
+
+
+def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> None:
+    """Measure ways to make the folder `out` of the folders `read`, the first one made beforehand."""
+    next(iter(ways.values()))()
+    floor, bytes = move(read, out, out.with_name("copy"))
+    interleaved({"copy (floor)": floor, **ways}, bytes=bytes, dtype=torch.bfloat16)
+
+
+def bench_xft_upcycle_folder(interleaved, size, folder):
+    """A dense folder to one of 8 experts."""
+    from transformers import LlamaForCausalLM
+
+    from moe_runtime.methods import xft, xft_folders
+
+    dense, out = folder / "dense", folder / "moe"
+    llama(size, torch.bfloat16).save_pretrained(dense)
+    settings = {"num_experts": size.E, "top_k": size.K}
+
+    def in_memory():
+        model = LlamaForCausalLM.from_pretrained(dense, dtype="auto")
+        xft.upcycle(model, **settings)
+        model.save_pretrained(folder / "saved")
+
+    ways = {
+        "moe_runtime": lambda: xft_folders.upcycle_folder(dense, out, overwrite=True, **settings),
+        "moe_runtime, in memory": in_memory,
+    }
+    compare_folders(interleaved, [dense], out, ways)
+
+
+def bench_xft_merge_folder(interleaved, size, folder):
+    """A folder of 8 experts to a dense one."""
+    from transformers import AutoModelForCausalLM
+
+    from moe_runtime.methods import xft, xft_folders
+
+    dense, moe, out = (folder / name for name in ("dense", "moe", "merged"))
+    llama(size, torch.bfloat16).save_pretrained(dense)
+    xft_folders.upcycle_folder(dense, moe, num_experts=size.E, top_k=size.K)
+
+    def in_memory():
+        model = xft.merge(AutoModelForCausalLM.from_pretrained(moe, dtype="auto"))
+        xft.save_dense(model, folder / "saved", overwrite=True)
+
+    ways = {
+        "moe_runtime": lambda: xft_folders.merge_folder(moe, out, overwrite=True),
+        "moe_runtime, in memory": in_memory,
+    }
+    compare_folders(interleaved, [moe], out, ways)
+
+
+def bench_upit_expand_folder(interleaved, size, folder):
+    """Two experts and their base to a child."""
+    from moe_runtime.methods.upit_expansion import expand_experts
+
+    base, *experts = (folder / name for name in ("base", "first", "second"))
+    model = llama(size, torch.bfloat16)
+    model.save_pretrained(base)
+    for expert in experts:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        model.save_pretrained(expert)
+    ways = {"moe_runtime": lambda: expand_experts(experts, 3, folder / "out", base=base, overwrite=True)}
+    compare_folders(interleaved, [base, *experts], folder / "out", ways)
+
+
+def bench_esft_scores(interleaved, shape):
+    """How much a task uses each expert, over as many tokens as a batch has."""
+    from moe_runtime.methods import esft
+
+    with fits():
+        model = stock(shape, DTYPE, LAYERS).eval()
+    ids = token_ids(shape)
+
+    @torch.no_grad()
+    def forward():
+        return model(input_ids=ids, use_cache=False).logits
+
+    variants = {"forward pass (floor)": forward, "moe_runtime": lambda: esft.score_experts(model, [ids], ids.numel())}
+    interleaved(variants, tokens=ids.numel(), dtype=DTYPE)
+
+
+def bench_upit_vectors(interleaved, size):
+    """Loss and gradients of a dense model with routing vectors beside its MLPs, and without."""
+    from moe_runtime.hf.routing_vectors import RoutingVectors, drawn
+
+    with fits():
+        plain = llama(size).train()
+        routed = copy.deepcopy(plain)
+        RoutingVectors(routed, drawn(size.L, size.H, 0.02, 0))
+    ids = torch.randint(0, size.V, (-(-size.T // 1024), min(size.T, 1024)), device=DEVICE)
+
+    def step_of(model):
+        def step():
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            model.zero_grad()
+
+        return step
+
+    variants = {"without vectors (floor)": step_of(plain), "moe_runtime": step_of(routed)}
+    interleaved(variants, tokens=ids.numel(), dtype=DTYPE)
+
+
+def bench_ultrafuser_generate(interleaved, size):
+    """Greedy answers of three specialists fused, and of each by itself, all three in turn."""
+    from moe_runtime.hf.ultrafuser import UltraFuser
+
+    with fits():
+        fuser = UltraFuser([llama(size) for _ in range(3)]).eval()
+    ids = [torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE) for _ in fuser.specialists]
+    mask = torch.ones_like(ids[0])
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+    def each():
+        for model, own in zip(fuser.specialists, ids):
+            model.generate(input_ids=own, attention_mask=mask, **settings)
+
+    variants = {
+        "three specialists (floor)": each,
+        "moe_runtime": lambda: fuser.generate(prompt_ids=ids, prompt_mask=[mask] * len(ids), **settings),
+    }
+    interleaved(variants, tokens=ROWS * NEW, dtype=DTYPE)

@@ -48,6 +48,7 @@ def on_files(files, config):
 def on_page_markdown(markdown, **_):
     """Give a named fence its title, and leave links to files beside docs/ without their address."""
     markdown = re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^```(\w+) \w+=[^\"\s]+$", r"```\1", markdown, flags=re.MULTILINE)
     return re.sub(r"(?<!!)\[([^]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
@@ -100,7 +101,12 @@ def signature(name: str, value) -> str:
         return name
     if len(text) <= 100:
         return text
-    arguments = [str(argument) for argument in inspect.signature(value).parameters.values()]
+    arguments, starred = [], False
+    for argument in inspect.signature(value).parameters.values():
+        if argument.kind is argument.KEYWORD_ONLY and not starred:
+            arguments.append("*")
+        starred = starred or argument.kind in (argument.KEYWORD_ONLY, argument.VAR_POSITIONAL)
+        arguments.append(str(argument))
     result = text[text.rindex(") -> ") :] if ") -> " in text else ")"
     return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + result
 

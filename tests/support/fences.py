@@ -1,0 +1,243 @@
+"""The fenced blocks of the README and of docs/, and the real parsers of the commands in them."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import typer.main
+import yaml
+
+from moe_runtime import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# tools of others, which the tests have not got; docs/evaluation.md says what was tried of them
+ELSEWHERE = {"evalplus.evaluate", "lm_eval"}
+# of pip: what is not ours and stands on a page
+PACKAGES = {"evalplus", "lm-eval", "ziglang"}
+
+
+class Fence(NamedTuple):
+    """A fenced block: `options` is what follows the language, such as file=train.py."""
+
+    page: str
+    line: int
+    language: str
+    options: dict[str, str]
+    text: str
+    before: str  # the line of text above it
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def fences(path: Path) -> list[Fence]:
+    """List the blocks of a page; one that does not end is an error."""
+    found, opened, last = [], None, ""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if opened is None and line.lstrip().startswith("```"):
+            language, *options = line.strip()[3:].split()
+            opened = (number, language, dict(option.split("=", 1) for option in options), [])
+        elif opened is not None and line.strip() == "```":
+            start, language, options, lines = opened
+            found.append(Fence(str(path.relative_to(ROOT)), start, language, options, "".join(lines), last))
+            opened = None
+        elif opened is not None:
+            opened[3].append(line + "\n")
+        elif line.strip():
+            last = line
+    assert opened is None, f"{path}:{opened[0]} does not end"
+    return found
+
+
+ALL = [fence for page in PAGES for fence in fences(page)]
+
+
+def statements(text: str) -> list[list[str]]:
+    """Return the words of each command of a shell block, without comments; pipes and && part commands."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    found = []
+    for line in joined.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for word in lexer:
+            if set(word) <= {"|", "&"}:
+                found.append(words)
+                words = []
+            else:
+                words.append(word)
+        found.append(words)
+    return [words for words in found if words]
+
+
+def check_command(words: list[str], page: str) -> str:
+    """Parse one command with the parser of its program; return the program's name. Raises for what would not run."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        words = words[1:]
+    if not words:
+        return "assignment"
+    program, *arguments = words
+    name = program.removeprefix(".venv/bin/")
+    if name in ELSEWHERE:
+        return name
+    if name == "export":
+        assert all(re.match(r"[A-Z_]+=", argument) for argument in arguments), words
+    elif name in COMMANDS:
+        COMMANDS[name](arguments, page)
+    elif (ROOT / program).is_file():
+        assert not arguments and (ROOT / program).stat().st_mode & 0o100, f"{program} takes nothing, and can be run"
+    else:
+        raise AssertionError(f"{page}: {program} is a command that no test knows")
+    return name
+
+
+def parse_verb(arguments: list[str], page: str = "") -> None:
+    """Parse the words after `moe-runtime` with typer, and those of `train` with TRL."""
+    command, path = typer.main.get_command(cli.app), "moe-runtime"
+    while True:
+        with contextlib.suppress(SystemExit):
+            context = command.make_context(path, list(arguments))
+        if not hasattr(command, "commands"):
+            break
+        name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+        path = f"{path} {name}"
+    if path == "moe-runtime train":
+        import trl
+
+        from moe_runtime.hf import sft
+
+        sft._parse(trl, context.args)
+
+
+def parse_make(arguments: list[str], page: str) -> None:
+    text = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+    for argument in arguments:
+        variable = argument.partition("=")[0]
+        known = (
+            re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text) if "=" in argument else variable in targets
+        )
+        assert known, f"{page}: make knows no {argument}"
+
+
+def parse_python(arguments: list[str], page: str) -> None:
+    if arguments[0] == "-m":
+        module, rest = arguments[1], arguments[2:]
+        if module.startswith("tests."):
+            importlib.import_module(module)
+            assert not rest
+        elif module == "moe_runtime.cli":
+            parse_verb(rest)
+        else:
+            parse_main(module, rest)
+    else:
+        assert any(fence.options.get("file") == arguments[0] for fence in ALL), (
+            f"{page}: nothing is called {arguments[0]}"
+        )
+
+
+def parse_main(module: str, arguments: list[str]) -> None:
+    """Parse with the argparse.ArgumentParser that the module's main makes, and go no further."""
+
+    class Parsed(Exception):
+        pass
+
+    original = argparse.ArgumentParser.parse_args
+
+    def stop(self, args=None, namespace=None):
+        original(self, args, namespace)
+        raise Parsed
+
+    argparse.ArgumentParser.parse_args = stop
+    try:
+        importlib.import_module(module).main(arguments)
+    except Parsed:
+        return
+    finally:
+        argparse.ArgumentParser.parse_args = original
+    raise AssertionError(f"{module}.main parses nothing")
+
+
+def parse_pip(arguments: list[str], page: str) -> None:
+    from pip._internal.commands import create_command
+    from pip._internal.utils.misc import redact_auth_from_url  # noqa: F401, the command's own imports come with it
+
+    action, *rest = arguments
+    options, wanted = create_command(action).parser.parse_args(rest)
+    extras = set(
+        re.findall(
+            r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1], re.M
+        )
+    )
+    for target in [*wanted, *getattr(options, "editables", [])]:
+        name, _, asked = target.partition("[")
+        assert name in (".", "moe-runtime", *PACKAGES), f"{page}: pip wants {name}"
+        assert set(asked.rstrip("]").split(",")) - {""} <= extras, f"{page}: {target} has an extra that is none"
+
+
+def parse_accelerate(arguments: list[str], page: str) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert arguments[0] == "launch"
+    options = launch_command_parser().parse_args(arguments[1:])
+    file = options.config_file
+    assert file is None or (ROOT / file).is_file() or any(fence.options.get("file") == file for fence in ALL), file
+    if options.module:
+        assert options.training_script == "moe_runtime.cli"
+        parse_verb(options.training_script_args)
+    else:
+        parse_python([options.training_script], page)
+
+
+def parse_torchrun(arguments: list[str], page: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    parse_python([get_args_parser().parse_args(arguments).training_script], page)
+
+
+def parse_bash(arguments: list[str], page: str) -> None:
+    script, *words = arguments
+    assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
+    for word in words:
+        assert re.search(rf"^case \$\{{1:-\}} in [^)]*\b{word}\b", (ROOT / script).read_text(), re.MULTILINE), word
+
+
+def parse_pre_commit(arguments: list[str], page: str) -> None:
+    assert arguments == ["install"] and yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+
+
+COMMANDS = {
+    "moe-runtime": parse_verb,
+    "make": parse_make,
+    "python": parse_python,
+    "pip": parse_pip,
+    "accelerate": parse_accelerate,
+    "torchrun": parse_torchrun,
+    "bash": parse_bash,
+    "pre-commit": parse_pre_commit,
+}
+
+
+def run_cli(words: list[str], monkeypatch) -> tuple[int, str, str]:
+    """Run `moe-runtime ...` in this process, NAME=VALUE words first; return exit code, stdout and stderr."""
+    while "=" in words[0] and words[0] != "moe-runtime":
+        monkeypatch.setenv(*words[0].split("=", 1))
+        words = words[1:]
+    assert words[0] == "moe-runtime", words
+    monkeypatch.setattr(sys, "argv", words)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()

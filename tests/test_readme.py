@@ -148,7 +148,25 @@ def test_nothing_is_left_to_fill_in_and_pictures_are_there():
     assert "docs/way.svg" in pictures and "docs/demo.png" in pictures
     for path in pictures:
         head = (ROOT / path).read_bytes()[:8]
-        assert head.startswith(b"<svg" if path.endswith(".svg") else b"\x89PNG"), path
+        assert head.startswith((b"<svg", b"<?xml") if path.endswith(".svg") else b"\x89PNG"), path
+
+
+def test_pictures_of_results_are_those_of_the_newest_files():
+    newest = {kind: max(RESULTS.glob(f"*-{kind}.json"), default=None) for kind in ("cpu", "gpu")}
+    pages = {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+    shown = {
+        (page, name)
+        for page, text in pages.items()
+        for name in re.findall(r"!\[[^]]+\]\((?:bench/)?results/([^)]+)\)", text)
+    }
+    for page, name in shown:
+        assert (RESULTS / name).is_file(), f"{page} shows {name}"
+        assert any(path and name.startswith(f"{path.stem}-") for path in newest.values()), f"{page} shows an old {name}"
+    there = {path.name for path in RESULTS.glob(f"{newest['cpu'].stem}-*.png")}
+    assert {name.rpartition(".")[0] for _, name in shown} >= {name.rpartition(".")[0] for name in there}, (
+        "not all are shown"
+    )
+    assert not there or any(page == "README.md" for page, _ in shown)
 
 
 def anchors(text: str) -> set[str]:

@@ -153,6 +153,7 @@ def rows_of(
             "ms": median * 1e3,
             "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
             "spread": (max(seconds) - min(seconds)) / median,
+            **({"iqr": _iqr(seconds) / median} if len(seconds) >= 4 else {}),
             **({"TFLOP/s": flops / median / 1e12} if flops else {}),
             **({"GB/s": bytes / median / 1e9} if bytes else {}),
             **({"tokens/s": tokens / median} if tokens else {}),
@@ -161,3 +162,9 @@ def rows_of(
         shares = [rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]]
         rows[name] |= {"share": max(shares)} if shares else {}
     return rows
+
+
+def _iqr(values: list[float]) -> float:
+    """Distance of the quartiles: the spread without the rounds that something else disturbed."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low

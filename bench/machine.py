@@ -22,8 +22,12 @@ PACKAGES = ("torch", "triton", "transformers")
 def describe() -> dict[str, str]:
     """Return machine, driver, versions, commit and date."""
     name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
-    versions = {name: _version(name) for name in PACKAGES}
-    return {"machine": name, "driver": _driver(), **versions, "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return {"machine": name, "driver": _driver(), **versions, "commit": commit(), "date": today()}
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d")
 
 
 def commit() -> str:

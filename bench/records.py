@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 from moe_runtime.bench.clock import OUT_OF_TIME
+from moe_runtime.files import read_json
+
+STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
 
 
 class Records:
@@ -33,11 +36,26 @@ class Records:
 
     def done(self) -> set[str]:
         """Return the benchmarks that need not run again."""
-        return {line["name"] for line in self.lines() if "broken" not in line}
+        return {line["name"] for line in self.lines() if STATES & line.keys()}
+
+    def planned(self) -> int:
+        """Return how many benchmarks the last run had before it when it began."""
+        return next((line["planned"] for line in reversed(self.lines()) if "planned" in line), 0)
+
+    def unfinished(self) -> str | None:
+        """Return the benchmark that was running when the process died."""
+        lines = self.lines()
+        return lines[-1]["name"] if lines and "began" in lines[-1] else None
 
     def broken(self, name: str) -> dict[str, str]:
         """Return variant -> how it broke the process, of one benchmark."""
-        return {k: v for line in self.lines() if line["name"] == name for k, v in line.get("broken", {}).items()}
+        return {k: v for line in self.lines() if line.get("name") == name for k, v in line.get("broken", {}).items()}
+
+    def pytest_collection_finish(self, session) -> None:
+        self.write("", planned=len(session.items))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(nodeid.split("::")[-1], began=True)
 
     def pytest_runtest_logreport(self, report) -> None:
         name = report.nodeid.split("::")[-1]
@@ -53,4 +71,7 @@ def benchmarks(path: str | Path) -> list[dict]:
     path = Path(path)
     if path.suffix == ".jsonl":
         return [line for line in Records(path).lines() if "extra_info" in line]
-    return json.loads(path.read_text())["benchmarks"]
+    found = [bench for bench in read_json(path).get("benchmarks", ()) if "rows" in bench.get("extra_info", ())]
+    if not found:
+        raise ValueError(f"path is {path}, which holds no benchmarks; want a file that moe-runtime bench wrote")
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import ceilings, clock, report, resident, shapes
+from moe_runtime.bench import ceilings, clock, goals, report, resident, shapes
 from moe_runtime.bench.records import Records, benchmarks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +68,7 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
     assert details == {"floor": memory, "moe_runtime": memory}
     rows = clock.rows_of(times, details, 4e12, 0, {"TFLOP/s": 800.0, "GB/s": 4000.0})
     assert rows["moe_runtime"] == {
-        "ms": 20.0, "ratio": 2.0, "spread": 0.0, "TFLOP/s": 200.0, **memory, "share": 0.25
+        "ms": 20.0, "ratio": 2.0, "spread": 0.0, "iqr": 0.0, "TFLOP/s": 200.0, **memory, "share": 0.25
     }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def run_bench(*arguments) -> subprocess.CompletedProcess:
 
 def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
     lines, out = tmp_path / "r.jsonl", tmp_path / "out.json"
-    assert "3 skipped" in run_bench("--results", lines, "--budget", 0).stdout and not lines.exists()
+    assert "3 skipped" in run_bench("--results", lines, "--budget", 0).stdout and not Records(lines).done()
     assert "1 passed" in run_bench("--results", lines, "-k", "dalpha").stdout
     done = run_bench("--results", lines)
     assert "2 passed, 1 deselected" in done.stdout, done.stdout[-2000:]
@@ -191,16 +191,16 @@ def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
     assert report.rows_of(out) == report.rows_of(lines)
 
 
-ALL = report.GOALS + report.CPU_GOALS
+ALL = goals.GOALS + goals.CPU_GOALS
 
 
 def goal_rows(share=0.9, ratio=3.0) -> dict:
     """Rows of every benchmark that a goal asks for."""
-    row = {"ms": 1.0, "share": share}
+    row = {"ms": 1.0, "share": share, "ratio": 1.0}
     variants = {
         "moe_runtime": row, "moe_runtime triton": row, "moe_runtime cuda": {"ms": 1 / ratio},
         "transformers grouped_mm": {"ms": ratio},
-        "moe_runtime torch": row | {"peak MiB": 1.0}, report.NAIVE: {"ms": ratio, "peak MiB": 10.0},
+        "moe_runtime torch": row | {"peak MiB": 1.0}, goals.NAIVE: {"ms": ratio, "peak MiB": 10.0},
         "moe_runtime, apart": row | {"kept MiB": 3.0}, "official": {"ms": ratio}, "LoRA per slot": {"ms": ratio},
         "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},
         "all experts (floor)": {"ms": ratio, "kept MiB": 101.0}, "no expert": {"ms": 1.0, "kept MiB": 1.0},
@@ -208,10 +208,10 @@ def goal_rows(share=0.9, ratio=3.0) -> dict:
     return {(name, variant): row for goal in ALL for name in goal.benchmarks for variant, row in variants.items()}
 
 
-@pytest.mark.parametrize("goals", [report.GOALS, report.CPU_GOALS], ids=["gpu", "cpu"])
-def test_goals_met(goals):
-    lines = report.goals(goal_rows(), goals).splitlines()
-    assert len([line for line in lines if line.startswith("| ")]) == len(goals) + 1
+@pytest.mark.parametrize("wanted", [goals.GOALS, goals.CPU_GOALS], ids=["gpu", "cpu"])
+def test_goals_met(wanted):
+    lines = goals.goals(goal_rows(), wanted).splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == len(wanted) + 1
     assert all(
         int(met.split(" of ")[0]) == int(met.split(" of ")[1]) > 0
         for met in (line.split("|")[5] for line in lines[2:-1])
@@ -220,16 +220,25 @@ def test_goals_met(goals):
 
 
 def test_goals_missed():
-    missed = report.goals(goal_rows(share=0.6, ratio=0.9))
+    missed = goals.goals(goal_rows(share=0.6, ratio=0.9))
     assert "bench_forward[XFT-DSCoder-1.3B-16384-bf16] is 0.60, 25% off" in missed
     assert "bench_forward_backward[OLMoE-4096-bf16] is 0.90, 55% off" in missed
-    empty = report.goals({})
+    empty = goals.goals({})
     assert "0 of 0 | 16 |" in empty and "*" not in empty
 
 
 def test_goals_ask_for_benchmarks_that_exist():
     """Their names, as pytest makes them of the functions and the shapes."""
-    whole = {*shapes.layers(), *shapes.plans(), *shapes.GPU, *shapes.CPU, *shapes.FUSION_GPU, *shapes.FUSION_CPU}
+    swept = shapes.sweep(shapes.CPU, shapes.SWEEP_CPU)
+    whole = {
+        *shapes.layers(),
+        *shapes.plans(),
+        *shapes.GPU,
+        *shapes.CPU,
+        *shapes.FUSION_GPU,
+        *shapes.FUSION_CPU,
+        *swept,
+    }
     for goal in ALL:
         for name in goal.benchmarks:
             function, _, rest = name.rstrip("]").partition("[")
@@ -258,7 +267,7 @@ def test_tables_show_what_is_off(tmp_path, capsys):
     report.main([str(path)])
     out = capsys.readouterr().out
     assert "| a | 1.000 ms, 50%, 7 MiB, differs by 5e-01 |" in out and "bench_x[a]: peer: not installed" in out
-    assert "machine H200, ceilings 4300 GB/s" in out and "failed: bench_x[b]: boom" in out
+    assert "machine H200, ceilings 4,300 GB/s" in out and "failed: bench_x[b]: boom" in out
     assert json.loads(path.read_text().splitlines()[0])["name"] == "bench_x[a]"
 
 

@@ -1,0 +1,171 @@
+"""Two results files side by side: how many times the milliseconds of A each variant takes in B, and what is a regression.
+
+A variant is slower only if that is beyond the noise of both runs: its time grew by more than 5 % and by more than the sum of
+the two interquartile ranges of its rounds (half of the ranges from least to most where a file has no quartiles), and so did
+its ratio to the first variant of the benchmark, so that a machine which is slower today is no regression. Memory has no
+noise but the allocator's: the peak is a regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it
+grew by more than 1 %. Variants of ours are those whose names begin with moe_runtime.
+"""
+
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.bench.described import KINDS
+from moe_runtime.bench.records import benchmarks
+
+LEAST = 0.05  # what differs by less differs from run to run
+ROUNDS = 3  # with fewer there is no noise to compare with
+MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}  # column: times and MiB (KiB) that it may grow
+OURS = "moe_runtime"
+SAME = ("machine", "driver", "python", "torch", "triton", "transformers", "tiles")
+
+
+class Row(NamedTuple):
+    """A variant of a benchmark in both files; `grew` names the columns that got worse beyond their noise."""
+
+    benchmark: str
+    kind: str
+    variant: str
+    ms: tuple[float, float]
+    ratio: float
+    noise: float
+    grew: dict[str, float]
+    faster: bool
+
+    @property
+    def regression(self) -> bool:
+        return bool(self.grew) and self.variant.startswith(OURS)
+
+    @property
+    def verdict(self) -> str:
+        """Return slower, more memory, faster or nothing."""
+        if self.grew:
+            return ", ".join(f"{'slower' if name == 'ms' else name} x{times:.2f}" for name, times in self.grew.items())
+        return "faster" if self.faster else ""
+
+
+class Comparison(NamedTuple):
+    """What two files have in common, and what warns of comparing them."""
+
+    rows: list[Row]
+    warnings: list[str]
+    alone: tuple[list[str], list[str]]  # benchmarks that only A has, only B
+
+    @property
+    def regressions(self) -> list[Row]:
+        return [row for row in self.rows if row.regression]
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Compare what both files measured."""
+    one, other = ({bench["name"]: bench["extra_info"] for bench in benchmarks(path)} for path in (a, b))
+    rows = [row for name in one if name in other for row in _rows(name, one[name], other[name])]
+    alone = [name for name in one if name not in other], [name for name in other if name not in one]
+    return Comparison(rows, _warnings(one, other), alone)
+
+
+def _rows(name: str, a: dict, b: dict) -> list[Row]:
+    floor = next(iter(a["rows"]))
+    relative = floor == next(iter(b["rows"]))
+    return [_row(name, a, b, variant, relative and variant != floor) for variant in a["rows"] if variant in b["rows"]]
+
+
+def _row(name: str, a: dict, b: dict, variant: str, relative: bool) -> Row:
+    one, other = a["rows"][variant], b["rows"][variant]
+    ratio = other["ms"] / one["ms"]
+    noise = max(LEAST, _noise(one) + _noise(other)) if min(a["rounds"], b["rounds"]) >= ROUNDS else float("inf")
+    # by the floor of the same rounds, where there is one: the machine's own pace is not the variant's
+    paces = [ratio, other["ratio"] / one["ratio"]] if relative else [ratio]
+    grew = {"ms": ratio} if min(paces) > 1 + noise else {}
+    for column, (times, much) in MEMORY.items():
+        if column in one and column in other:
+            before, now = one[column], other[column]
+            if now > times * before and now - before > much:
+                grew[column] = now / before if before else float("inf")
+    faster = max(paces) < 1 / (1 + noise)
+    return Row(name, b.get("kind", "op"), variant, (one["ms"], other["ms"]), ratio, noise, grew, faster)
+
+
+def _noise(row: dict) -> float:
+    return row["iqr"] if "iqr" in row else row["spread"] / 2
+
+
+def _warnings(one: dict, other: dict) -> list[str]:
+    both = [name for name in one if name in other]
+    if not both:
+        return ["the files have no benchmark in common"]
+    warnings = []
+    for key in SAME:
+        pairs = {(one[name].get(key), other[name].get(key)) for name in both}
+        warnings += [f"{key} differs: {a} and {b}" for a, b in sorted(pairs, key=str) if a != b and None not in (a, b)]
+    few = [name for name in both if min(one[name]["rounds"], other[name]["rounds"]) < ROUNDS]
+    if few:
+        warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds: what is slower there cannot be told")
+    for unit in ("TFLOP/s", "GB/s"):
+        ratios = [
+            other[name]["ceilings"][unit] / one[name]["ceilings"][unit]
+            for name in both
+            if unit in one[name].get("ceilings", ()) and unit in other[name].get("ceilings", ())
+        ]
+        if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
+            warnings.append(f"the machine's own {unit} are {times:.2f} times as many in the second file")
+    return warnings
+
+
+def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]]:
+    """Return kind, variant, number of benchmarks and least, median, most ratio."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row in found.rows:
+        groups.setdefault((row.kind, row.variant), []).append(row.ratio)
+    order = {kind: i for i, kind in enumerate(KINDS)}
+    keys = sorted(groups, key=lambda key: order.get(key[0], len(order)))  # stable: variants as they come
+    return [
+        (*key, len(groups[key]), min(groups[key]), statistics.median(groups[key]), max(groups[key])) for key in keys
+    ]
+
+
+def text(found: Comparison) -> str:
+    """Return the comparison as tables in Markdown, what is worse last."""
+    lines = [f"warning: {warning}" for warning in found.warnings]
+    lines += ["", "| benchmark | variant | A ms | B ms | B / A | noise | |", "|---|---|---|---|---|---|---|"]
+    for row in found.rows:
+        noise = "unknown" if row.noise == float("inf") else f"{row.noise:.0%}"
+        numbers = f"{row.ms[0]:.3f} | {row.ms[1]:.3f} | {row.ratio:.3f} | {noise}"
+        lines.append(f"| {row.benchmark} | {row.variant} | {numbers} | {row.verdict} |")
+    lines += ["", "| kind | variant | benchmarks | least B / A | median | most |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |" for kind, variant, n, a, b, c in by_kind(found)
+    ]
+    lines.append("")
+    lines += [f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names]
+    lines += [f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions]
+    lines += [] if found.regressions else ["no regression of ours"]
+    return "\n".join(lines).strip()
+
+
+def as_json(found: Comparison) -> dict:
+    """Return the comparison as one JSON object; a noise that cannot be told is null."""
+
+    def row_of(row: Row) -> dict:
+        noise = None if row.noise == float("inf") else row.noise
+        grew = {name: None if times == float("inf") else times for name, times in row.grew.items()}
+        a, b = row.ms
+        head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b}
+        return head | {
+            "ratio": row.ratio,
+            "noise": noise,
+            "grew": grew,
+            "regression": row.regression,
+            "verdict": row.verdict,
+        }
+
+    names = ("kind", "variant", "benchmarks", "least", "median", "most")
+    return {
+        "warnings": found.warnings,
+        "rows": [row_of(row) for row in found.rows],
+        "kinds": [dict(zip(names, group)) for group in by_kind(found)],
+        "only_in_a": found.alone[0],
+        "only_in_b": found.alone[1],
+        "regressions": [{"benchmark": row.benchmark, "variant": row.variant} for row in found.regressions],
+    }

@@ -1,0 +1,207 @@
+"""What is wanted of the numbers, on a GPU and on a CPU, and a table of what is met and missed."""
+
+import contextlib
+from typing import NamedTuple
+
+from moe_runtime.bench import shapes
+
+HF = "transformers grouped_mm"
+NAIVE = "sum of logits, cross_entropy (naive)"
+STEPS = ("bench_decoder_layer", "bench_training_step")
+
+
+class Goal(NamedTuple):
+    """What is wanted of a number of each of some benchmarks; `least` or `most`."""
+
+    what: str
+    benchmarks: list[str]
+    value: object  # rows of one benchmark (variant -> row) -> number
+    least: float | None = None
+    most: float | None = None
+
+    def met(self, value: float) -> bool:
+        return value >= self.least if self.most is None else value <= self.most
+
+    def want(self) -> str:
+        return f">= {self.least:g}" if self.most is None else f"<= {self.most:g}"
+
+
+def _layers(function: str, *tokens: int, names=tuple(shapes.GPU)) -> list[str]:
+    return [f"{function}[{name}-{T}-bf16]" for T in tokens for name in names]
+
+
+def _share(rows):
+    return rows["moe_runtime"]["share"]
+
+
+def _faster(variant: str):
+    return lambda rows: rows[variant]["ms"] / rows["moe_runtime"]["ms"]
+
+
+def _of_copy(variant: str):
+    return lambda rows: rows["copy (floor)"]["ms"] / rows[variant]["ms"]
+
+
+def _of_all(rows):
+    return rows["moe_runtime, apart"]["ms"] / rows["all experts (floor)"]["ms"]
+
+
+def _saved(rows):
+    return 1 - _of_all(rows)
+
+
+def _gradients(rows):
+    """What the weights' gradients take beside x's and the gate weights'."""
+    apart, whole, none = (rows[name]["kept MiB"] for name in ("moe_runtime, apart", "all experts (floor)", "no expert"))
+    return (apart - none) / (whole - none)
+
+
+def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
+    return [f"{function}[{name}-{way}]" for name in names for way in ways]
+
+
+def than_triton(rows):
+    return rows["moe_runtime triton"]["ms"] / rows["moe_runtime cuda"]["ms"]
+
+
+FUSED = [f"bench_fused_loss[V=32000-{train}]" for train in ("all", "gate")]
+GOALS = (
+    Goal("forward, share of the matmul ceiling, T >= 16384", _layers("bench_forward", 16384, 65536), _share, 0.80),
+    Goal(
+        "forward + backward, share of the matmul ceiling, T >= 16384",
+        _layers("bench_forward_backward", 16384, 65536), _share, 0.70,
+    ),
+    Goal(
+        "forward + backward, share of the matmul ceiling, T = 4096, small experts",
+        _layers("bench_forward_backward", 4096, names=("OLMoE", "Qwen3-30B-A3B")), _share, 0.45,
+    ),
+    Goal(f"forward + backward, times faster than {HF}", _layers("bench_forward_backward", *shapes.TOKENS), _faster(HF), 2.0),
+    Goal(f"forward, times faster than {HF}: never slower", _layers("bench_forward", *shapes.TOKENS), _faster(HF), 1.0),
+    Goal(
+        f"layer and training step of a stock model, times faster than {HF}: never slower",
+        [f"{function}[{name}-bf16]" for function in STEPS for name in shapes.STEPS], _faster(HF), 1.0,
+    ),
+    Goal(
+        "router, times of its bytes' copy, T = 16384", _each("bench_route", "forward", "backward"),
+        lambda rows: rows["moe_runtime"]["ms"] / rows["copy (floor)"]["ms"], most=2.0,
+    ),
+    Goal(
+        "merge and dalpha, share of the copy's bandwidth", _each("bench_merge_experts", "merge", "dalpha"),
+        _of_copy("moe_runtime triton"), 0.85,
+    ),
+    Goal(
+        "EWA's averaging, share of the copy's bandwidth", [f"bench_average_experts[{name}]" for name in shapes.GPU],
+        _of_copy("moe_runtime triton"), 0.85,
+    ),
+    Goal(
+        "XFT's merge stage, forward + backward of a layer, times faster than the official form",
+        [f"bench_mixing_layer[{name}]" for name in shapes.MIXING], _faster("official"), 2.0,
+    ),
+    Goal(
+        "a fifth of the experts trains: share of the time saved", [f"bench_partly_trained[{name}]" for name in shapes.FINE],
+        _saved, 0.20,
+    ),
+    Goal(
+        "6 of 64 experts train: share of the time saved", ["bench_selected_experts[DeepSeek-V2-Lite]"], _saved, 0.20,
+    ),
+    Goal(
+        "6 of 64 experts train: memory of their gradients, times of all", ["bench_selected_experts[DeepSeek-V2-Lite]"],
+        _gradients, most=0.10,
+    ),
+    Goal(
+        "UltraFuser's loss, 3 x Llama-2-13B, times faster than the naive",
+        [f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]" for T in (2048, 8192) for train in ("all", "gate")],
+        lambda rows: rows[NAIVE]["ms"] / rows["moe_runtime triton"]["ms"], 1.0,
+    ),
+    Goal(
+        "dispatch in CUDA C++, times faster than Triton's, T <= 2048",
+        [f"bench_cuda_kernel[{name}-dispatch]" for name, shape in shapes.plans().items() if shape.T <= 2048],
+        than_triton, 1.0,
+    ),
+)  # fmt: skip
+
+
+def _of_floor(rows):
+    return rows["moe_runtime"]["ratio"]
+
+
+def _of_transformers(rows):
+    """Times of the fastest of transformers' implementations."""
+    theirs = [row["ms"] for name, row in rows.items() if name.startswith("transformers")]
+    if not theirs:
+        raise KeyError("transformers")
+    return rows["moe_runtime"]["ms"] / min(theirs)
+
+
+PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
+LAYERS = {  # times of the floor at most, pass by pass
+    ("coarse", "fp32"): (1.05, 1.12),
+    ("coarse", "bf16"): (1.12, 1.22),
+    ("fine", "fp32"): (1.25, 1.4),
+    ("fine", "bf16"): (1.4, 1.6),
+}
+CPU_LAYERS = [
+    Goal(f"{shape} layer, {dtype}, {what}, times of dense matmuls", [f"{name}[{shape}-{dtype}]"], _of_floor, most=most)
+    for (shape, dtype), limits in LAYERS.items()
+    for (name, what), most in zip(PASSES.items(), limits)
+]
+DECODE = [f"{shape}-{T}" for shape in shapes.CPU for T in shapes.DECODE if T <= 64]
+CPU_GOALS = (
+    *CPU_LAYERS,
+    Goal(
+        "decode, T <= 64, times of the fastest of transformers: never slower",
+        [f"bench_tokens[{name}-{dtype}]" for name in DECODE for dtype in ("fp32", "bf16")],
+        _of_transformers, most=1.0,
+    ),
+    Goal(
+        "XFT's merge stage, a step, times of a dense tuning step", ["bench_mixing_step"],
+        lambda rows: rows["moe_runtime"]["ms"] / rows["dense SFT step (floor)"]["ms"], most=1.25,
+    ),
+    Goal(
+        "a fifth of the experts trains: backward, times of training all", ["bench_partly_trained_backward[fine]"],
+        _of_all, most=0.85,
+    ),
+    Goal(
+        "a fifth of the experts trains: forward + backward, and a step with AdamW, times of training all",
+        ["bench_partly_trained[fine]", "bench_partly_trained_step[fine]"], _of_all, most=0.95,
+    ),
+    Goal(
+        "UltraFuser's loss, forward + backward, times of the naive", FUSED[:1],
+        lambda rows: rows["moe_runtime torch"]["ms"] / rows[NAIVE]["ms"], most=1.0,
+    ),
+    Goal(
+        "its stage 1, times of the naive", FUSED[1:],
+        lambda rows: rows["moe_runtime torch"]["ms"] / rows[NAIVE]["ms"], most=0.6,
+    ),
+    Goal(
+        "its peak memory, share of the naive", FUSED,
+        lambda rows: rows["moe_runtime torch"]["peak MiB"] / rows[NAIVE]["peak MiB"], most=0.35,
+    ),
+    Goal(
+        "LoRA experts on one base, forward + backward, times faster than per slot", ["bench_lora_experts[coarse-both-fp32]"],
+        lambda rows: rows["LoRA per slot"]["ms"] / rows["moe_runtime"]["ms"], 2.5,
+    ),
+)  # fmt: skip
+
+
+def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
+    """Return one line per goal, and one per benchmark that misses it."""
+    lines, missed = ["| goal | want | worst | best | met | not measured |", "|---|---|---|---|---|---|"], []
+    for goal in wanted:
+        values = {}
+        for name in goal.benchmarks:
+            found = {variant: row for (benchmark, variant), row in rows.items() if benchmark == name}
+            with contextlib.suppress(KeyError):
+                values[name] = goal.value(found)
+        met = [name for name, value in values.items() if goal.met(value)]
+        ordered = [f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)]
+        ends = f"{ordered[0]} | {ordered[-1]}" if ordered else " | "
+        left = len(goal.benchmarks) - len(values)
+        lines.append(f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |")
+        limit = goal.least if goal.most is None else goal.most
+        missed += [
+            f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"
+            for name, value in values.items()
+            if name not in met
+        ]
+    return "\n".join([*lines, "", *missed])

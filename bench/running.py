@@ -1,0 +1,167 @@
+"""A run of benchmarks: pytest in a process of its own, its results as they come, and one JSON file in the end."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.bench import machine
+from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.files import atomic_write_json, atomic_write_text
+
+FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
+DEVICE = "gpu" if machine.CUDA else "cpu"
+LOST = 99  # exit code of a process whose CUDA context a variant broke, and who wrote down which
+SETTINGS = (
+    f"--rootdir={FOLDER}", "-c", os.devnull, "--import-mode=importlib", "-p", "no:cacheprovider", "--strict-markers",
+    "-o", "python_files=bench_*.py", "-o", "python_functions=bench_*", "-q", "--tb=short", "--benchmark-columns=median",
+)  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """What a run ended with: the file, and benchmark -> why of those that failed or were skipped."""
+
+    path: Path | None
+    failed: dict[str, str]
+    skipped: dict[str, str]
+
+
+def kinds() -> dict[str, list[Path]]:
+    """Return kind -> files of benchmarks, as each says it in its KIND; none is imported."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(FOLDER.glob("bench_*.py")):
+        said = re.search(r'^KIND = "(\w+)"', path.read_text(), re.MULTILINE)
+        found.setdefault(said[1] if said else "op", []).append(path)
+    return found
+
+
+def files(only: str | None) -> list[Path]:
+    """Return the files of the kinds, or of the names behind bench_, in a list with commas; all without one."""
+    groups = kinds()
+    every = sorted(path for group in groups.values() for path in group)
+    if only is None:
+        return every
+    names = groups | {path.stem.removeprefix("bench_"): [path] for path in every if _name(path) not in groups}
+    chosen = set()
+    for word in (part.strip() for part in only.split(",")):
+        if word not in names:
+            raise ValueError(
+                f"only is {word!r}; want kinds ({', '.join(groups)}) or names ({', '.join(map(_name, every))})"
+            )
+        chosen.update(names[word])
+    return sorted(chosen)
+
+
+def _name(path: Path) -> str:
+    return path.stem.removeprefix("bench_")
+
+
+def place(out: Path | None) -> Path:
+    """Return the JSON file of a run: `out` itself, or one in that folder, named by date, commit and device.
+
+    A run of this commit that was interrupted keeps the name it began with, so that it goes on.
+    """
+    if out is not None and out.suffix == ".json":
+        return out
+    if out is None:
+        out = FOLDER.resolve() / "results" if (machine.ROOT / ".git").exists() else Path("bench-results")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is {out}, which is a file; want a folder, or a name that ends in .json")
+    commit = machine.commit()
+    begun = sorted(out.glob(f"*-{commit}-{DEVICE}.jsonl"))
+    return begun[-1].with_suffix(".json") if begun else out / f"{machine.today()}-{commit}-{DEVICE}.json"
+
+
+def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
+    """Run the files' benchmarks that `lines` does not hold yet; `update(done, total)` hears how far it is.
+
+    A process that dies costs the benchmark that ran in it, and the rest goes on in a new one. Raises RuntimeError where pytest
+    cannot run at all.
+    """
+    records = Records(lines)
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        before = len(records.lines())
+        status, said = _pytest([*map(str, paths), "--results", str(lines), *options], records, update)
+        if status < 0 and (name := records.unfinished()):
+            records.write(name, failed=f"the process died of {signal.Signals(-status).name}")
+        elif status != LOST:
+            break
+        if len(records.lines()) == before:
+            break
+    if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
+        raise RuntimeError(f"pytest ended with {status}:\n{said}")
+
+
+def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
+    """Return the exit status of a process and the end of what it said; Ctrl-C ends it, too."""
+    # pytest-benchmark switches itself off where the environment says that this is a worker of xdist
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    if (machine.ROOT / "tests" / "support").is_dir():  # what mends Triton's interpreter, for --tiny without a GPU
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(machine.ROOT), env.get("PYTHONPATH"))))
+    before = len(records.done())
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *SETTINGS, *arguments], stdout=log, stderr=subprocess.STDOUT, env=env
+        )
+        try:
+            while _still(process):
+                if planned := records.planned():
+                    update(len(records.done()), before + planned)
+        except BaseException:
+            _end(process)
+            raise
+        log.seek(0)
+        return process.returncode, log.read()[-3000:]
+
+
+def _still(process) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    return process.poll() is None
+
+
+def _end(process) -> None:
+    """A terminal's Ctrl-C reaches the process as well; whoever signals this one alone is passed on."""
+    for patience, step in ((2, lambda: process.send_signal(signal.SIGINT)), (10, process.kill), (None, None)):
+        try:
+            process.wait(timeout=patience)
+            return
+        except subprocess.TimeoutExpired:
+            step()
+
+
+def gather(lines: Path, target: Path | None) -> Outcome:
+    """Write what `lines` holds as one JSON file, beside what `target` has of other benchmarks; then `lines` can go.
+
+    What failed stays out of both, so that the same command tries it again.
+    """
+    records = Records(lines)
+    states = {state: {} for state in ("failed", "skipped")}
+    for line in records.lines():
+        for state, names in states.items():
+            if state in line:
+                names[line["name"]] = line[state]
+    if target is None:
+        return Outcome(None, **states)
+    found = {bench["name"]: bench for bench in (*_there(target), *benchmarks(lines))}
+    kept = [{key: bench[key] for key in ("name", "extra_info")} for bench in found.values()]
+    if kept:
+        about = {key: kept[-1]["extra_info"].get(key) for key in machine.describe()}
+        atomic_write_json(target, {"about": about, "benchmarks": kept, **states})
+    if states["failed"]:
+        left = [line for line in records.lines() if not {"failed", "began"} & line.keys()]
+        atomic_write_text(lines, "".join(json.dumps(line) + "\n" for line in left))
+    else:
+        lines.unlink()
+    return Outcome(target if kept else None, **states)
+
+
+def _there(target: Path) -> list[dict]:
+    return benchmarks(target) if target.exists() else []

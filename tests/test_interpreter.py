@@ -1,11 +1,13 @@
 """The interpreter that the kernel tests run in, and what tests/support repairs and watches in it."""
 
+import math
 import os
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.rows import sparse
@@ -147,3 +149,22 @@ def test_races_are_caught(read, what):
 
 def test_unwritten_memory_is_nan():
     assert torch.empty(64).isnan().all()
+
+
+def test_remembered_types_are_those_described_first():
+    """tests/support/interp_fast.py describes each shape once; neither shapes nor elements may get mixed up."""
+    elements = [tl.float32, tl.bfloat16, tl.int32, tl.pointer_type(tl.float32)]
+    for element in elements + elements:
+        for shape in ([4], [4, 8], [8, 4], [4]):
+            block = tl.block_type(element, shape)
+            assert (list(block.shape), block.numel, block.scalar) == (shape, math.prod(shape), element)
+            assert block == tl.block_type(element, tuple(shape)) and block != tl.block_type(element, [2])
+            value = tl.tensor(None, block)
+            assert ([size.value for size in value.shape], value.numel.value) == (shape, math.prod(shape))
+            assert value.type is block and value.dtype == element
+        scalar = tl.tensor(None, element)
+        assert (len(scalar.shape), scalar.numel.value, scalar.dtype) == (0, 1, element)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="power of 2"):
+                tl.block_type(element, [3])
+    assert [interpreter._get_np_dtype(element).name for element in elements] == ["float32", "uint16", "int32", "uint64"]

@@ -7,7 +7,7 @@ dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the packag
 import pytest
 import torch
 
-from moe_runtime.bench import ours, peers, shapes
+from moe_runtime.bench import machine, ours, peers, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.bench.official import OfficialBlock
 from moe_runtime.config import MoEConfig
@@ -18,6 +18,7 @@ KIND = "layer"
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 GPU_SHAPES = shapes.layers()
 EAGER = 4096  # tokens up to which transformers' loop over experts is worth the wait
+BATCHED = 64  # and its batched_mm, which is for decoding
 
 
 class Layer:
@@ -106,23 +107,36 @@ class Layer:
 
         return call, [rows, w1, w2], self.buffers["y"]
 
-    def variants(self):
-        """Return name -> function, or name -> (function, what to differentiate by, gradient of its output)."""
-        functions = {f"transformers {name}": self.transformers(name) for name in ("eager", "grouped_mm")}
-        return {"moe_runtime": self.ours} | functions
+    def variants(self, notes):
+        """Return name -> function, or name -> (function, what to differentiate by, gradient of its output).
+
+        Why others are missing goes into `notes`.
+        """
+        names = ["eager", "grouped_mm", *self.batched(notes)]
+        functions = {f"transformers {name}": self.transformers(name) for name in names}
+        return {"moe_runtime": self.ours} | functions | {"torch grouped_mm": lambda: peers.grouped_mm(self)}
+
+    def batched(self, notes) -> list[str]:
+        """Return batched_mm where it is worth the wait: it gathers the weights of every slot, once more for the gradients."""
+        if self.shape.T > BATCHED:
+            return []
+        T, H, I, _, K, _ = self.shape
+        need, there = 2 * 3 * T * K * H * I * self.x.element_size(), machine.free_memory()
+        if need <= there:
+            return ["batched_mm"]
+        notes["transformers batched_mm"] = (
+            f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are free"
+        )
+        return []
 
     def gpu_variants(self, notes):
         """Return `variants` and those that only a GPU is asked for; why others are missing goes into `notes`."""
-        found = self.variants()
+        found = self.variants(notes)
         if self.shape.T > EAGER:
             del found["transformers eager"]
         if self.shape.shared:
             found["moe_runtime, shared dense"] = self.ours_dense
-        return (
-            found
-            | {"dense FFN": self.dense(), "torch grouped_mm": lambda: peers.grouped_mm(self)}
-            | peers.installed(self, notes)
-        )
+        return found | {"dense FFN": self.dense()} | peers.installed(self, notes)
 
     def ours_dense(self):
         return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, shared="dense")
@@ -140,7 +154,7 @@ class Layer:
 def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     """Return every variant that runs here, and why others do not."""
     notes: dict = {}
-    found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants()
+    found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     # torch's loop on a GPU, as transformers' own
     names = [
         name for name in ours.others("moe_mlp", layer.x.dtype) if not CUDA or name != "torch" or layer.shape.T <= EAGER

@@ -48,7 +48,7 @@ def difference(got, want) -> dict[str, float]:
     """Return the column of how far a result is from that of the variant to compare with, if they can be compared."""
     if want is None or got.shape != want.shape:
         return {}
-    return {"difference": worst_row(got, want)}
+    return {"difference": worst_row(got.detach(), want.detach())}
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import importlib.metadata
+import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -59,6 +61,17 @@ def _version(package: str) -> str:
 
 def _driver() -> str:
     return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
+
+
+def free_memory() -> int:
+    """Return the bytes that the device has left; of a CPU, those that the system would give without swapping."""
+    if CUDA:
+        return torch.cuda.mem_get_info()[0]
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) << 10 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @contextlib.contextmanager

@@ -62,7 +62,33 @@ def _sonicmoe(layer):
     return call, [layer.x, up, down, layer.topk_weight], layer.dout
 
 
-PACKAGES = {"scattermoe": _scattermoe, "liger_kernel": _liger, "sonicmoe": _sonicmoe}
+def _megablocks(layer):
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import ParallelDroplessMLP
+
+    _, H, I, E, K, _ = layer.shape
+    args = Arguments(
+        hidden_size=H, ffn_hidden_size=I, moe_num_experts=E, moe_top_k=K, mlp_type="glu", mlp_impl="grouped",
+        activation_fn=F.silu, bias=False, return_bias=False, fp16=False, bf16=True, device=layer.x.device,
+    )  # fmt: skip
+    experts = ParallelDroplessMLP(args)
+    # theirs are [E * I, H] each, gate, up and down alike
+    gate, up = layer.up.detach().chunk(2, 1)
+    weights = [
+        torch.nn.Parameter(weight.reshape(E * I, H).contiguous())
+        for weight in (gate, up, layer.down.detach().transpose(1, 2))
+    ]
+    experts.mlp.w1, experts.mlp.v1, experts.mlp.w2 = weights
+    idx = layer.topk_idx.to(torch.int32)
+
+    def call():
+        out = experts.forward_once(layer.x[None], layer.topk_weight.to(layer.x.dtype), idx)[0]
+        return out.view_as(layer.x)
+
+    return call, [layer.x, *weights, layer.topk_weight], layer.dout
+
+
+PACKAGES = {"scattermoe": _scattermoe, "liger_kernel": _liger, "sonicmoe": _sonicmoe, "megablocks": _megablocks}
 
 
 def installed(layer, notes: dict) -> dict:

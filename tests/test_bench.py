@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import ceilings, clock, goals, report, resident, shapes
+from moe_runtime.bench import ceilings, clock, goals, machine, peers, report, resident, shapes
+from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.timing import worst_row
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -156,6 +158,44 @@ def test_ceilings_of_a_cpu():
     assert found is ceilings.ceilings(torch.float32, tiny=True) and set(found) == {"TFLOP/s", "GB/s"}
     assert all(value > 0 for value in found.values())
     assert ceilings.ceilings(torch.bfloat16, tiny=True)["GB/s"] == found["GB/s"]
+
+
+@pytest.mark.parametrize(
+    "tokens, free, names, note",
+    [
+        pytest.param(64, 32 << 20, ["batched_mm"], None, id="fits"),
+        pytest.param(64, 1 << 20, [], "gathers 0.0 GiB of weights and gradients, and 0.0 are free", id="does not fit"),
+        pytest.param(65, 32 << 20, [], None, id="nobody would wait"),
+    ],
+)
+def test_batched_mm_runs_where_its_weights_fit(monkeypatch, tokens, free, names, note):
+    layer = Layer(shapes.Shape(tokens, 32, 48, 4, 2), torch.float32)
+    monkeypatch.setattr(machine, "free_memory", lambda: free)
+    notes: dict = {}
+    assert layer.batched(notes) == names and notes.get("transformers batched_mm") == note
+    assert ("transformers batched_mm" in layer.variants(notes)) == bool(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_variants_of_a_layer_agree(dtype):
+    """What is timed side by side computes the same, but for its rounding; gradients of x too."""
+    layer = Layer(shapes.TINY["tiny"], dtype)
+    variants = layer.variants({}) | {"official": layer.official()}
+    assert {"transformers batched_mm", "torch grouped_mm"} <= variants.keys()
+    want, dx = layer.ours().detach(), layer.both(layer.ours)()[0]
+    for name, variant in variants.items():
+        assert worst_row(layer.forward(variant)().detach(), want) < 0.05, name
+        assert worst_row(layer.both(variant)()[0], dx) < 0.05, name
+
+
+def test_peers_that_are_missing_are_noted():
+    notes: dict = {}
+    assert peers.installed(Layer(shapes.TINY["tiny"], torch.float32), notes).keys().isdisjoint(notes)
+    assert notes.keys() <= peers.PACKAGES.keys() and set(notes.values()) <= {"not installed"}
+
+
+def test_memory_that_is_free():
+    assert 1 << 20 < machine.free_memory() < 1 << 50
 
 
 def test_records_know_what_is_done_and_what_broke(tmp_path):

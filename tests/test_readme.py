@@ -1,5 +1,6 @@
 """What the README says is there: equations, families, commands, code blocks, the methods' tables, figures, links."""
 
+import ast
 import importlib
 import json
 import re
@@ -183,3 +184,24 @@ def test_links_lead_somewhere():
         path, _, anchor = link.partition("#")
         assert (ROOT / path).exists(), link
         assert not anchor or anchor in anchors((ROOT / path).read_text() if path else README), link
+
+
+def templates() -> list[re.Pattern]:
+    """What the package may print: its formatted texts, each value any text."""
+    found = []
+    for path in (ROOT / "moe_runtime").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if sum(len(text) for text in texts if isinstance(text, str)) >= 8:
+                found += ["".join(re.escape(text) if isinstance(text, str) else ".*?" for text in texts)]
+    return [re.compile(text) for text in {line for text in found for line in text.split("\\\n")}]
+
+
+def test_what_the_demo_printed_is_what_it_prints():
+    block = re.search(r"```text\n(.*?)```", section("Two commands"), re.DOTALL)[1]
+    lines = [re.sub(r"^\[ *\d+ s\] ", "", line).strip() for line in block.splitlines() if line[:1] not in "┏┃┡│└"]
+    assert len(lines) >= 15
+    known = templates()
+    for line in lines:
+        assert any(pattern.fullmatch(line) for pattern in known), line

@@ -2,10 +2,11 @@
 
 import torch
 
-from moe_runtime.bench.machine import CUDA, DEVICE
+from moe_runtime.bench import ours
+from moe_runtime.bench.machine import DEVICE
 from moe_runtime.ops.averaging import average_experts_
 
-BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+KIND = "op"
 SHARE = 0.3
 
 
@@ -20,8 +21,11 @@ def bench_average_experts(interleaved, shape):
 
     variants = {
         f"moe_runtime {backend}": lambda backend=backend: average_experts_(weight, SHARE, backend=backend)
-        for backend in BACKENDS
+        for backend in ours.runnable("average_experts", weight.dtype)
     }
     interleaved(
-        {"copy (floor)": lambda: target.copy_(source), **variants, "float, mean, lerp": in_torch}, bytes=4 * shape.E * P
+        {"copy (floor)": lambda: target.copy_(source), **variants, "float, mean, lerp": in_torch},
+        bytes=4 * shape.E * P,
+        flops=4 * shape.E * P,  # a sum, a difference, a product, a sum
+        dtype=weight.dtype,
     )

@@ -18,6 +18,7 @@ from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.routing import route
 
+KIND = "op"
 pytestmark = pytest.mark.gpu
 GPU_SHAPES = shapes.plans()
 DTYPE = torch.bfloat16
@@ -84,6 +85,16 @@ class Layer:
             "dalpha": 2 * (E + 1) * H * I,
         }[kernel]
 
+    def flops(self, kernel: str) -> int:
+        """Return its multiplications and additions; a gate's are a softmax's five per logit."""
+        T, H, I, E, K, shared = self.shape
+        return {
+            "route": 5 * T * (E - shared),
+            "dispatch": 0,
+            "combine": 2 * T * K * H * (2 if kernel == "combine_backward" else 1),
+            "merge_experts": 2 * E * H * I,
+        }[KERNELS[kernel]]
+
     def way(self, backend: str):
         """Return the way of the tokens: route, sort, gather, multiply, combine; the product is Triton's in each."""
         product = "triton" if CUDA or backends.interpreted() else "torch"
@@ -114,7 +125,14 @@ def bench_cuda_kernel(interleaved, shape, kernel):
         layer = Layer(shape)
         source, target = random_bytes(layer.bytes(kernel), DEVICE)
         variants = {f"moe_runtime {name}": layer.call(kernel, name) for name in names}
-    interleaved({"copy (floor)": lambda: target.copy_(source), **variants}, bytes=layer.bytes(kernel), notes=notes)
+    interleaved(
+        {"copy (floor)": lambda: target.copy_(source), **variants},
+        bytes=layer.bytes(kernel),
+        flops=layer.flops(kernel),
+        tokens=shape.T,
+        dtype=DTYPE,
+        notes=notes,
+    )
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
@@ -143,7 +161,9 @@ def bench_cuda_plan(interleaved, shape, counted):
 
     names, notes = usable()
     variants = {f"moe_runtime {name}": {"triton": triton, "cuda": ours}[name] for name in names if name != "torch"}
-    interleaved({"copy (floor)": lambda: target.copy_(source), **variants}, bytes=16 * T * K, notes=notes)
+    interleaved(
+        {"copy (floor)": lambda: target.copy_(source), **variants}, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes
+    )
 
 
 def bench_cuda_layer(interleaved, shape):
@@ -159,4 +179,6 @@ def bench_cuda_layer(interleaved, shape):
             torch.mm(h, weight, out=y)
 
         variants = {f"moe_runtime {name}": layer.way(name) for name in names}
-        interleaved({"dense matmuls (floor)": floor, **variants}, flops=4 * T * K * H * I, notes=notes)
+        interleaved(
+            {"dense matmuls (floor)": floor, **variants}, flops=4 * T * K * H * I, tokens=T, dtype=DTYPE, notes=notes
+        )

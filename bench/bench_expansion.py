@@ -2,10 +2,11 @@
 
 import torch
 
-from moe_runtime.bench.machine import CUDA, DEVICE
+from moe_runtime.bench import ours
+from moe_runtime.bench.machine import DEVICE
 from moe_runtime.ops.expansion import dare_merge, gram
 
-BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+KIND = "op"
 
 
 def copies(elements: int):
@@ -22,9 +23,13 @@ def bench_gram(interleaved, shape):
         rows = [expert.float() - base.float() for expert in experts]
         return torch.stack([torch.stack([a.dot(b) for b in rows]) for a in rows])
 
-    variants = {f"moe_runtime {b}": lambda b=b: gram(experts, base, backend=b) for b in BACKENDS}
+    names = ours.runnable("gram", base.dtype)
+    variants = {f"moe_runtime {b}": lambda b=b: gram(experts, base, backend=b) for b in names}
     interleaved(
-        {"copy (floor)": copies((shape.E + 1) * P // 2), **variants, "pair by pair": pairs}, bytes=2 * (shape.E + 1) * P
+        {"copy (floor)": copies((shape.E + 1) * P // 2), **variants, "pair by pair": pairs},
+        bytes=2 * (shape.E + 1) * P,
+        flops=shape.E * (shape.E + 2) * P,  # the differences, and each pair's products once
+        dtype=base.dtype,
     )
 
 
@@ -40,5 +45,11 @@ def bench_dare_merge(interleaved, shape):
         return out.to(base.dtype)
 
     args = {"weights": (0.3, 0.7), "drop": 0.5, "seed": 1, "tensor": "w"}
-    variants = {f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b) for b in BACKENDS}
-    interleaved({"copy (floor)": copies(2 * P), **variants, "float, rand, where": eager}, bytes=8 * P)
+    names = ours.runnable("dare_merge", base.dtype)
+    variants = {f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b) for b in names}
+    interleaved(
+        {"copy (floor)": copies(2 * P), **variants, "float, rand, where": eager},
+        bytes=8 * P,
+        flops=8 * P,  # of each parent a difference, two factors, a sum; not the random bits
+        dtype=base.dtype,
+    )

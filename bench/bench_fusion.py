@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.bench import shapes
+from moe_runtime.bench import ours, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.fusion import fused_cross_entropy
 
-BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+KIND = "op"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 NAIVE = "sum of logits, cross_entropy (naive)"
 
@@ -48,12 +48,19 @@ def _naive(hidden, heads, gate, labels):
 
 
 def _variants(step, frozen) -> dict:
-    ours = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in BACKENDS}
-    return {name: functools.partial(step, loss, frozen) for name, loss in {NAIVE: _naive, **ours}.items()}
+    names = ours.runnable("fused_cross_entropy", DTYPE)
+    losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
+    return {name: functools.partial(step, loss, frozen) for name, loss in {NAIVE: _naive, **losses}.items()}
 
 
 @pytest.mark.parametrize("train", ["all", "gate"])
 def bench_fused_loss(interleaved, step, size, train):
     """Forward and backward; "gate" is stage 1, whose backward pass has no products in either variant."""
-    flops = 2 * size.T * size.V * size.S * size.H * (1 if train == "gate" else 3)
-    interleaved(_variants(step, train == "gate"), flops=flops)
+    passes = 1 if train == "gate" else 3
+    interleaved(
+        _variants(step, train == "gate"),
+        flops=2 * size.T * size.V * size.S * size.H * passes,
+        bytes=DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes,  # states and heads; no logits
+        tokens=size.T,
+        dtype=DTYPE,
+    )

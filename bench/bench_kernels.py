@@ -12,6 +12,7 @@ from moe_runtime.bench.clock import random_bytes
 from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
 
+KIND = "op"
 pytestmark = pytest.mark.gpu
 GPU_SHAPES = shapes.kernels()
 DTYPE = torch.bfloat16
@@ -66,9 +67,16 @@ def bench_product(interleaved, shape, product):
     with fits():
         run, baselines = tuning.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
     floor, grouped = baselines
-    N, K = sizes(product, shape)
+    R, (N, K) = shape.T * shape.K, sizes(product, shape)
     variants = {floor: baselines[floor], "moe_runtime": lambda: run(tile), grouped: baselines[grouped]}
-    interleaved(variants, flops=2 * shape.T * shape.K * N * K, notes={"moe_runtime": tuning.short(tile)})
+    interleaved(
+        variants,
+        flops=2 * R * N * K,
+        bytes=2 * (R * (N + K) + shape.E * N * K),  # rows, result and weights once
+        tokens=shape.T,
+        dtype=DTYPE,
+        notes={"moe_runtime": tuning.short(tile)},
+    )
 
 
 def move(kernel: str, shape):
@@ -101,9 +109,25 @@ def move(kernel: str, shape):
     return lambda: combine.sum_rows(y, at.slot_row, partial, T, K, at.offsets[E:]), 2 * (R + T) * H + 4 * R * (n + 2)
 
 
+def flops_of(kernel: str, shape) -> int:
+    """Return a kernel's multiplications and additions; a gate's are a softmax's five per logit."""
+    T, H, I, E, K, shared = shape
+    gate, merge = 5 * T * (E - shared), 2 * E * H * I
+    return {
+        "merge": merge, "dalpha": merge, "route": gate, "route_backward": gate, "dispatch": 0, "combine": 2 * T * K * H,
+        "sum_rows": T * K * H,
+    }[kernel]  # fmt: skip
+
+
 @pytest.mark.parametrize("kernel", ["dispatch", "combine", "sum_rows", "route", "route_backward", "merge", "dalpha"])
 def bench_moving(interleaved, shape, kernel):
     with fits():
         call, bytes = move(kernel, shape)
         source, target = random_bytes(bytes, DEVICE)
-    interleaved({"copy (floor)": lambda: target.copy_(source), "moe_runtime": call}, bytes=bytes)
+    interleaved(
+        {"copy (floor)": lambda: target.copy_(source), "moe_runtime": call},
+        bytes=bytes,
+        flops=flops_of(kernel, shape),
+        tokens=shape.T,
+        dtype=DTYPE,
+    )

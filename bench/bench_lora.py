@@ -12,6 +12,7 @@ from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.lora import LoRA, lora_mlp
 from moe_runtime.ops.moe_mlp import moe_mlp
 
+KIND = "layer"
 RANK = 16
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 NAMES = ("gate", "up", "down")
@@ -61,6 +62,13 @@ class Layer:
         )
         return moe_mlp(self.x, torch.cat([gate, up], 1), down, self.topk_weight, self.topk_idx)
 
+    def bytes(self, backward: bool) -> int:
+        """Return what is read and written at least: base and pairs, x and out; with their gradients, the base has none."""
+        pairs = sum(half.numel() for pair in self.pairs.values() for half in pair)
+        base = sum(weight.numel() for weight in self.base)
+        elements = base + pairs + 2 * self.x.numel()
+        return self.x.element_size() * (elements + (base + 2 * pairs + 3 * self.x.numel() if backward else 0))
+
     def dense(self):
         gate, up, down = self.base
         return F.linear(F.silu(F.linear(self.x, gate)) * F.linear(self.x, up), down)
@@ -89,9 +97,11 @@ def bench_lora_experts(interleaved, shape, backward, dtype):
                 return function()
         return torch.autograd.grad(function(), layer.leaves(function == layer.dense), layer.dout)
 
-    T, H, I, *_ = shape
     interleaved(
         {name: lambda function=function: step(function) for name, function in functions.items()},
-        flops=6 * T * H * I * (2 if backward else 1),
+        flops=6 * shape.T * shape.H * shape.I * (2 if backward else 1),  # the floor's: the pairs' are not in
+        bytes=layer.bytes(backward),
+        tokens=shape.T,
+        dtype=dtype,
         compare=None if backward else "moe_runtime",
     )

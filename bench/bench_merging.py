@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_runtime.bench import ours
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.merging import merge_experts, merged_linear
 
-BACKENDS = ["torch", "triton"] if CUDA else ["torch"]
+KIND = "op"
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["merge", "dalpha"])
@@ -19,20 +20,30 @@ def bench_merge_experts(interleaved, shape, backward):
     half = (shape.E + 1) * P // 2
     source, target = torch.empty(2, half, dtype=torch.bfloat16, device=DEVICE)
 
-    def step(backend):
-        out = merge_experts(weight, alpha, backend=backend)
-        return torch.autograd.grad(out, alpha, dout) if backward else out
-
     stack = weight.float()
 
     def official():
-        out = torch.mm(stack.t(), alpha[:, None]).view(-1).to(weight.dtype)
-        return torch.autograd.grad(out, alpha, dout) if backward else out
+        return torch.mm(stack.t(), alpha[:, None]).view(-1).to(weight.dtype)
 
-    variants = {f"moe_runtime {backend}": lambda backend=backend: step(backend) for backend in BACKENDS}
+    def variant(merge):
+        if not backward:
+            return merge
+        out = merge()
+        return lambda: torch.autograd.grad(out, alpha, dout, retain_graph=True)
+
+    variants = {
+        f"moe_runtime {backend}": variant(lambda backend=backend: merge_experts(weight, alpha, backend=backend))
+        for backend in ours.runnable("merge_experts", weight.dtype)
+    }
     interleaved(
-        {"copy (floor)": lambda: target.copy_(source), **variants, "fp32 stack, mm, cast (official)": official},
+        {
+            "copy (floor)": lambda: target.copy_(source),
+            **variants,
+            "fp32 stack, mm, cast (official)": variant(official),
+        },
         bytes=2 * (shape.E + 1) * P,
+        flops=2 * shape.E * P,
+        dtype=weight.dtype,
     )
 
 
@@ -44,7 +55,7 @@ def bench_merged_linear(interleaved, shape):
     x.requires_grad_()
     weight = torch.randn(shape.E, shape.I, shape.H, dtype=torch.bfloat16, device=DEVICE) * shape.H**-0.5
     alpha = torch.full([shape.E], 1 / shape.E, device=DEVICE, requires_grad=True)
-    backend = BACKENDS[-1]
+    backend = "triton" if CUDA else "torch"
     merged = merge_experts(weight, alpha.detach(), backend=backend)
     dense = torch.nn.Parameter(merged.clone())
     variants = {
@@ -55,4 +66,7 @@ def bench_merged_linear(interleaved, shape):
     interleaved(
         {name: lambda f=f, p=p: torch.autograd.grad(f(), [x, p], dout) for name, (f, p) in variants.items()},
         flops=6 * T * shape.H * shape.I,
+        bytes=2 * (2 * T * (shape.H + shape.I) + (shape.E + 2) * shape.H * shape.I),
+        tokens=T,
+        dtype=x.dtype,
     )

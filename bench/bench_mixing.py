@@ -14,6 +14,7 @@ from moe_runtime.demo import PRESETS
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
 
+KIND = "method"
 TOKENS = 2048  # of a device's batch in the official hyperparameters: 2 rows of 1024
 GPU_SHAPES = shapes.MIXING
 CPU_SHAPES = {"coarse": shapes.CPU["coarse"]}
@@ -38,7 +39,8 @@ def bench_mixing_step(interleaved, request):
 
         return step
 
-    interleaved({"dense SFT step (floor)": step_of(dense), "moe_runtime": step_of(mergeable)})
+    variants = {"dense SFT step (floor)": step_of(dense), "moe_runtime": step_of(mergeable)}
+    interleaved(variants, tokens=ids.numel(), dtype=torch.float32)
 
 
 def _demo_model(preset, mergeable: bool):
@@ -107,5 +109,10 @@ def bench_mixing_layer(interleaved, shape):
         return step
 
     interleaved(
-        {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)}, compare="official"
+        {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)},
+        flops=18 * T * H * I,
+        bytes=2 * (2 * 3 * E * H * I + 5 * T * H),  # the experts for the merge and for alpha's gradient
+        tokens=T,
+        dtype=torch.bfloat16,
+        compare="official",
     )

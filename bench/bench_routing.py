@@ -9,6 +9,7 @@ from moe_runtime.bench.clock import random_bytes
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.routing import route
 
+KIND = "op"
 pytestmark = pytest.mark.gpu
 
 
@@ -35,4 +36,10 @@ def bench_route(interleaved, shape, backward):
     ours = "triton" if CUDA or backends.interpreted() else "torch"
     with torch.set_grad_enabled(backward):
         variants = {"moe_runtime": variant(ours), "torch": variant("torch")}
-        interleaved({"copy (floor)": lambda: target.copy_(source), **variants}, bytes=bytes)
+        interleaved(
+            {"copy (floor)": lambda: target.copy_(source), **variants},
+            bytes=bytes,
+            flops=2 * T * H * (E - shared) * (2 if backward else 1),
+            tokens=T,
+            dtype=x.dtype,
+        )

@@ -5,12 +5,16 @@ so the ratios are what a user of the drop-in sees, not what the kernels do. The 
 H / 128 heads, and XFT's shared expert is one more routed one, as no stock class has its router.
 """
 
+import contextlib
+import os
+
 import pytest
 import torch
 
-from moe_runtime.bench import shapes
+from moe_runtime.bench import ours, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
+KIND = "step"
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 IMPLEMENTATIONS = {"moe_runtime": "moe_runtime", "transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
 CPU_SHAPES = shapes.STEPS_CPU
@@ -44,17 +48,43 @@ def stock(shape, dtype, layers: int):
 
 
 def with_each(model, run) -> dict:
-    """Return name -> `run` with the model on that implementation."""
+    """Return name -> `run` with the model on that implementation; on a CPU on every backend of ours."""
 
-    def variant(implementation):
+    def variant(implementation, backend=None):
         def call():
             # what set_experts_implementation sets; that one walks through all modules, on the clock
             model.config._experts_implementation_internal = implementation
-            return run()
+            with asked(backend):
+                return run()
 
         return call
 
-    return {name: variant(implementation) for name, implementation in IMPLEMENTATIONS.items()}
+    others = [] if CUDA else ours.others("moe_mlp", model.dtype)
+    variants = {name: variant(implementation) for name, implementation in IMPLEMENTATIONS.items()}
+    return variants | {f"moe_runtime {backend}": variant("moe_runtime", backend) for backend in others}
+
+
+@contextlib.contextmanager
+def asked(backend: str | None):
+    """Let MOE_RUNTIME_BACKEND ask for a backend; None asks for nothing."""
+    before = os.environ.get("MOE_RUNTIME_BACKEND")
+    if backend is not None:
+        os.environ["MOE_RUNTIME_BACKEND"] = backend
+    try:
+        yield
+    finally:
+        if backend is not None:
+            os.environ.pop("MOE_RUNTIME_BACKEND") if before is None else os.environ.update(MOE_RUNTIME_BACKEND=before)
+
+
+def flops_of(model, tokens: int, head: bool) -> int:
+    """Return the multiplications and additions of a forward and a backward pass: products, causal attention, no router."""
+    c = model.config
+    experts = getattr(c, "moe_intermediate_size", c.intermediate_size) * c.num_experts_per_tok
+    projections = 2 * c.hidden_size * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)
+    attention = min(tokens, SEQUENCE) * c.head_dim * c.num_attention_heads
+    per_token = c.num_hidden_layers * (projections + attention + 3 * c.hidden_size * experts)
+    return 6 * tokens * (per_token + head * c.vocab_size * c.hidden_size)
 
 
 def token_ids(shape) -> torch.Tensor:
@@ -75,7 +105,8 @@ def bench_decoder_layer(interleaved, shape, dtype):
     def run():
         return torch.autograd.grad(model(inputs_embeds=x).last_hidden_state, leaves, dout)
 
-    interleaved(with_each(model, run))
+    flops = flops_of(model, ids.numel(), head=False)
+    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,4 +124,5 @@ def bench_training_step(interleaved, shape, dtype):
         optimizer.step()
         return loss.detach()
 
-    interleaved(with_each(model, run))
+    flops = flops_of(model, ids.numel(), head=True)
+    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype)

@@ -7,6 +7,7 @@ from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops.moe_mlp import moe_mlp
 
+KIND = "method"
 GPU_SHAPES = {name: shapes.GPU[name] for name in shapes.FINE}
 CPU_SHAPES = {"fine": shapes.CPU["fine"]}
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -80,17 +81,17 @@ TWO = ("all experts (floor)", "moe_runtime, apart")
 
 def bench_partly_trained(interleaved, shape):
     layer = _fifth(shape)
-    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), THREE))
+    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), THREE), tokens=shape.T, dtype=DTYPE)
 
 
 def bench_partly_trained_backward(interleaved, shape):
     layer = _fifth(shape)
-    interleaved(_functions(layer, layer.backward_of, THREE))
+    interleaved(_functions(layer, layer.backward_of, THREE), tokens=shape.T, dtype=DTYPE)
 
 
 def bench_partly_trained_step(interleaved, shape):
     layer = _fifth(shape)
-    interleaved(_functions(layer, layer.step_of, TWO))
+    interleaved(_functions(layer, layer.step_of, TWO), tokens=shape.T, dtype=DTYPE)
 
 
 def bench_selected_experts(interleaved, shape):
@@ -98,4 +99,6 @@ def bench_selected_experts(interleaved, shape):
     count = max(1, shape.E * 6 // 64)
     with fits():
         layer = Partly(shape, range(shape.E - count, shape.E))
-    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), (*TWO, "no expert")))
+    interleaved(
+        _functions(layer, lambda *way: lambda: layer.both_of(*way), (*TWO, "no expert")), tokens=shape.T, dtype=DTYPE
+    )

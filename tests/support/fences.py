@@ -103,9 +103,10 @@ def check_command(words: list[str], page: str) -> str:
 def parse_verb(arguments: list[str], page: str = "") -> None:
     """Parse the words after `moe-runtime` with typer, and those of `train` with TRL."""
     command, path = typer.main.get_command(cli.app), "moe-runtime"
+    assert not {"--install-completion", "--show-completion"} & set(arguments), "parsing it would do it"
+    arguments = [argument for argument in arguments if argument not in ("--help", "--version")]
     while True:
-        with contextlib.suppress(SystemExit):
-            context = command.make_context(path, list(arguments))
+        context = command.make_context(path, list(arguments))
         if not hasattr(command, "commands"):
             break
         name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
@@ -169,7 +170,6 @@ def parse_main(module: str, arguments: list[str]) -> None:
 
 def parse_pip(arguments: list[str], page: str) -> None:
     from pip._internal.commands import create_command
-    from pip._internal.utils.misc import redact_auth_from_url  # noqa: F401, the command's own imports come with it
 
     action, *rest = arguments
     options, wanted = create_command(action).parser.parse_args(rest)

@@ -16,6 +16,7 @@ from moe_runtime.hf.families import FAMILIES
 from tests.hf import stock as stock_families
 from tests.hf.test_stack import stock
 from tests.hf.tiny import dense
+from tests.support import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -208,3 +209,23 @@ def test_what_the_demo_printed_is_what_it_prints():
     for line in lines:
         assert any(pattern.fullmatch(line) for pattern in known), line
     assert not any(pattern.fullmatch("base: 300 paces in 110 s, held-out loss 4.2837") for pattern in known)
+
+
+def test_figures_are_put_in_their_places():
+    page = "# A\n\nText.\n\n## B\n\n| a | b | c |\n|---|---|---|\n| 1 | 2 | 3 |\n\n* x: 2, 10% off\n\nMore.\n"
+    table = "| a | b | c | d |\n|---|---|---|---|\n| 4 | 5 | 6 | 7 |"
+    changed = figures.put_table(page, table + "\n\n* y: 3, 20% off")
+    assert changed == page.replace(page[page.index("| a") : page.index("\nMore")], table + "\n\n* y: 3, 20% off\n")
+    assert figures.put_table(changed, table) == page.replace(
+        page[page.index("| a") : page.index("\nMore")], table + "\n"
+    )
+    with pytest.raises(ValueError, match="has 0 tables that begin with '| e | f'"):
+        figures.put_table(page, "| e | f | g |\n")
+    shown = figures.put_pictures(page, "## Pictures", ["![p](results/2026-01-01-a-cpu-layer.svg)"])
+    assert shown.index("## Pictures\n\n![p](results/2026-01-01-a-cpu-layer.svg)\n\n## B") > 0
+    again = figures.put_pictures(shown, "## Pictures", ["![p](results/2026-02-02-b-cpu-layer.svg)"])
+    assert again == shown.replace("2026-01-01-a", "2026-02-02-b")
+
+
+def test_captions_are_of_the_pictures_that_are_drawn():
+    assert list(figures.CAPTIONS) == list(importlib.import_module("moe_runtime.bench.pictures").PICTURES)

@@ -125,4 +125,5 @@ def bench_step_breakdown(interleaved, shape, dtype):
     }
     for name, (forward, backward) in experts.items():
         parts |= {f"{name}: experts forward": forward, f"{name}: experts backward": backward}
-    interleaved(parts, dtype=dtype)
+    with fits():
+        interleaved(parts, dtype=dtype)

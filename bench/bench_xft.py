@@ -141,5 +141,5 @@ def flops_of(size) -> int:
 def bench_xft_step(interleaved, size, dtype):
     with fits():
         tuned = Tuned(size, dtype)
-    variants = {name: tuned.step_of(name) for name in tuned.blocks}
-    interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype)
+        variants = {name: tuned.step_of(name) for name in tuned.blocks}
+        interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype)

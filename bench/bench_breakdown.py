@@ -16,7 +16,7 @@ from moe_runtime.bench.bench_step import DTYPES, IMPLEMENTATIONS, LAYERS, stock,
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "breakdown"
-ROUNDS = 7
+ROUNDS = 15 if CUDA else 7
 CPU_SHAPES = shapes.STEPS_CPU
 GPU_SHAPES = shapes.STEPS
 

@@ -15,6 +15,7 @@ from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.moe_mlp import moe_mlp
 
 KIND = "layer"
+ROUNDS = 15 if CUDA else 9
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 GPU_SHAPES = shapes.layers()
 EAGER = 4096  # tokens up to which transformers' loop over experts is worth the wait

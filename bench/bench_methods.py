@@ -19,7 +19,7 @@ from moe_runtime.bench.bench_step import stock, token_ids
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "method"
-ROUNDS = 5
+ROUNDS = 15 if CUDA else 5
 CPU_SHAPES, GPU_SHAPES = shapes.STEPS_CPU, shapes.STEPS
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 LAYERS = 4  # of the model that is scored

@@ -15,6 +15,7 @@ from moe_runtime.bench import ours, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "step"
+ROUNDS = 15 if CUDA else 9
 DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 IMPLEMENTATIONS = {"moe_runtime": "moe_runtime", "transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
 CPU_SHAPES = shapes.STEPS_CPU

@@ -9,10 +9,10 @@ import torch
 
 from moe_runtime.bench import shapes
 from moe_runtime.bench.bench_layer import DTYPES, Layer, variants_of
-from moe_runtime.bench.machine import fits
+from moe_runtime.bench.machine import CUDA, fits
 
 KIND = "tokens"
-ROUNDS = 9
+ROUNDS = 15 if CUDA else 9
 SWEPT = {name: shapes.GPU[name] for name in shapes.SWEPT}
 CPU_SHAPES = shapes.sweep(shapes.CPU, shapes.SWEEP_CPU)
 GPU_SHAPES = shapes.sweep(SWEPT, shapes.SWEEP_GPU)

@@ -1,6 +1,7 @@
 """Every fenced block of the README and of docs/ has a test: run here, run elsewhere, or parsed by its program's parser."""
 
 import ast
+import functools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ import yaml
 from tests.hf.test_stack import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support import official_xft
-from tests.support.fences import ALL, PAGES, ROOT, check_command, fences, parse_verb, statements
+from tests.support.fences import ALL, PAGES, ROOT, check_command, command_line, fences, parse_verb, statements
 
 LANGUAGES = {"bash", "console", "json", "pycon", "python", "text", "yaml"}
 
@@ -115,24 +116,22 @@ def test_commands_within_the_text_are_parsed():
                 continue
             options = [word for word in words if word.startswith("--") and not word.startswith("--help")]
             verb = [word for word in words[1:] if re.fullmatch(r"[a-z-]+[0-9]?", word) and not word.startswith("-")]
-            context = help_of(tuple(verb), page)
             for option in options:
-                assert re.search(rf"{option}\b", context), f"{page.name}: {line}"
+                assert re.search(rf"{option}\b", help_of(tuple(verb))), f"{page.name}: {line}"
+            assert help_of(tuple(verb)), f"{page.name}: {line}"
             found += 1
     assert found > 60
 
 
-def help_of(words: tuple[str, ...], page: Path) -> str:
-    import typer.main
-
-    from moe_runtime import cli
-
-    command, named = typer.main.get_command(cli.app), ["moe-runtime"]
+@functools.cache
+def help_of(words: tuple[str, ...]) -> str:
+    """The help of the verb that the words begin with; raises AssertionError where a group has none of the next one's name."""
+    command, named = command_line(), ["moe-runtime"]
     for word in words:
         children = getattr(command, "commands", {})
         if not children:
             break
-        assert word in children, f"{page.name}: moe-runtime has no {' '.join(named[1:])} {word}"
+        assert word in children, f"{' '.join(named)} has no {word}"
         command = children[word]
         named.append(word)
     return command.get_help(command.make_context(" ".join(named), [], resilient_parsing=True))

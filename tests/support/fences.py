@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -100,9 +101,15 @@ def check_command(words: list[str], page: str) -> str:
     return name
 
 
+@functools.cache
+def command_line():
+    """Return typer's command of `moe-runtime`."""
+    return typer.main.get_command(cli.app)
+
+
 def parse_verb(arguments: list[str], page: str = "") -> None:
     """Parse the words after `moe-runtime` with typer, and those of `train` with TRL."""
-    command, path = typer.main.get_command(cli.app), "moe-runtime"
+    command, path = command_line(), "moe-runtime"
     assert not {"--install-completion", "--show-completion"} & set(arguments), "parsing it would do it"
     arguments = [argument for argument in arguments if argument not in ("--help", "--version")]
     while True:

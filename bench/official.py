@@ -48,7 +48,7 @@ class OfficialBlock(nn.Module):
         ranked = logits.topk(logits.shape[1], dim=1).values
         s = ranked.float().softmax(1)[:, : self.k].to(logits.dtype)
         used = torch.zeros_like(logits, requires_grad=True).scatter(1, chosen, s)
-        self.importance, self.load = used.sum(0), (used > 0).sum(0)
+        self.importance, self.load = used.sum(0).detach(), (used > 0).sum(0)
         shared = torch.ones_like(s[:, 0]) - s[:, 0]
         weight = torch.cat([s.float().softmax(1) * s[:, :1], shared[:, None]], -1).to(logits.dtype)
         return torch.cat([chosen + 1, torch.zeros_like(chosen[:, :1])], -1), weight

@@ -67,8 +67,8 @@ lint: $(INSTALLED)  ## ruff check and ruff format --check
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-bench: $(INSTALLED)  ## the benchmarks; ARGS=--tiny to see only that they run
-	$(PY) -m pytest bench -q --benchmark-only $(ARGS)
+bench: $(INSTALLED)  ## the benchmarks, with tables and pictures; ARGS="--only layer,step", ARGS=--tiny to see only that they run
+	$(PY) -m moe_runtime.cli bench $(ARGS)
 
 docs: $(INSTALLED)  ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

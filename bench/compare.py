@@ -4,7 +4,7 @@ A variant is slower only if that is beyond the noise of both runs: its time grew
 the two interquartile ranges of its rounds (half of the ranges from least to most where a file has no quartiles), and so did
 its ratio to the first variant of the benchmark, so that a machine which is slower today is no regression. Memory has no
 noise but the allocator's: the peak is a regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it
-grew by more than 1 %. Variants of ours are those whose names begin with moe_runtime.
+grew by more than 1 %. Ours are the variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
 
 import statistics
@@ -18,6 +18,7 @@ LEAST = 0.05  # what differs by less differs from run to run
 ROUNDS = 3  # with fewer there is no noise to compare with
 MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}  # column: times and MiB (KiB) that it may grow
 OURS = "moe_runtime"
+PARTS = ("whole step", "router", "experts forward", "experts backward")  # of a breakdown, and ours
 SAME = ("machine", "driver", "python", "torch", "triton", "transformers", "tiles")
 
 
@@ -35,7 +36,9 @@ class Row(NamedTuple):
 
     @property
     def regression(self) -> bool:
-        return bool(self.grew) and self.variant.startswith(OURS)
+        return bool(self.grew) and (
+            self.variant.startswith(OURS) or (self.kind == "breakdown" and self.variant in PARTS)
+        )
 
     @property
     def verdict(self) -> str:

@@ -1,8 +1,8 @@
 """`interleaved`: all variants in turn, round after round, in one process, so that a noisy machine is noisy for all of them.
 
-What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, and the ratio to the first variant (the floor). On a GPU
-it reads CUDA events, adds each variant's peak memory and its share of a ceiling measured in the same process, and takes
-whoever does not run out of the comparison, with a note.
+What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, the ratio to the first variant (the floor), the share of a
+ceiling measured in the same process, and each variant's peak memory. On a GPU it reads CUDA events, and takes whoever does not
+run out of the comparison, with a note. A file's KIND says what it measures, its ROUNDS how many rounds are enough.
 """
 
 import gc
@@ -17,9 +17,7 @@ import torch
 from moe_runtime.bench import clock, described, machine, shapes
 from moe_runtime.bench.ceilings import ceilings
 from moe_runtime.bench.machine import CUDA
-from moe_runtime.bench.records import Records
-
-LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
+from moe_runtime.bench.records import LOST, Records
 
 
 def pytest_addoption(parser):

@@ -6,7 +6,8 @@
 #
 # Each part ends within LIMIT seconds (540) and writes as it goes; called again it does what is left. What it wrote earlier
 # is taken from the output folder ($OUT, else bench/results) or, if that is empty, from bench/results:
-#   gpu-{clock,tests,ops,cuda}.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   DATE-COMMIT-gpu.json and .md   gpu.log
+#   gpu-{clock,tests,ops,cuda}.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   gpu.log
+#   DATE-COMMIT-gpu.json and .md, and the pictures of it where matplotlib is installed
 # SHAPES (all) and TOKENS (16384,4096,65536) of tune, WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -95,8 +96,9 @@ bench() {
         mkdir -p "$XDG_CACHE_HOME/moe_runtime"
         cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
     fi
-    bench_on 3 "$end" layer step || worst=$?
-    bench_on 1 "$end" routing merging mixing averaging trainable fusion lora expansion kernels || worst=$?
+    bench_on 3 "$end" layer xft step || worst=$?
+    bench_on 1 "$end" tokens memory breakdown routing merging mixing averaging trainable fusion lora expansion methods kernels \
+        tokens_backward || worst=$?
     return $worst
 }
 
@@ -126,6 +128,7 @@ goals() {
     local stamp
     stamp=$(date +%Y-%m-%d)-$(git rev-parse --short HEAD 2>/dev/null || echo nogit)
     "$python" -m moe_runtime.bench.report "$lines" --out "$out/$stamp-gpu.json" >"$out/$stamp-gpu.md"
+    "$python" -c 'import matplotlib' 2>/dev/null && "$python" -m moe_runtime.bench.pictures "$out/$stamp-gpu.json" -o "$out"
     "$python" -m moe_runtime.bench.report "$lines" --goals
 }
 

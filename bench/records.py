@@ -6,6 +6,7 @@ from pathlib import Path
 from moe_runtime.bench.clock import OUT_OF_TIME
 from moe_runtime.files import read_json
 
+LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench import machine
-from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.bench.records import LOST, Records, benchmarks
 from moe_runtime.files import atomic_write_json, atomic_write_text
 
 FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
 DEVICE = "gpu" if machine.CUDA else "cpu"
-LOST = 99  # exit code of a process whose CUDA context a variant broke, and who wrote down which
 SETTINGS = (
     f"--rootdir={FOLDER}", "-c", os.devnull, "--import-mode=importlib", "-p", "no:cacheprovider", "--strict-markers",
     "-o", "python_files=bench_*.py", "-o", "python_functions=bench_*", "-q", "--tb=short", "--benchmark-columns=median",

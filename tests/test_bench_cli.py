@@ -67,6 +67,15 @@ def test_a_peer_that_is_slower_is_no_regression_of_ours(tmp_path):
     assert found.rows[1].verdict == "slower x2.00" and found.regressions == []
 
 
+def test_parts_of_a_step_that_we_compute_are_ours(tmp_path):
+    parts = ("whole step", "optimizer", "experts forward", "transformers eager: experts forward")
+    a, b = ({"floor": row(1.0)} | {part: row(ms, ms) for part in parts} for ms in (1.0, 2.0))
+    found = both(tmp_path, a, b)
+    assert found.regressions == []
+    found = compare.compare(*(file_of(tmp_path / f"{n}.json", rows, kind="breakdown") for n, rows in enumerate((a, b))))
+    assert [row.variant for row in found.regressions] == ["whole step", "experts forward"]
+
+
 def test_the_first_variant_may_be_ours_and_files_older(tmp_path):
     def old(ms):
         return {key: value for key, value in row(ms).items() if key != "iqr"}

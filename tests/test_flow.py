@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime import cli, demo
+from moe_runtime.bench import described, report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -109,7 +110,13 @@ def test_every_benchmark_runs(tmp_path):
     out = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT, env=env)
     assert out.returncode == 0, out.stdout[-3000:]
     benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
-    assert len(benchmarks) >= 6
+    files = {Path(benchmark["fullname"].partition("::")[0]).name for benchmark in benchmarks}
+    assert files == {path.name for path in (ROOT / "bench").glob("bench_*.py")}
     for benchmark in benchmarks:
-        rows = benchmark["extra_info"]["rows"]
-        assert any("moe_runtime" in name for name in rows) and all(row["ms"] > 0 for row in rows.values())
+        info = benchmark["extra_info"]
+        ours = "whole step" if info["kind"] == "breakdown" else "moe_runtime"
+        assert any(ours in name for name in info["rows"]) and all(row["ms"] > 0 for row in info["rows"].values())
+        assert info["kind"] in described.KINDS and info["dtype"] in described.DTYPES.values()
+        assert set(info["ceilings"]) == {"TFLOP/s", "GB/s"} and info["commit"]
+    told = report.text([tmp_path / "b.json"])
+    assert all(f"| {benchmark['name'].partition('[')[0]} |" in told for benchmark in benchmarks)

@@ -4,6 +4,7 @@ Triton decides per process: `@triton.jit`, and triton.language's own helpers at 
 when they decorate. So it is set here, before a kernel or a model file of transformers imports triton (torch does not).
 """
 
+import gc
 import os
 import sys
 
@@ -39,7 +40,20 @@ def pytest_report_header() -> str:
     return f"triton kernels: {'interpreted on the CPU' if INTERPRETED else 'on ' + torch.cuda.get_device_name()}"
 
 
+_modules_frozen = 0
+
+
+def _freeze_imports() -> None:
+    """Take what modules hold out of the garbage collector's sight: every training ends with a search of all the rest."""
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen + 20:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _freeze_imports()
     if item.get_closest_marker("gpu") and (INTERPRETED or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA GPU")
 

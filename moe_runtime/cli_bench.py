@@ -1,6 +1,7 @@
 """moe-runtime bench: the benchmarks, their tables and pictures; and two results files side by side."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -107,9 +108,7 @@ def _run(paths: list[Path], target: Path, options: list[str], kept: bool):
 
 def _pictures(path: Path) -> list[Path]:
     """Draw what was measured, where matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if find_spec("matplotlib") is None:
         print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
         return []
     from moe_runtime.bench.pictures import write_pictures

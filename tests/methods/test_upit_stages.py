@@ -1,6 +1,5 @@
 """moe_runtime.methods.upit_stages: each stage is made once, is what its parts alone give, and goes on after a kill."""
 
-import gc
 import json
 import os
 import re
@@ -42,12 +41,10 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Interpreted kernels would take minutes, and so would collecting what was imported, after each of many trainings."""
-    gc.freeze()
+    """Interpreted kernels would take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_RUNTIME_BACKEND", "torch")
         yield Made(tmp_path_factory.mktemp("upit"))
-    gc.unfreeze()
 
 
 def loss_of(made, model) -> float:

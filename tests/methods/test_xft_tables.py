@@ -1,6 +1,5 @@
 """Each table of XFT from real, very small trainings: what it holds, that it goes on after a kill, and what it refuses."""
 
-import gc
 import json
 import math
 import os
@@ -44,12 +43,10 @@ TABLES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Interpreted kernels would take minutes, and so would collecting what was imported, after each of many trainings."""
-    gc.freeze()
+    """Interpreted kernels would take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_RUNTIME_BACKEND", "torch")
         yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -232,7 +232,7 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     end = most or max(values.values())
     for y, name in enumerate(names):
         value, cut = values[name], values[name] > end
-        axes.barh(y, end if cut else value, color=style(name)[0], height=0.72)
+        axes.barh(y, end if cut else value, color=style(name)[0], height=0.72, label=name)
         text = f" {form(value)}" + (" \u2192" if cut else "")
         axes.text(min(value, end), y, text, va="center", fontsize=SMALL, color=INK)
     axes.set_yticks(range(len(names)), names)

@@ -138,10 +138,11 @@ def _stack(axes, bench: Bench) -> None:
                 axes.text(*place, number(one[part]), ha="center", va="center", fontsize=TINY, color=ink)
             left += one[part]
         end = max(left, whole) if y == 0 else left
-        axes.text(end, y, f"  {number(left)} ms", va="center", fontsize=SMALL, color=INK)
+        said = f"  sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"  {number(left)} ms"
+        axes.text(end, y, said, va="center", fontsize=SMALL, color=INK)
     if whole:
         axes.plot([whole, whole], [-0.45, 0.45], color=INK, linewidth=2.5, label=WHOLE)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.4, -0.6)
-    axes.set_xlim(0, widest * 1.18)
+    axes.set_xlim(0, widest * 1.32)
     axes.set_xlabel("ms; grey: the same code for all, measured once; black line: our whole step", fontsize=TINY)

@@ -2,7 +2,7 @@
 
     attainable(x) = min(matmul TFLOP/s, x * copy GB/s)         x = FLOPs / bytes that a benchmark must compute and move
 
-Benchmarks that only move bytes have no place on it; what share of the copy's bandwidth they reach is drawn below.
+What is measured against a copy of the same bytes only moves them; what share of the copy's bandwidth it reaches is drawn below.
 """
 
 import statistics
@@ -11,6 +11,7 @@ from moe_runtime.bench.pictures_style import (
     GREY,
     INK,
     SMALL,
+    STYLES,
     Bench,
     ceiling,
     figure_of,
@@ -26,6 +27,10 @@ from moe_runtime.bench.pictures_style import (
 from moe_runtime.data import require
 
 MARKERS = "osD^vPXh*<>dp8"
+KINDS = ("op", "layer", "tokens")  # whole steps and methods have no single intensity
+OTHER = "best other way of the benchmark"
+OTHER_COLOUR = "#6E6E6E"
+LETTER = 0.014  # width of a letter, in parts of the widest bar
 
 
 def roofline(benches: list[Bench]):
@@ -34,27 +39,47 @@ def roofline(benches: list[Bench]):
     moving: dict[str, list[Bench]] = {}
     for bench in benches:
         info = bench.info
-        if info.get("flops") and info.get("bytes") and {"TFLOP/s", "GB/s"} <= info.get("ceilings", {}).keys():
-            on_roof.setdefault(bench.dtype, []).append(bench)
-        elif info.get("bytes") and not info.get("flops") and "GB/s" in info.get("ceilings", {}):
+        if info.get("kind", "op") not in KINDS:
+            continue
+        if _only_moves(bench):
             moving.setdefault(f"{bench.what}, {bench.dtype}", []).append(bench)
+        elif info.get("flops") and info.get("bytes") and {"TFLOP/s", "GB/s"} <= info.get("ceilings", {}).keys():
+            on_roof.setdefault(bench.dtype, []).append(bench)
     used = [bench for group in (*on_roof.values(), *moving.values()) for bench in group]
     if not used:
         return None
     heights = [3.6] * len(on_roof) + [0.9 + 0.24 * _lines_of(moving)] * bool(moving)
     figure = figure_of("Reached of the machine's ceilings, measured in the same run", used, 2.2 + sum(heights))
     all_axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights).flatten()
-    marker = dict(zip(dict.fromkeys(bench.what for group in on_roof.values() for bench in group), MARKERS * 9))
+    marker = dict(zip(dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9))
     for axes, (dtype, group) in zip(all_axes, on_roof.items()):
         _roof(axes, dtype, group, marker)
     if moving:
         _moving(all_axes[-1], moving)
-    names = {name: None for group in on_roof.values() for b in group for name in shown(b.rows, "TFLOP/s")}
-    names |= {name: None for group in moving.values() for b in group for name in shown(b.rows, "GB/s")}
+    names = [name for group in on_roof.values() for bench in group for name in shown(bench.rows, "TFLOP/s")]
+    names += [name for group in moving.values() for bench in group for name in shown(bench.rows, "GB/s")]
+    patches = key(name for name in map(_named, names) if name != OTHER)
+    if OTHER in map(_named, names):
+        patches.append(require("matplotlib.patches", "bench").Patch(color=OTHER_COLOUR, label=OTHER))
     lines = require("matplotlib.lines", "bench")
     shapes = [lines.Line2D([], [], color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
-    legend(figure, [*key(names), *shapes])
+    legend(figure, [*patches, *shapes])
     return figure
+
+
+def _only_moves(bench: Bench) -> bool:
+    floor = next(iter(bench.rows))
+    moves = not bench.info.get("flops") or floor == "copy (floor)"
+    return bool(moves and bench.info.get("bytes") and "GB/s" in bench.info.get("ceilings", {}))
+
+
+def _named(name: str) -> str:
+    """Return who an implementation is shown as: those that only one benchmark has are all one."""
+    return name if name in STYLES else "moe_runtime" if is_ours(name) else OTHER
+
+
+def _colour(name: str) -> str:
+    return OTHER_COLOUR if _named(name) == OTHER else style(_named(name))[0]
 
 
 def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
@@ -69,9 +94,9 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
         if len(rates) > 1:
             axes.plot([x, x], [min(rates.values()), max(rates.values())], color=GREY, linewidth=0.6, zorder=2)
         for name, rate in rates.items():
-            face = style(name)[0] if is_ours(name) else "white"
+            face = _colour(name) if is_ours(name) else "white"
             axes.plot(
-                x, rate, marker=marker[bench.what], markersize=5.5, color=style(name)[0], markerfacecolor=face,
+                x, rate, marker=marker[bench.label], markersize=5.5, color=_colour(name), markerfacecolor=face,
                 linestyle="", zorder=4 if is_ours(name) else 3, label=f"{bench.function}[{bench.id}] {name}",
             )  # fmt: skip
     _sweeps(axes, group)
@@ -83,7 +108,7 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
 
 
 def _sweeps(axes, group: list[Bench]) -> None:
-    """Join ours of one shape at several numbers of tokens, and say at both ends what they are."""
+    """Join ours of one shape at several numbers of tokens."""
     ways: dict[tuple, list] = {}
     for bench in group:
         if bench.tokens and "TFLOP/s" in bench.rows.get("moe_runtime", {}):
@@ -110,20 +135,24 @@ def _shares(group: list[Bench]) -> dict[str, list[float]]:
 
 
 def _moving(axes, moving: dict[str, list[Bench]]) -> None:
-    y, widest = 0, max(share for group in moving.values() for each in _shares(group).values() for share in each)
+    widest = max(share for group in moving.values() for each in _shares(group).values() for share in each)
+    y, span = 0, max(1.05, widest)
+    end = span * 1.02
     for what, group in moving.items():
         shares = _shares(group)
         axes.text(0, y, what, va="center", fontsize=SMALL, color=INK)
         for name in ordered(shares):
             y += 1
             middle = statistics.median(shares[name])
-            axes.barh(y, middle, color=style(name)[0], height=0.8, label=f"{what}: {name}")
+            axes.barh(y, middle, color=_colour(name), height=0.8, label=f"{what}: {name}")
             if len(shares[name]) > 1:
                 axes.plot(shares[name], [y] * len(shares[name]), "|", color=INK, markersize=7)
-            axes.text(max(shares[name]), y, f"  {middle:.0%}", va="center", fontsize=SMALL, color=INK)
+            said = f"  {middle:.0%}" + (f"  {name}" if name not in STYLES else "")
+            axes.text(max(shares[name]), y, said, va="center", fontsize=SMALL, color=INK)
+            end = max(end, max(shares[name]) + LETTER * len(said) * span)
         y += 1
     axes.axvline(1, color=INK, linewidth=1.6, zorder=1)
-    axes.set_xlim(0, max(1.05, widest) * 1.1)
+    axes.set_xlim(0, end)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.set_yticks([])
     axes.set_ylim(y - 0.4, -0.7)

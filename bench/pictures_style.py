@@ -30,7 +30,10 @@ STYLES = {
     "liger_kernel": ("#7B4FA3", ">"),
     "sonicmoe": ("#7A7A00", "d"),
     "megablocks": ("#6B2737", "*"),
+    "moe_runtime, shared dense": ("#5F6CC4", "8"),
+    "dense FFN": ("#94A34B", "x"),
 }
+REFERENCES = ("dense FFN",)  # what no mixture of experts can be compared with as with its like
 OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
 FLOOR = ("#9A9A9A", "_")
 LABELS = {
@@ -69,13 +72,17 @@ class Bench(NamedTuple):
         return self.info.get("tokens") or (self.info.get("shape") or {}).get("T") or 0
 
     @property
+    def label(self) -> str:
+        """The function in words."""
+        return LABELS.get(self.function) or self.function.removeprefix("bench_").replace("_", " ")
+
+    @property
     def what(self) -> str:
-        """Label of what is measured, whatever the shape: the function and what of its parameters is neither shape nor dtype."""
+        """The function in words, and what of its parameters is neither shape nor dtype."""
         shape, rest = self.info.get("shape") or {}, f"-{self.id}-"
         for part in (f"{shape.get('name')}-{shape.get('T')}", shape.get("name"), self.dtype):
             rest = rest.replace(f"-{part}-", "-", 1) if part else rest
-        label = LABELS.get(self.function) or self.function.removeprefix("bench_").replace("_", " ")
-        return ", ".join([label, *filter(None, [rest.strip("-").replace("-", " ")])])
+        return ", ".join([self.label, *filter(None, [rest.strip("-").replace("-", " ")])])
 
 
 def read(path: str | Path) -> list[Bench]:
@@ -121,7 +128,7 @@ def ordered(names) -> list[str]:
 def shown(rows: dict[str, dict], column: str) -> dict[str, float]:
     """Return {variant: value} of all of our variants and of the best of the others; more is better."""
     values = {name: row[column] for name, row in rows.items() if column in row and not is_floor(name)}
-    others = [name for name in values if not is_ours(name)]
+    others = [name for name in values if not is_ours(name) and name not in REFERENCES]
     best = max(others, key=values.get, default=None)
     return {name: value for name, value in values.items() if is_ours(name) or name == best}
 

@@ -1,10 +1,8 @@
 """Throughput against the number of tokens: a panel per shape, dtype and pass, a line per implementation."""
 
 from moe_runtime.bench.pictures_style import (
-    GREY,
     INK,
     SMALL,
-    TINY,
     Bench,
     figure_of,
     is_floor,
@@ -33,11 +31,14 @@ def throughput(benches: list[Bench]):
     used = [bench for group in found.values() for bench in group]
     columns = min(2, len(found))
     rows = -(-len(found) // columns)
-    figure = figure_of("Experts of one layer: tokens/s against tokens", used, 1.9 + 2.7 * rows)
-    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    groups = sorted(found.items(), key=lambda item: item[0][0])
+    losses = [len(_said(_lost(sorted(group, key=lambda bench: bench.tokens)))) for _, group in groups]
+    heights = [2.7 + 0.15 * max(losses[i : i + columns]) for i in range(0, len(losses), columns)]
+    figure = figure_of("Experts of one layer: tokens/s against tokens", used, 1.9 + sum(heights))
+    all_axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten()
     for axes in all_axes[len(found) :]:
         axes.set_visible(False)
-    for axes, (place, group) in zip(all_axes, sorted(found.items(), key=lambda item: item[0][0])):
+    for axes, (place, group) in zip(all_axes, groups):
         _panel(axes, group)
         plain(axes, f"{place[1]}, {place[2]}: {list(FUNCTIONS.values())[place[0]]}")
     legend(figure, key((name for bench in used for name in _rates(bench)), line=True))
@@ -61,14 +62,22 @@ def _panel(axes, group: list[Bench]) -> None:
     axes.xaxis.minorticks_off()
     axes.set_xlabel("T (1k = 1024)", fontsize=SMALL)
     axes.set_ylabel(RATE, fontsize=SMALL)
-    lost = [one for bench in group if (one := loss(bench)) is not None]
+    lost = _lost(group)
     if lost:
         places = [(T, rate) for T, _, rate, _ in lost]
         axes.plot(*zip(*places, strict=True), "o", markersize=11, markerfacecolor="none", color=INK, label="faster")
-        lines = [f"T={T}: {name} {ratio:.2f}x" for T, name, _, ratio in lost]
-        left = [f"and {len(lines) - LOSSES} more"] if len(lines) > LOSSES else []
-        text = "\n".join(["faster than ours (rings):", *lines[:LOSSES], *left])
-        axes.text(0.98, 0.03, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=TINY, color=GREY)
+        axes.set_xlabel("\n".join(["T (1k = 1024)", *_said(lost)]), fontsize=SMALL)
+
+
+def _lost(group: list[Bench]) -> list[tuple]:
+    return [one for bench in group if (one := loss(bench)) is not None]
+
+
+def _said(lost: list[tuple]) -> list[str]:
+    """Say who is faster than ours, where and by how much."""
+    lines = [f"T = {_tokens(T)}: {name} {ratio:.2f} times ours" for T, name, _, ratio in lost]
+    left = [f"and {len(lines) - LOSSES} more (rings)"] if len(lines) > LOSSES else []
+    return lines[:LOSSES] + left
 
 
 def _tokens(T: int) -> str:

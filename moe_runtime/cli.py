@@ -7,13 +7,28 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime import cli_esft, cli_esft_tables, cli_fuser, cli_tune, cli_upit, cli_xft
+from moe_runtime import (
+    __version__,
+    cli_bench,
+    cli_esft,
+    cli_esft_tables,
+    cli_fuser,
+    cli_tune,
+    cli_upit,
+    cli_xft,
+    config,
+    interruption,
+    progress,
+)
+from moe_runtime.cli_verbs import Ends, GoesOn, Whole, choices, numbers, recipes, verb
+from moe_runtime.terminal import jsonable
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Mixture-of-Experts runtime: upcycle a dense model, tune it, learn how to mix its experts, merge it to a dense one.",
+    epilog="Example: moe-runtime demo --preset tiny",
 )
 
 Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
@@ -24,9 +39,27 @@ SharedRate = Annotated[float, typer.Option(help="lambda: the shared expert's mix
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
 
 
-@app.command(epilog="Example: moe-runtime demo --preset tiny")
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"moe-runtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+):
+    pass
+
+
+@verb(app, example="moe-runtime demo --preset tiny", kept=Whole("out"))
 def demo(
-    preset: Annotated[str, typer.Option(help="small (minutes on two cores) or tiny (seconds).")] = "small",
+    preset: Annotated[
+        str,
+        typer.Option(help="small (minutes on two cores) or tiny (seconds).", autocompletion=choices("small", "tiny")),
+    ] = "small",
     out: Annotated[Path, typer.Option(help="Folder for the models, the table and the picture.")] = Path("runs/demo"),
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -35,28 +68,39 @@ def demo(
     # one GPU is enough, and Trainer would spread a single process over all that it sees; before torch looks
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     from moe_runtime.demo import run
+    from moe_runtime.files import read_json
 
     run(preset, out, seed=seed, overwrite=overwrite)
+    return {"path": out} | read_json(out / "results.json")
 
 
-@app.command(epilog="Example: moe-runtime upcycle llama-1b llama-1b-moe --num-experts 8 --top-k 6")
+@verb(app, example="moe-runtime upcycle llama-1b llama-1b-moe --num-experts 8 --top-k 6", kept=Whole("target"))
 def upcycle(
     source: Source,
     target: Target,
     num_experts: Annotated[int, typer.Option(help="Experts per layer, the shared one counted.")] = 8,
     top_k: Annotated[int, typer.Option(help="Experts per token, the shared one counted.")] = 6,
     preset: Annotated[
-        str, typer.Option(help="What the options below are unless given: xft-paper, or xft-official for its code's.")
+        str,
+        typer.Option(
+            help="What the options below are unless given: xft-paper, or xft-official for its code's.",
+            autocompletion=choices(*config.PRESETS),
+        ),
     ] = "xft-paper",
     gate: Annotated[
         str | None,
-        typer.Option(help="xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."),
+        typer.Option(
+            help="xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk.",
+            autocompletion=choices(*config.GATES),
+        ),
     ] = None,
-    router: Annotated[str | None, typer.Option(help="linear or mlp.")] = None,
+    router: Annotated[str | None, typer.Option(help="linear or mlp.", autocompletion=choices(*config.ROUTERS))] = None,
     noisy_gate: Annotated[
         bool | None, typer.Option("--noisy-gate/--no-noisy-gate", help="Noise on the router logits while training.")
     ] = None,
-    balance_loss: Annotated[str | None, typer.Option(help="none, cv2 or switch.")] = None,
+    balance_loss: Annotated[
+        str | None, typer.Option(help="none, cv2 or switch.", autocompletion=choices(*config.BALANCE_LOSSES))
+    ] = None,
     balance_loss_coef: Annotated[float | None, typer.Option(help="Weight of the balance loss.")] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to upcycle, such as 0-3,8; all by default.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Load both models and compare their logits.")] = False,
@@ -79,19 +123,21 @@ def upcycle(
             f"balance_loss is {settings['balance_loss']!r}, balance_loss_coef is {settings['balance_loss_coef']}; want "
             "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
         )
-    with _progress("upcycling") as progress:
+    with progress.bar("upcycling", "B") as update:
         receipt = xft_folders.upcycle_folder(
-            source, target, layers=_numbers(layers), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite,
-            progress=progress, num_experts=num_experts, top_k=top_k, **settings,
+            source, target, layers=numbers(layers), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite,
+            progress=update, num_experts=num_experts, top_k=top_k, **settings,
         )  # fmt: skip
     _say(receipt)
+    error = None
     if check:
         error = xft_folders.compare_folders(source, target)
         typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
+    return jsonable(receipt) | {"logits_error": error}
 
 
-@app.command(epilog="Example: moe-runtime to-mergeable tuned mergeable --shared-rate 0.75")
+@verb(app, example="moe-runtime to-mergeable tuned mergeable --shared-rate 0.75", kept=Whole("target"))
 def to_mergeable(
     source: Source,
     target: Target,
@@ -103,18 +149,19 @@ def to_mergeable(
     """Make a tuned mixture mergeable: its MLP weights become a mixture of the experts with logits to train."""
     from moe_runtime.methods import xft_folders
 
-    with _progress("writing") as progress:
+    with progress.bar("writing", "B") as update:
         receipt = xft_folders.mergeable_folder(
             source, target, shared_rate=shared_rate, soup=soup, max_shard_size=max_shard_size, overwrite=overwrite,
-            progress=progress,
+            progress=update,
         )  # fmt: skip
     _say(receipt)
     typer.echo(
         f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime merge mixed dense"
     )
+    return receipt
 
 
-@app.command(epilog="Example: moe-runtime merge mixed dense")
+@verb(app, example="moe-runtime merge mixed dense", kept=Whole("target"))
 def merge(
     source: Source,
     target: Target,
@@ -131,19 +178,21 @@ def merge(
     """Merge the experts to a dense model of the base's own architecture, with the learned or the initial coefficients."""
     from moe_runtime.methods import xft_folders
 
-    with _progress("merging") as progress:
+    with progress.bar("merging", "B") as update:
         receipt = xft_folders.merge_folder(
             source, target, shared_rate=shared_rate, alpha=_alpha(alpha), max_shard_size=max_shard_size,
-            overwrite=overwrite, progress=progress,
+            overwrite=overwrite, progress=update,
         )  # fmt: skip
     _say(receipt)
     for layer, row in zip(receipt.layers, receipt.alpha):
         typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
+    return receipt
 
 
-@app.command(
+@verb(
+    app,
+    example="moe-runtime train --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    epilog="Example: moe-runtime train --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
 )
 def train(context: typer.Context):
     """Tune a model folder with TRL's SFT command; all its flags work, and --config train.yaml (see train --help)."""
@@ -152,10 +201,10 @@ def train(context: typer.Context):
     require("trl")
     from moe_runtime.hf.training import train_command
 
-    train_command(context.args)
+    return {"path": train_command(context.args)}
 
 
-@app.command(epilog="Example: moe-runtime stats olmoe --data pairs.jsonl --out runs/stats")
+@verb(app, example="moe-runtime stats olmoe --data pairs.jsonl --out runs/stats")
 def stats(
     source: Source,
     data: Annotated[
@@ -182,12 +231,24 @@ def stats(
     if warning := found.warning():
         typer.echo(f"warning: {warning}", err=True)
     typer.echo("wrote " + ", ".join(str(out / name) for name in FILES))
+    layers = [
+        {"layer": layer, "slots": counts, "dead": int(dead.sum()), "max_violation": violation, "entropy": entropy}
+        for layer, counts, dead, violation, entropy in zip(
+            found.layers, found.routed, found.dead, found.max_violation.tolist(), found.entropy.tolist()
+        )
+    ]
+    return {"layers": layers, "warning": found.warning(), "files": [out / name for name in FILES]}
 
 
-@app.command(epilog="Example: moe-runtime run deepseek-coder-1.3b --out runs/deepseek")
+@verb(app, example="moe-runtime run deepseek-coder-1.3b --out runs/deepseek", kept=GoesOn())
 def run(
     recipe: Annotated[
-        str, typer.Argument(help="A YAML file, or the name of a recipe that comes along.", show_default=False)
+        str,
+        typer.Argument(
+            help="A YAML file, or the name of a recipe that comes along.",
+            show_default=False,
+            autocompletion=choices(recipes()),
+        ),
     ],
     out: Annotated[
         Path, typer.Option(help="Folder for the models and their results; a later run goes on there.")
@@ -206,46 +267,32 @@ def run(
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # as in demo
     from moe_runtime.methods import runs
 
-    runs.run(recipe, out, seed=seed)
+    return {"out": out, "results": runs.run(recipe, out, seed=seed)}
 
 
-@app.command(epilog="Example: moe-runtime doctor")
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False):
-    """Print versions, devices, and for each op the backend that would run it here and why."""
-    from moe_runtime import backends
+@verb(app, example="moe-runtime doctor")
+def doctor():
+    """Print versions, devices, the backend of each op and why, and what is broken with its mend; then the exit code is 1."""
+    from moe_runtime import diagnosis
 
-    report = backends.doctor()
-    if json:
-        from json import dumps
-
-        return typer.echo(dumps(report, indent=2))
+    report = diagnosis.report()
     for title, rows in report.items():
         typer.echo(title)
         for name, value in rows.items():
             typer.echo(f"  {name:22s}{value}")
-    return None
+    if not report["problems"]:
+        typer.echo("  none")
+    return Ends(report, 1 if report["problems"] else 0)
 
 
-app.command(epilog=cli_tune.EPILOG)(cli_tune.tune)
+verb(app, example=cli_tune.EXAMPLE, kept=cli_tune.KEPT)(cli_tune.tune)
+verb(app, example=cli_bench.EXAMPLE, kept=cli_bench.KEPT)(cli_bench.bench)
 app.add_typer(cli_xft.app, name="xft")
 cli_esft_tables.mount(cli_esft.app)
 app.add_typer(cli_esft.app, name="esft")
 app.add_typer(cli_upit.app, name="upit")
-app.command(epilog=cli_fuser.FUSE)(cli_fuser.fuse)
+verb(app, example=cli_fuser.FUSE, kept=Whole("out"))(cli_fuser.fuse)
 app.add_typer(cli_fuser.app, name="fuser")
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    """Parse 0-3,8 to [0, 1, 2, 3, 8]."""
-    if text is None:
-        return None
-    numbers = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.strip().isdigit() or (dash and not last.strip().isdigit()):
-            raise ValueError(f"layers is {text!r}; want numbers and ranges such as 0-3,8")
-        numbers += range(int(first), int(last if dash else first) + 1)
-    return numbers
 
 
 def _alpha(text: str | None) -> str | list[float] | None:
@@ -255,28 +302,6 @@ def _alpha(text: str | None) -> str | list[float] | None:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"alpha is {text!r}; want 'uniform' or numbers such as 0.75,0.125,0.125") from None
-
-
-def _progress(title: str):
-    """A progress bar over bytes; on a terminal only, so that logs stay short."""
-    from contextlib import contextmanager
-
-    @contextmanager
-    def bar():
-        if not sys.stderr.isatty():
-            yield None
-            return
-        from tqdm import tqdm
-
-        with tqdm(desc=title, unit="B", unit_scale=True, leave=False) as progress:
-
-            def update(done: int, total: int) -> None:
-                progress.total = total
-                progress.update(done - progress.n)
-
-            yield update
-
-    return bar()
 
 
 def _say(receipt) -> None:
@@ -291,18 +316,19 @@ def _say(receipt) -> None:
 
 
 def main() -> None:
-    """Run the command line; bad input ends in one line on stderr and exit code 1, Ctrl-C in 130."""
+    """Run the command line; bad input ends in one line on stderr and exit code 1, Ctrl-C in 130, SIGTERM in 143."""
     try:
-        app()
+        with interruption.sigterm_raises():
+            app()
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("MOE_RUNTIME_DEBUG"):
             raise
         message = str(error).replace("overwrite=True", "--overwrite")
         print(f"error: {message}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        print(interruption.word_of(stop), file=sys.stderr)
+        sys.exit(interruption.code_of(stop))
 
 
 if __name__ == "__main__":

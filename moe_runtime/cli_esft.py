@@ -1,17 +1,19 @@
 """moe-runtime esft: score experts, select some, train those alone, and put the adapter into its base."""
 
 import os
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moe_runtime import progress
+from moe_runtime.cli_verbs import PROMPTS, GoesOn, Whole, choices, numbers, verb
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="ESFT: tune only the experts of a mixture that a task uses, ship those alone; and the paper's tables and figures.",
+    epilog="Example: moe-runtime esft main --seeds 3",
 )
 
 Model = Annotated[Path, typer.Argument(help="Folder of the model, any mixture of experts.", show_default=False)]
@@ -24,15 +26,48 @@ Data = Annotated[
 ]
 MaxLength = Annotated[int, typer.Option(help="Tokens of a sample.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Join rows to samples of that length.")]
-Prompt = Annotated[str, typer.Option(help="How prompts are put: plain, deepseek, chat (the tokenizer's) or magicoder.")]
-Variant = Annotated[str | None, typer.Option(help="Of the scores: v1 unless given, paper, normalized or head.")]
+Prompt = Annotated[
+    str,
+    typer.Option(
+        help="How prompts are put: plain, deepseek, chat (the tokenizer's) or magicoder.",
+        autocompletion=choices(*PROMPTS),
+    ),
+]
+Variant = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the scores: v1 unless given, paper, normalized or head.",
+        autocompletion=choices("v1", "paper", "normalized", "head"),
+    ),
+]
 AnyWeights = Annotated[
     bool, typer.Option("--any-weights", help="Take a base whose weights are not those that the adapter was trained on.")
+]
+TrainedDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of all that trains; the model's unless given, and float32 if that is bfloat16 or float16.",
+        show_default=False,
+        autocompletion=choices("float32", "bfloat16", "float16"),
+    ),
+]
+TrainShared = Annotated[
+    bool | None,
+    typer.Option(
+        "--shared-experts/--no-shared-experts", help="Train the shared experts too; as the file says unless given."
+    ),
+]
+TrainOthers = Annotated[
+    bool | None,
+    typer.Option(
+        "--non-expert-modules/--no-non-expert-modules",
+        help="Train all that is no expert too; as the file says unless given.",
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")]
 
 
-@app.command(epilog="Example: moe-runtime esft score olmoe --data law.jsonl --out law/summary.json")
+@verb(app, example="moe-runtime esft score olmoe --data law.jsonl --out law/summary.json", kept=Whole("out", "logs"))
 def score(
     model: Model,
     data: Data,
@@ -57,18 +92,27 @@ def score(
     _require("datasets")
     from moe_runtime.methods.esft_runs import score_folder
 
-    scores = score_folder(
-        model, data, out, logs=logs, n_tokens=n_tokens, variant=variant or "v1", max_length=max_length, packed=pack,
-        batch_size=batch_size, prompt=prompt, pairs=pairs, seed=seed,
-    )  # fmt: skip
-    if _is_main():
+    with progress.bar("scoring", "token") as update:
+        scores = score_folder(
+            model, data, out, logs=logs, n_tokens=n_tokens, variant=variant or "v1", max_length=max_length, packed=pack,
+            batch_size=batch_size, prompt=prompt, pairs=pairs, seed=seed, progress=update,
+        )  # fmt: skip
+    if progress.is_main():
         typer.echo(f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} experts")
         typer.echo(f"wrote {out}" + (f" and the logs in {logs}" if logs else ""))
         typer.echo(f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json")
+    return {
+        "tokens": scores.n_tokens,
+        "layers": len(scores.layers),
+        "experts": scores.num_experts,
+        "files": [out, logs],
+    }
 
 
-@app.command(
-    epilog="Example: moe-runtime esft select --summary law/summary.json --score gate --p 0.1 --out law/config.json"
+@verb(
+    app,
+    example="moe-runtime esft select --summary law/summary.json --score gate --p 0.1 --out law/config.json",
+    kept=Whole("out"),
 )
 def select(
     out: Annotated[Path, typer.Option(help="The configuration to write, a .json file.", show_default=False)],
@@ -89,7 +133,7 @@ def select(
         str | None,
         typer.Option(help="Of the logs: the layers, such as 1,2,5-26; all unless given.", show_default=False),
     ] = None,
-    score: Annotated[str, typer.Option(help="gate or token.")] = "gate",
+    score: Annotated[str, typer.Option(help="gate or token.", autocompletion=choices("gate", "token"))] = "gate",
     variant: Variant = None,
     round: Annotated[
         int | None, typer.Option(help="Digits to round the scores to; the official code takes 4.", show_default=False)
@@ -116,7 +160,7 @@ def select(
     if logs is None:
         scores = ExpertScores.load(summary)
     else:
-        options |= {"layers": None if layers is None else _numbers(layers), "pairs": group_size > 1}
+        options |= {"layers": numbers(layers), "pairs": group_size > 1}
         scores = ExpertScores.from_logs(logs, variant or "v1", **options)
     selection = select_experts(
         scores, p, score, variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
@@ -128,9 +172,14 @@ def select(
     _say_selection(selection)
     typer.echo(f"wrote {out}")
     typer.echo(f"next: moe-runtime esft train MODEL --config {out} --data FILE --out adapter")
+    return {"path": out, "selection": selection.to_dict()}
 
 
-@app.command(epilog="Example: moe-runtime esft train olmoe --config law/config.json --data law.jsonl --out law/adapter")
+@verb(
+    app,
+    example="moe-runtime esft train olmoe --config law/config.json --data law.jsonl --out law/adapter",
+    kept=GoesOn(what="checkpoints are kept in {}-checkpoints", suffix="-checkpoints"),
+)
 def train(
     model: Model,
     config: Annotated[
@@ -150,18 +199,12 @@ def train(
     max_length: MaxLength = 4096,
     pack: Pack = True,
     prompt: Prompt = "plain",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of all that trains; the model's unless given, and float32 if that is bfloat16 or float16.",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: TrainedDtype = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 (autocast).")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save activations.")] = False,
     save_steps: Annotated[int, typer.Option(help="A checkpoint every so many steps, to go on from; 0 for none.")] = 100,
-    shared_experts: Annotated[bool | None, typer.Option("--shared-experts/--no-shared-experts")] = None,
-    non_expert_modules: Annotated[bool | None, typer.Option("--non-expert-modules/--no-non-expert-modules")] = None,
+    shared_experts: TrainShared = None,
+    non_expert_modules: TrainOthers = None,
     seed: Annotated[int, typer.Option(help="Seed of the batches.")] = 0,
     overwrite: Overwrite = False,
 ):
@@ -192,23 +235,18 @@ def train(
         weight_decay=weight_decay, bf16=bf16, gradient_checkpointing=gradient_checkpointing, save_steps=save_steps or None,
     )  # fmt: skip
     fit.quiet()
-    with _bar("training", " steps") as on_step:
+    with progress.bar("training") as on_step:
         receipt = train_folder(
             model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
             dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
         )  # fmt: skip
-    if _is_main():
-        share = receipt.trained_parameters / receipt.total_parameters
-        typer.echo(
-            f"trained {receipt.trained_parameters:,} of {receipt.total_parameters:,} parameters ({share:.1%}), "
-            f"{receipt.steps} steps in {receipt.seconds:.0f} s, optimizer {receipt.optimizer_bytes / 1e6:,.1f} MB"
-        )
-        typer.echo(f"held-out loss: {receipt.loss_before:.4f} -> {receipt.loss:.4f}")
-        typer.echo(f"wrote {out}")
+    if progress.is_main():
+        _say_training(receipt)
         typer.echo(f"next: moe-runtime esft merge {model} {out} tuned")
+    return receipt
 
 
-@app.command(epilog="Example: moe-runtime esft apply olmoe law/adapter --data law-test.jsonl")
+@verb(app, example="moe-runtime esft apply olmoe law/adapter --data law-test.jsonl")
 def apply(
     model: Model,
     adapter: Folder,
@@ -239,9 +277,14 @@ def apply(
     typer.echo(f"it belongs to {model}, and changes {found.tensors} of its tensors")
     if found.loss is not None:
         typer.echo(f"loss of {found.rows} rows: {found.base_loss:.4f} without, {found.loss:.4f} with it")
+    return {
+        "selection": found.adapter.selection.to_dict(), "parameters": found.adapter.num_parameters,
+        "bytes": found.adapter.nbytes, "tensors": found.tensors, "rows": found.rows, "base_loss": found.base_loss,
+        "loss": found.loss,
+    }  # fmt: skip
 
 
-@app.command(epilog="Example: moe-runtime esft merge olmoe law/adapter olmoe-law")
+@verb(app, example="moe-runtime esft merge olmoe law/adapter olmoe-law", kept=Whole("out"))
 def merge(
     base: Model,
     adapter: Folder,
@@ -253,15 +296,16 @@ def merge(
     """Write the base with the adapter's experts in it, a folder like the base's; never holds the whole model."""
     from moe_runtime.methods.esft_folders import merge_folder
 
-    with _bar("merging", "B") as progress:
+    with progress.bar("merging", "B") as update:
         receipt = merge_folder(
             base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite, check_weights=not any_weights,
-            progress=progress,
+            progress=update,
         )  # fmt: skip
     typer.echo(
         f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB, {receipt.changed} of them with the "
         f"{receipt.experts} experts of {adapter}; and {', '.join(receipt.side_files)}"
     )
+    return receipt
 
 
 def _require(module: str) -> None:
@@ -276,21 +320,6 @@ def _check_free(out: Path, overwrite: bool) -> None:
         raise ValueError(f"out is {out}, which exists; want a new file; or pass overwrite=True")
 
 
-def _is_main() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def _numbers(text: str) -> list[int]:
-    """Return the numbers of a text such as 1,2,5-26."""
-    numbers = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"layers is {text!r}; want numbers, such as 1,2,5-26")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
-
-
 def _say_sums(sums: list[float], p: float) -> None:
     """Say what the scores of the layers sum to, and warn where p is more."""
     typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
@@ -303,6 +332,16 @@ def _say_sums(sums: list[float], p: float) -> None:
         )
 
 
+def _say_training(receipt) -> None:
+    share = receipt.trained_parameters / receipt.total_parameters
+    typer.echo(
+        f"trained {receipt.trained_parameters:,} of {receipt.total_parameters:,} parameters ({share:.1%}), "
+        f"{receipt.steps} steps in {receipt.seconds:.0f} s, optimizer {receipt.optimizer_bytes / 1e6:,.1f} MB"
+    )
+    typer.echo(f"held-out loss: {receipt.loss_before:.4f} -> {receipt.loss:.4f}")
+    typer.echo(f"wrote {receipt.path}")
+
+
 def _say_selection(selection) -> None:
     counts = [len(ids) for ids in selection.experts.values()]
     also = [flag.replace("_", " ") for flag in ("shared_experts", "non_expert_modules") if getattr(selection, flag)]
@@ -310,20 +349,3 @@ def _say_selection(selection) -> None:
     if counts:
         how += f", {min(counts)} to {max(counts)} in a layer, {sum(counts) / len(counts):.1f} on average"
     typer.echo(how + "".join(f", {name}" for name in also))
-
-
-@contextmanager
-def _bar(title: str, unit: str):
-    """A progress bar; on a terminal only, so that logs stay short."""
-    if not sys.stderr.isatty() or not _is_main():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=title, unit=unit, unit_scale=unit == "B", leave=False) as progress:
-
-        def update(done: int, total: int, *_) -> None:
-            progress.total = total
-            progress.update(done - progress.n)
-
-        yield update

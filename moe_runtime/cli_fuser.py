@@ -6,45 +6,48 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli_tables import Out, Overwrite, Preset, RecipeFile, Seeds, prepare, table
+from moe_runtime.cli_tables import KEPT, Out, Overwrite, RecipeFile, Seeds, prepare, preset_of, table
+from moe_runtime.cli_verbs import GoesOn, choices, verb
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Fuse specialists token by token (UltraFuser): train on your own data, generate, and make the paper's tables.",
+    epilog="Example: moe-runtime fuser ablate --seeds 3",
 )
 
+Preset = preset_of("ultrafuser")
 OUT = Path("runs/ultrafuser")
-FUSE = "Example: moe-runtime fuse ultralm-13b codellama-13b --template ultralm --template codellama --out fused"
+FUSE = "moe-runtime fuse ultralm-13b codellama-13b --template ultralm --template codellama --out fused"
 
 
-@app.command(epilog="Example: moe-runtime fuser ablate --seeds 3")
+@verb(app, example="moe-runtime fuser ablate --seeds 3", kept=KEPT)
 def ablate(
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
 ):
     """Compare specialists, specialists tuned further, and fused ones: direct, two-stage, balanced (Tables 2 and 4)."""
-    _table("ablate", preset, recipe, out, seeds, overwrite)
+    return _table("ablate", preset, recipe, out, seeds, overwrite)
 
 
-@app.command(epilog="Example: moe-runtime fuser weights --rows 100")
+@verb(app, example="moe-runtime fuser weights --rows 100", kept=KEPT)
 def weights(
     rows: Annotated[int | None, typer.Option(help="Held-out rows of each domain; all unless given.")] = None,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Show the gate's weights by domain, as a map and token by token on a page (Table 6, Figures 6 to 8)."""
-    _table("weights", preset, recipe, out, seeds, overwrite, **({} if rows is None else {"rows": rows}))
+    return _table("weights", preset, recipe, out, seeds, overwrite, **({} if rows is None else {"rows": rows}))
 
 
-@app.command(epilog="Example: moe-runtime fuser stability --checkpoints 12")
+@verb(app, example="moe-runtime fuser stability --checkpoints 12", kept=KEPT)
 def stability(
     checkpoints: Annotated[int, typer.Option(help="Times that stage 2 is looked at.")] = 12,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Show the losses along stage 2, with the balanced sampler and without (Table 5)."""
-    _table("stability", preset, recipe, out, seeds, overwrite, checkpoints=checkpoints)
+    return _table("stability", preset, recipe, out, seeds, overwrite, checkpoints=checkpoints)
 
 
-@app.command(epilog="Example: moe-runtime fuser train --config mine.yaml --out runs/mine")
+@verb(app, example="moe-runtime fuser train --config mine.yaml --out runs/mine", kept=GoesOn())
 def train(
     config: Annotated[
         Path,
@@ -62,10 +65,10 @@ def train(
     prepare(None, config)
     from moe_runtime.methods import fuser_stages
 
-    fuser_stages.run(config, out, seed=seed)
+    return {"out": out, "results": fuser_stages.run(config, out, seed=seed)}
 
 
-@app.command(epilog='Example: moe-runtime fuser generate fused --prompt "Write a function that reverses a list."')
+@verb(app, example='moe-runtime fuser generate fused --prompt "Write a function that reverses a list."')
 def generate(
     folder: Annotated[Path, typer.Argument(help="Folder of a fused model.", show_default=False)],
     prompt: Annotated[list[str], typer.Option(help="A prompt, as often as you like; put in each one's template.")],
@@ -86,6 +89,7 @@ def generate(
     answers = fuser_folders.answer(folder, prompt, system=system, seed=seed, max_new_tokens=max_new_tokens, **sampling)
     for text in answers:
         typer.echo(text)
+    return {"answers": [{"prompt": asked, "answer": text} for asked, text in zip(prompt, answers)]}
 
 
 def fuse(
@@ -101,7 +105,12 @@ def fuse(
     name: Annotated[
         list[str] | None, typer.Option(help="A specialist's name, in their order; its folder's unless given.")
     ] = None,
-    gate: Annotated[str, typer.Option(help="mlp, as in the paper's appendix, or linear, as in its text.")] = "mlp",
+    gate: Annotated[
+        str,
+        typer.Option(
+            help="mlp, as in the paper's appendix, or linear, as in its text.", autocompletion=choices("mlp", "linear")
+        ),
+    ] = "mlp",
     joint: Annotated[
         bool, typer.Option("--joint", help="A gate that sees all states at once, for several hidden sizes.")
     ] = False,
@@ -127,11 +136,12 @@ def fuse(
     )
     typer.echo(f"wrote {receipt.path}: {', '.join(receipt.names)}; a gate of {receipt.gate_parameters:,} parameters")
     typer.echo("next: give its specialists and templates to a recipe, and moe-runtime fuser train --config RECIPE")
+    return receipt
 
 
-def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> None:
+def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
     from moe_runtime.methods import fuser_tables
     from moe_runtime.methods.fuser_recipe import shipped_recipes
 
-    table(fuser_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
+    return table(fuser_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)

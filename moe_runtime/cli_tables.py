@@ -8,7 +8,22 @@ from typing import Annotated
 
 import typer
 
-Preset = Annotated[str | None, typer.Option(help="A shipped recipe; tiny unless given, minutes on two cores.")]
+from moe_runtime import progress
+from moe_runtime.cli_verbs import GoesOn, choices, recipes
+from moe_runtime.terminal import print_table
+
+KEPT = GoesOn(what="the stages that are done are kept in {}")  # of a verb that makes a table
+
+
+def preset_of(method: str):
+    """Return the type of a method's option --preset."""
+    found = choices(recipes(method))
+    return Annotated[
+        str | None,
+        typer.Option(help="A shipped recipe; tiny unless given, minutes on two cores.", autocompletion=found),
+    ]
+
+
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", help="A recipe's YAML file, for your own model and data.", show_default=False)
 ]
@@ -22,8 +37,8 @@ Overwrite = Annotated[
 def table(
     run: Callable, presets: list[str], command: str, preset: str | None, recipe: Path | None, out: Path, seeds: int,
     overwrite: bool, **options,
-) -> None:  # fmt: skip
-    """Make a table with a method's `run`, print it and say where it lies."""
+) -> dict:  # fmt: skip
+    """Make a table with a method's `run`, print it and say where it lies; return its report and its files."""
     from moe_runtime.config import check_choice
 
     if recipe is None:
@@ -35,8 +50,9 @@ def table(
         print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
     report = run(command, recipe or preset, out, seeds=seeds, say=say, overwrite=overwrite, **options)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if progress.is_main():
         show(report, Path(out))
+    return report.to_dict() | {"files": [Path(out) / f"{command}.json", Path(out) / f"{command}.png"]}
 
 
 def prepare(preset: str | None, recipe: Path | None) -> None:
@@ -50,15 +66,7 @@ def prepare(preset: str | None, recipe: Path | None) -> None:
 
 def show(report, out: Path) -> None:
     """Print the table and what it says."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{report.title} ({report.source})")
-    for name, justify in report.columns():
-        table.add_column(name, justify=justify, no_wrap=True)
-    for row in report.rows():
-        table.add_row(*row)
-    Console(width=400).print(table)  # a narrow terminal folds lines; cut numbers would be lost
+    print_table(f"{report.title} ({report.source})", report.columns(), report.rows(), width=400)
     for line in (report.legend(), *report.summary):
         print(line)
     print(f"numbers: {out / report.command}.json   picture: {out / report.command}.png")

@@ -1,12 +1,27 @@
 """moe-runtime tune: the launch configs of the experts' kernels, measured on the GPU that is there."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-EPILOG = "Example: moe-runtime tune --model llama-1b-moe; or moe-runtime tune --shape qwen3-30b-a3b --tokens 4096,16384"
+from moe_runtime import progress
+from moe_runtime.cli_verbs import GoesOn, choices
+
+EXAMPLE = "moe-runtime tune --model llama-1b-moe"
+
+
+class _Measured(GoesOn):
+    """The file that the kernels read, unless another one is named."""
+
+    def say(self, options: dict) -> str:
+        """Say where the measurements are; the same command with --again would begin anew."""
+        from moe_runtime import tuning
+
+        return super().say(options | {"out": options.get("out") or tuning.tiles.tuned_path()})
+
+
+KEPT = _Measured(what="what was measured is kept in {}", drop=("--again",))
 
 
 def tune(
@@ -20,7 +35,13 @@ def tune(
     top_k: Annotated[int | None, typer.Option(help="Experts per token, a shared one counted.")] = None,
     shared: Annotated[bool | None, typer.Option(help="Expert 0 sees every token.")] = None,
     tokens: Annotated[str, typer.Option(help="Tokens per forward pass, several with commas.")] = "4096,16384",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or several with commas.")] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bfloat16, float16, float32, or several with commas.",
+            autocompletion=choices("bfloat16", "float16", "float32"),
+        ),
+    ] = "bfloat16",
     out: Annotated[Path | None, typer.Option(help="File to write; the one that the kernels read unless given.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what the file has already.")] = False,
     seconds: Annotated[float | None, typer.Option(help="Begin nothing new after this time.")] = None,
@@ -56,6 +77,7 @@ def tune(
         typer.echo(f"the kernels read {tuning.tiles.tuned_path()}, not this file")
     if set(counts) == {"failed"}:
         raise ValueError("nothing could be measured; want a GPU on which the built-in configs run")
+    return {"path": path, "read_by_kernels": path == tuning.tiles.tuned_path(), **counts}
 
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
@@ -86,15 +108,8 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
 
 
 def _steps(steps):
-    """Pass the tuner's steps on; on a terminal under a progress bar."""
-    if not sys.stderr.isatty():
-        yield from steps
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
+    """Pass the tuner's steps on, under a progress bar."""
+    with progress.bar("measuring", "config") as update:
         for step in steps:
-            bar.update(task, total=step.of, completed=step.number, description=step.title)
+            update(step.number, step.of)
             yield step

@@ -1,19 +1,22 @@
 """moe-runtime upit: checkpoints to experts to one mixture, step by step on folders; and the UpIT paper's tables."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_runtime.cli_tables import Out, Overwrite, Preset, RecipeFile, Seeds, prepare, table
+from moe_runtime import config, progress
+from moe_runtime.cli_tables import KEPT, Out, Overwrite, RecipeFile, Seeds, prepare, preset_of, table
+from moe_runtime.cli_verbs import PROMPTS, GoesOn, Whole, choices, verb
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="UpIT: checkpoints of a tuning become the experts of a mixture; and the paper's tables and figures.",
+    epilog="Example: moe-runtime upit main --seeds 3",
 )
 
+Preset = preset_of("upit")
 OUT = Path("runs/upit")
 Experts = Annotated[
     list[Path],
@@ -26,36 +29,70 @@ Base = Annotated[
 Target = Annotated[Path, typer.Option(help="Folder to write.", show_default=False)]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")]
 Seed = Annotated[int, typer.Option(help="Seed of all that is drawn.")]
+Buckets = Annotated[
+    str,
+    typer.Option(
+        help="Rows of an expert: skilled (by perplexity) or random.", autocompletion=choices("skilled", "random")
+    ),
+]
+Counted = Annotated[
+    str,
+    typer.Option(help="Tokens that perplexity counts: response or all.", autocompletion=choices("response", "all")),
+]
+Prompt = Annotated[
+    str,
+    typer.Option(help="How prompts are put: plain, magicoder, chat or deepseek.", autocompletion=choices(*PROMPTS)),
+]
 Form = Annotated[
     str | None,
-    typer.Option(help="Experts of the table: ffn or lora; the recipe's first unless given.", show_default=False),
+    typer.Option(
+        help="Experts of the table: ffn or lora; the recipe's first unless given.",
+        show_default=False,
+        autocompletion=choices("ffn", "lora"),
+    ),
 ]
 
 
-@app.command(epilog="Example: moe-runtime upit choose runs/sft/experts --count 4")
+@verb(app, example="moe-runtime upit choose runs/sft/experts --count 4")
 def choose(
     folder: Annotated[
         Path, typer.Argument(help="Where a tuning saved its experts, or its checkpoints.", show_default=False)
     ],
     count: Annotated[int, typer.Option(help="How many become experts.")] = 4,
-    which: Annotated[str, typer.Option(help="back (the last ones), front or uniform.")] = "back",
+    which: Annotated[
+        str,
+        typer.Option(
+            help="back (the last ones), front or uniform.", autocompletion=choices("back", "front", "uniform")
+        ),
+    ] = "back",
 ):
     """Print which checkpoints become experts, a folder per line."""
     from moe_runtime.methods.upit import choose_checkpoints
 
-    for path in choose_checkpoints(folder, count, which):
+    found = choose_checkpoints(folder, count, which)
+    for path in found:
         typer.echo(path)
+    return {"checkpoints": found}
 
 
-@app.command(epilog="Example: moe-runtime upit grow step-100 step-200 --count 8 --base llama --out grown")
+@verb(app, example="moe-runtime upit grow step-100 step-200 --count 8 --base llama --out grown", kept=GoesOn())
 def grow(
     experts: Experts,
     out: Target,
     base: Annotated[Path, typer.Option(help="Folder of the dense model that all were tuned from.", show_default=False)],
     count: Annotated[int, typer.Option(help="Experts in the end, the given ones counted.")] = 8,
-    metric: Annotated[str, typer.Option(help="How experts are compared: cosine or l2.")] = "cosine",
-    of: Annotated[str, typer.Option(help="What is compared: delta (what training added) or weight.")] = "delta",
-    parents: Annotated[str, typer.Option(help="farthest, the paper's way, or random.")] = "farthest",
+    metric: Annotated[
+        str, typer.Option(help="How experts are compared: cosine or l2.", autocompletion=choices("cosine", "l2"))
+    ] = "cosine",
+    of: Annotated[
+        str,
+        typer.Option(
+            help="What is compared: delta (what training added) or weight.", autocompletion=choices("delta", "weight")
+        ),
+    ] = "delta",
+    parents: Annotated[
+        str, typer.Option(help="farthest, the paper's way, or random.", autocompletion=choices("farthest", "random"))
+    ] = "farthest",
     drop: Annotated[float, typer.Option(help="DARE's share of changes that are dropped.")] = 0.5,
     seed: Seed = 0,
     overwrite: Replace = False,
@@ -63,18 +100,21 @@ def grow(
     """Make more experts: each is a weighted, mutated mixture of the two that differ most. A killed run goes on."""
     from moe_runtime.methods.upit import expand_experts
 
-    found = expand_experts(
-        experts, count, out, base=base, metric=metric, of=of, parents=parents, drop=drop, seed=seed, overwrite=overwrite
-    )
+    with progress.bar("growing", "B") as update:
+        found = expand_experts(
+            experts, count, out, base=base, metric=metric, of=of, parents=parents, drop=drop, seed=seed,
+            overwrite=overwrite, progress=update,
+        )  # fmt: skip
     for child in found.children:
         (i, j), (a, b) = child.parents, child.weights
         typer.echo(f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} of expert {j}; their distance {child.distance:.4f}")
     typer.echo(
         "next: moe-runtime upit init-routers " + " ".join(map(str, found.experts)) + " --data rows.jsonl --out routers"
     )
+    return found
 
 
-@app.command(epilog="Example: moe-runtime upit init-routers step-100 step-200 --data rows.jsonl --out routers")
+@verb(app, example="moe-runtime upit init-routers step-100 step-200 --data rows.jsonl --out routers", kept=GoesOn())
 def init_routers(
     experts: Experts,
     data: Annotated[
@@ -87,8 +127,8 @@ def init_routers(
     capacity: Annotated[
         int | None, typer.Option(help="Rows of an expert, at most; all get as many unless given.", show_default=False)
     ] = None,
-    buckets: Annotated[str, typer.Option(help="Rows of an expert: skilled (by perplexity) or random.")] = "skilled",
-    tokens: Annotated[str, typer.Option(help="Tokens that perplexity counts: response or all.")] = "response",
+    buckets: Buckets = "skilled",
+    tokens: Counted = "response",
     alpha: Annotated[float, typer.Option(help="Weight of the language model's loss against the router's.")] = 0.5,
     epochs: Annotated[float, typer.Option(help="Over each expert's rows.")] = 4.0,
     learning_rate: Annotated[
@@ -107,7 +147,7 @@ def init_routers(
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 under autocast.")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save memory.")] = False,
     max_length: Annotated[int, typer.Option(help="Tokens of a row, at most.")] = 2048,
-    prompt: Annotated[str, typer.Option(help="How prompts are put: plain, magicoder, chat or deepseek.")] = "plain",
+    prompt: Prompt = "plain",
     seed: Seed = 0,
 ):  # fmt: skip
     """Give each expert the rows that it is best at, and tune it and its routing vectors on them. A killed run goes on."""
@@ -120,14 +160,15 @@ def init_routers(
         vector_std=vector_std, vector_learning_rate=vector_learning_rate, batch_size=batch_size,
         per_device_batch_size=per_device_batch_size, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
     )  # fmt: skip
-    if int(os.environ.get("RANK", 0)) != 0:
-        return
+    if not progress.is_main():
+        return None
     for i, (rows, before, after) in enumerate(zip(done.buckets, done.before, done.after, strict=True)):
         typer.echo(f"expert {i}: {rows} rows, mean sigmoid of its vectors {before:.3f} -> {after:.3f}")
     typer.echo(f"next: moe-runtime upit assemble --routers {done.path} --out moe")
+    return done
 
 
-@app.command(epilog="Example: moe-runtime upit assemble --routers routers --out moe")
+@verb(app, example="moe-runtime upit assemble --routers routers --out moe", kept=Whole("out"))
 def assemble(
     experts: Annotated[
         list[Path] | None, typer.Argument(help="Experts' folders, for a random router.", show_default=False)
@@ -139,12 +180,21 @@ def assemble(
     base: Base = None,
     top_k: Annotated[int, typer.Option(help="Experts per token.")] = 2,
     gate: Annotated[
-        str, typer.Option(help="softmax_topk_renorm (Mixtral's), topk_softmax, softmax_topk or sigmoid_topk.")
+        str,
+        typer.Option(
+            help="softmax_topk_renorm (Mixtral's), topk_softmax, softmax_topk or sigmoid_topk.",
+            autocompletion=choices(*(gate for gate in config.GATES if gate not in config.SHARED_GATES)),
+        ),
     ] = "softmax_topk_renorm",
-    balance_loss: Annotated[str, typer.Option(help="switch, cv2 or none.")] = "switch",
+    balance_loss: Annotated[
+        str, typer.Option(help="switch, cv2 or none.", autocompletion=choices(*config.BALANCE_LOSSES))
+    ] = "switch",
     balance_loss_coef: Annotated[float, typer.Option(help="Weight of the balance loss.")] = 0.01,
     backbone: Annotated[
-        str, typer.Option(help="All but the experts: their mean, or the base's (mean, base).")
+        str,
+        typer.Option(
+            help="All but the experts: their mean, or the base's (mean, base).", autocompletion=choices("mean", "base")
+        ),
     ] = "mean",
     seed: Seed = 42,
     overwrite: Replace = False,
@@ -158,9 +208,10 @@ def assemble(
     )  # fmt: skip
     typer.echo(f"wrote {done.path}: {done.config.num_experts} experts, {done.bytes / 1e6:,.1f} MB")
     typer.echo(f"next: moe-runtime train --model {done.path} --data rows.jsonl --output_dir tuned")
+    return done
 
 
-@app.command(epilog="Example: moe-runtime upit export-mixtral tuned mixtral")
+@verb(app, example="moe-runtime upit export-mixtral tuned mixtral", kept=Whole("target"))
 def export_mixtral(
     source: Annotated[Path, typer.Argument(help="Folder of a mixture.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)],
@@ -170,30 +221,36 @@ def export_mixtral(
     """Write a mixture as a stock Mixtral model, which runs without this package."""
     from moe_runtime.methods.upit import export_mixtral as export
 
-    done = export(source, target, max_shard_size=max_shard_size, overwrite=overwrite)
+    with progress.bar("writing", "B") as update:
+        done = export(source, target, max_shard_size=max_shard_size, overwrite=overwrite, progress=update)
     typer.echo(f"wrote {done.path}: {done.tensors} tensors, {done.bytes / 1e6:,.1f} MB")
+    return done
 
 
-@app.command(epilog="Example: moe-runtime upit main --seeds 3")
+@verb(app, example="moe-runtime upit main --seeds 3", kept=KEPT)
 def main(
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
 ):
     """Compare UpIT with dense tuning, copied experts and router-only tuning, whole experts and LoRA (Table 1, Figure 5)."""
-    _table("main", preset, recipe, out, seeds, overwrite)
+    return _table("main", preset, recipe, out, seeds, overwrite)
 
 
 def _strategies(command: str, what: str, names: str) -> None:
     """Add a table's verb whose arguments are strategies."""
+    found = choices(*names.split())
+    Strategies = Annotated[
+        list[str] | None, typer.Argument(help=f"Some of {names}; all unless given.", autocompletion=found)
+    ]
 
-    def verb(
-        strategies: Annotated[list[str] | None, typer.Argument(help=f"Some of {names}; all unless given.")] = None,
+    def run(
+        strategies: Strategies = None,
         form: Form = None,
         preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
     ):  # fmt: skip
         given = {"strategies": tuple(strategies)} if strategies else {}
-        _table(command, preset, recipe, out, seeds, overwrite, form=form, **given)
+        return _table(command, preset, recipe, out, seeds, overwrite, form=form, **given)
 
-    app.command(command, help=what, epilog=f"Example: moe-runtime upit {command} {names}")(verb)
+    verb(app, command, help=what, example=f"moe-runtime upit {command} {names}", kept=KEPT)(run)
 
 
 _strategies("ckpt", "Choose checkpoints in three ways (Tables 2 and 8).", "front uniform back")
@@ -201,7 +258,7 @@ _strategies("expand", "Expand experts in three ways, or not at all (Tables 2 and
 _strategies("router", "Begin with three kinds of routers (Tables 2 and 10, Figure 5).", "none random skilled")
 
 
-@app.command("experts", epilog="Example: moe-runtime upit experts --experts 4 --experts 8 --active 1 --active 2")
+@verb(app, "experts", example="moe-runtime upit experts --experts 4 --experts 8 --active 1 --active 2", kept=KEPT)
 def experts_(
     experts: Annotated[
         list[int] | None, typer.Option(help="Experts, as often as you like; the recipe's m and n unless given.")
@@ -212,10 +269,10 @@ def experts_(
 ):  # fmt: skip
     """Vary the experts and how many of them a token takes, UpIT and copied experts (Figure 4)."""
     given = ({"sizes": tuple(experts)} if experts else {}) | ({"active": tuple(active)} if active else {})
-    _table("experts", preset, recipe, out, seeds, overwrite, form=form, **given)
+    return _table("experts", preset, recipe, out, seeds, overwrite, form=form, **given)
 
 
-@app.command(epilog="Example: moe-runtime upit data 0.25 0.5 1")
+@verb(app, example="moe-runtime upit data 0.25 0.5 1", kept=KEPT)
 def data(
     shares: Annotated[
         list[float] | None, typer.Argument(help="Shares of the rows; 0.1 0.2 0.4 1 unless given.", show_default=False)
@@ -224,10 +281,12 @@ def data(
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Tune on a share of the rows: dense, copied experts, UpIT (Figure 3)."""
-    _table("data", preset, recipe, out, seeds, overwrite, form=form, **({"shares": tuple(shares)} if shares else {}))
+    return _table(
+        "data", preset, recipe, out, seeds, overwrite, form=form, **({"shares": tuple(shares)} if shares else {})
+    )
 
 
-@app.command(epilog="Example: moe-runtime upit epochs 2,2 2,6 4,4")
+@verb(app, example="moe-runtime upit epochs 2,2 2,6 4,4", kept=KEPT)
 def epochs(
     pairs: Annotated[
         list[str] | None,
@@ -238,7 +297,7 @@ def epochs(
 ):  # fmt: skip
     """Vary the epochs of the two trainings: dense, copied experts, UpIT (Figure 6)."""
     given = {"pairs": tuple(map(_pair, pairs))} if pairs else {}
-    _table("epochs", preset, recipe, out, seeds, overwrite, form=form, **given)
+    return _table("epochs", preset, recipe, out, seeds, overwrite, form=form, **given)
 
 
 def _pair(text: str) -> tuple[float, ...]:
@@ -248,9 +307,9 @@ def _pair(text: str) -> tuple[float, ...]:
         raise ValueError(f"epochs is {text!r}; want two numbers, such as 2,6") from None
 
 
-def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> None:
+def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
     from moe_runtime.methods import upit_tables
     from moe_runtime.methods.upit_recipe import shipped_recipes
 
-    table(upit_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
+    return table(upit_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)

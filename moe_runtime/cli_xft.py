@@ -5,12 +5,15 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli_tables import Out, Overwrite, Preset, RecipeFile, Seeds, prepare, table
+from moe_runtime import progress
+from moe_runtime.cli_tables import KEPT, Out, Overwrite, RecipeFile, Seeds, prepare, preset_of, table
+from moe_runtime.cli_verbs import Whole, verb
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="XFT's tables and figures: train what a table compares, test the differences, print, draw and write it.",
+    epilog="Example: moe-runtime xft table1 --seeds 3",
 )
 
 Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
@@ -18,18 +21,19 @@ Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.",
 ReplaceTarget = Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")]
 ShardSize = Annotated[str, typer.Option(help="Largest file of the target, such as 500MB or 2GB.")]
 
+Preset = preset_of("xft")
 OUT = Path("runs/xft")
 
 
 def _without_options(command: str, what: str) -> None:
     """Add a table's verb that has only the options which all have."""
 
-    def verb(
+    def run(
         preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
     ):
-        _table(command, preset, recipe, out, seeds, overwrite)
+        return _table(command, preset, recipe, out, seeds, overwrite)
 
-    app.command(command, help=what, epilog=f"Example: moe-runtime xft {command} --seeds 3")(verb)
+    verb(app, command, help=what, example=f"moe-runtime xft {command} --seeds 3", kept=KEPT)(run)
 
 
 _without_options("table1", "Compare base, SFT, EWA, the mixture and XFT's dense model (Tables 1 to 3).")
@@ -45,25 +49,25 @@ _without_options(
 _without_options("ewa-schedule", "Compare EWA with a constant and a linear share rate, on the way too (Figure 3).")
 
 
-@app.command(epilog="Example: moe-runtime xft sweep-lambda 0 .25 .5 .75 1")
+@verb(app, example="moe-runtime xft sweep-lambda 0 .25 .5 .75 1", kept=KEPT)
 def sweep_lambda(
     rates: Annotated[list[float] | None, typer.Argument(help="lambdas; 0 .25 .5 .75 1 unless given.")] = None,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Merge one mixture with several rates of the shared expert, each learned (Table 6 of the long version)."""
-    _table("sweep-lambda", preset, recipe, out, seeds, overwrite, **({"shared_rates": rates} if rates else {}))
+    return _table("sweep-lambda", preset, recipe, out, seeds, overwrite, **({"shared_rates": rates} if rates else {}))
 
 
-@app.command(epilog="Example: moe-runtime xft sweep-topk 2 4 6")
+@verb(app, example="moe-runtime xft sweep-topk 2 4 6", kept=KEPT)
 def sweep_topk(
     top_ks: Annotated[list[int] | None, typer.Argument(help="Experts per token; 2 4 6 unless given.")] = None,
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Tune and merge mixtures with several numbers of experts per token (footnote 1)."""
-    _table("sweep-topk", preset, recipe, out, seeds, overwrite, **({"top_ks": top_ks} if top_ks else {}))
+    return _table("sweep-topk", preset, recipe, out, seeds, overwrite, **({"top_ks": top_ks} if top_ks else {}))
 
 
-@app.command(epilog="Example: moe-runtime xft routing-stats --data java.jsonl --data rust.jsonl")
+@verb(app, example="moe-runtime xft routing-stats --data java.jsonl --data rust.jsonl", kept=KEPT)
 def routing_stats(
     data: Annotated[
         list[str] | None, typer.Option(help="A jsonl or parquet file, a text more; as often as you like.")
@@ -72,10 +76,10 @@ def routing_stats(
     preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Show which experts the tokens of different texts go to (Figure 4)."""
-    _table("routing-stats", preset, recipe, out, seeds, overwrite, texts=data or [], tokens=tokens)
+    return _table("routing-stats", preset, recipe, out, seeds, overwrite, texts=data or [], tokens=tokens)
 
 
-@app.command(epilog="Example: moe-runtime xft import-official official-moe moe")
+@verb(app, example="moe-runtime xft import-official official-moe moe", kept=Whole("target"))
 def import_official(
     source: Source,
     target: Target,
@@ -93,13 +97,13 @@ def import_official(
     overwrite: ReplaceTarget = False,
 ):
     """Read a mixture that the official XFT code saved, and write it in this package's form."""
-    _convert(
+    return _convert(
         "import_official", source, target, ffn_folder=ffn_folder, rope_theta=rope_theta, max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
 
 
-@app.command(epilog="Example: moe-runtime xft export-official moe official-moe")
+@verb(app, example="moe-runtime xft export-official moe official-moe", kept=Whole("target"))
 def export_official(
     source: Source,
     target: Target,
@@ -110,19 +114,23 @@ def export_official(
     overwrite: ReplaceTarget = False,
 ):
     """Write a mixture in the form that the official XFT code reads."""
-    _convert("export_official", source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
+    return _convert(
+        "export_official", source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite
+    )
 
 
-def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> None:
+def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
     from moe_runtime.methods import xft_tables
     from moe_runtime.methods.recipe import shipped_recipes
 
-    table(xft_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
+    return table(xft_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
 
 
-def _convert(verb: str, source: Path, target: Path, **options) -> None:
+def _convert(name: str, source: Path, target: Path, **options):
     from moe_runtime.methods import xft_official
 
-    receipt = getattr(xft_official, verb)(source, target, **options)
-    print(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
+    with progress.bar("converting", "B") as update:
+        receipt = getattr(xft_official, name)(source, target, progress=update, **options)
+    typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
+    return receipt

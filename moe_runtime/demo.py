@@ -9,13 +9,13 @@ trained on.
 
 import json
 import math
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from moe_runtime import progress
 from moe_runtime.config import check_choice
 from moe_runtime.data import pack, require, standard_library_pairs, standard_library_text, tokenize_pairs
 from moe_runtime.files import atomic_folder, check_out_dir
@@ -23,6 +23,7 @@ from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import xft
 from moe_runtime.stats import collect_router_stats
+from moe_runtime.terminal import print_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +150,7 @@ class Demo:
         self.add("merged", self.merged, before + seconds, f"lambda {p.shared_rate}, mixing learned: the result")
 
     def fit(self, name: str, model, rows, steps: int, rate: float, batch: int) -> float:
-        with _bar(name, steps) as on_step:
+        with progress.bar(name) as on_step:
             history = trainers.fit(
                 model, rows, self.tokenizer, steps=steps, learning_rate=rate, batch_size=batch, held_out=self.held_out,
                 eval_every=max(steps // 4, 1), seed=self.seed, on_step=on_step,
@@ -257,23 +258,21 @@ def picture(demo: Demo, path: Path) -> None:
 
 def show(demo: Demo, out: Path) -> None:
     """Print the table and what it says."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="held-out functions of the standard library")
-    for column, justify in (("model", "left"), ("loss", "right"), ("perplexity", "right"), ("parameters", "right"),
-                            ("per token", "right"), ("train s", "right"), ("", "left")):  # fmt: skip
-        table.add_column(column, justify=justify)
-    for row in demo.rows:
-        numbers = (
+    columns = ("model", "left"), ("loss", "right"), ("perplexity", "right"), ("parameters", "right")
+    columns += ("per token", "right"), ("train s", "right"), ("", "left")
+    rows = [
+        (
+            row.model,
             f"{row.loss:.4f}",
             f"{row.perplexity:.2f}",
             f"{row.parameters:,}",
             f"{row.active:,}",
             f"{row.seconds:.0f}",
+            row.note,
         )
-        table.add_row(row.model, *numbers, row.note)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        for row in demo.rows
+    ]
+    print_table("held-out functions of the standard library", columns, rows)
     print(verdict(demo))
     print(
         f"The mixture kept the base's function when it was made: relative error {demo.receipt.error:.1e}.\n"
@@ -304,22 +303,3 @@ def verdict(demo: Demo) -> str:
 
 def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.strip().splitlines())
-
-
-def _bar(name: str, steps: int):
-    """A progress bar on a terminal; nothing elsewhere."""
-    from contextlib import contextmanager
-
-    from tqdm import tqdm
-
-    @contextmanager
-    def bar():
-        with tqdm(total=steps, desc=name, unit="step", leave=False, disable=not sys.stderr.isatty()) as progress:
-
-            def on_step(step: int, total: int, loss: float) -> None:
-                progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                progress.update(step - progress.n)
-
-            yield on_step
-
-    return bar()

@@ -118,7 +118,7 @@ def test_doctor_names_every_op_and_why(run):
     assert out.returncode == 0 and all(op in out.stdout for op in OPS) and "torch" in out.stdout
     report = json.loads(run("doctor", "--json").stdout)
     assert set(report["backends"]) == set(OPS)
-    assert all(value.split(";")[0] in ("torch", "triton", "cuda") for value in report["backends"].values())
+    assert all(value.split(";")[0] in ("torch", "triton", "cuda", "cpp") for value in report["backends"].values())
 
 
 def test_doctor_says_that_an_asked_backend_cannot_run(run):

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from moe_runtime import cli, cli_esft
+from moe_runtime import cli, cli_esft, cli_verbs
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import read_json
 from moe_runtime.hf.layers import numbered_layers
@@ -298,7 +298,7 @@ def test_what_logs_do_not_say(home, tmp_path):
     logged = ExpertScores.from_logs(home / "logs", layers=[2], top_k=2, num_experts=9)
     want = esft.select_experts(logged, 0.3)
     assert esft.ExpertSelection.load(tmp_path / "config.json") == want and set(want.experts) == {2}
-    assert cli_esft._numbers("1, 3,5-7") == [1, 3, 5, 6, 7]
+    assert cli_verbs.numbers("1, 3,5-7") == [1, 3, 5, 6, 7]
 
 
 def test_an_adapter_of_another_base(home, adapter, tmp_path):

@@ -20,6 +20,7 @@ from moe_runtime.hf.adapters import needs_autocast
 from moe_runtime.hf.ranks import gather, state
 from moe_runtime.hf.recording import Best, History, Recorder, Watcher, last_checkpoint
 from moe_runtime.hf.row_losses import mean_loss, row_losses
+from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.tokenizer import pair_collator
 from moe_runtime.hf.training import MoETrainer
 
@@ -191,9 +192,9 @@ def train(
 
     `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
     other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
-    steps, and a second call goes on from the newest whole one. The held-out loss is taken `evaluations` times, evenly, or
-    after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while this
-    training lasts.
+    steps, and one where the training is interrupted; a second call goes on from the newest whole one. The held-out loss
+    is taken `evaluations` times, evenly, or after those steps; `keep_best` ends with the weights of its lowest.
+    `balance_loss` is MoETrainer's, while this training lasts.
     For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
     `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
     Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
@@ -227,7 +228,7 @@ def train(
         router_stats=False, balance_loss=balance_loss, balance_loss_coef=balance_loss_coef,
         callbacks=[SplitAdafactor(), *callbacks, recorder],
     )  # fmt: skip
-    _run(made, recorder, last_checkpoint(folder) if save_steps else None)
+    _run(made, recorder, last_checkpoint(folder))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     def state_dict() -> dict | None:
@@ -237,11 +238,12 @@ def train(
 
 
 def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
-    """Train, from a checkpoint on if there is one."""
+    """Train, from a checkpoint on if there is one. Ctrl-C and SIGTERM end the training behind a step, with a checkpoint."""
     trainer.remove_callback(PrinterCallback)
     if checkpoint is not None:
         recorder.restore(checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with stopping_with_a_checkpoint(trainer):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.balance_loss is not None:
         trainer.balance_loss.close()
 

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.data import read_rows, require
 from moe_runtime.hf import outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.modeling import register_auto_classes
+from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.training import ROW_ID, _MoETrainer
 from moe_runtime.modules.moe import Router
 
@@ -106,7 +108,12 @@ def train_command(argv: list[str] | None = None) -> Path:
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # transformers takes True for the last checkpoint, which the command line can only spell
     resume = args.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    try:
+        with stopping_with_a_checkpoint(trainer):
+            result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    except KeyboardInterrupt as stop:
+        stop.kept = _kept(args.output_dir)
+        raise
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(
         f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
@@ -117,6 +124,14 @@ def train_command(argv: list[str] | None = None) -> Path:
     if hasattr(trainer, "end"):  # from transformers 5.18 on
         trainer.end()
     return Path(args.output_dir)
+
+
+def _kept(folder: str) -> str:
+    """Say what an interrupted training left, and how it goes on."""
+    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    if last is None:
+        return f"no checkpoint was written to {folder} yet"
+    return f"{last} is the last checkpoint; the same command with --resume_from_checkpoint true goes on"
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):

@@ -6,7 +6,7 @@ check_folder   a base's folder and an adapter -> whether they belong together; w
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,7 @@ def score_folder(
     prompt: str = "plain",
     pairs: bool = False,
     seed: int = SEED,
+    progress: Callable[[int, int], None] | None = None,
 ) -> esft.ExpertScores:
     """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
 
@@ -65,11 +66,22 @@ def score_folder(
         ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed,
         part=(process.process_index, process.num_processes),
     )  # fmt: skip
+    if progress is not None:
+        batches = _reported(batches, n_tokens, process.num_processes, progress)
     scores = esft.score_experts(model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True)
     if process.is_main_process:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         scores.save(out)
     return scores
+
+
+def _reported(batches, n_tokens: int, processes: int, progress: Callable[[int, int], None]):
+    """Pass batches on, and report their tokens, of all processes, when the next one is asked for."""
+    done = 0
+    for batch in batches:
+        yield batch
+        done += processes * (batch if torch.is_tensor(batch) else batch["input_ids"]).numel()
+        progress(min(done, n_tokens), n_tokens)
 
 
 class TrainingReceipt(NamedTuple):

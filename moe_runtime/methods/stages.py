@@ -4,15 +4,13 @@ OUT/<kind>-<hash>/ holds what a stage made and result.json, whole or not at all;
 settings, parents, data, seed. Under `accelerate launch` every process runs the same calls: all train, rank 0 writes.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from moe_runtime import data
+from moe_runtime import data, progress
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.methods.recipe import Training
@@ -125,7 +123,7 @@ class KeptStages:
         self, name: str, model, rows, held_out, training: Training, checkpoints: Path, callbacks=(), seed=None, **more
     ) -> trainers.Trained:
         settings = {"evaluations": self.recipe.evaluations} | asdict(training) | more
-        with _bar(name, self.is_main) as on_step:
+        with progress.bar(name, shown=self.is_main) as on_step:
             return trainers.train(
                 model, rows, self.tokenizer, folder=checkpoints, held_out=held_out, on_step=on_step,
                 seed=self.seed if seed is None else seed, callbacks=callbacks, **settings,
@@ -157,18 +155,3 @@ def sizes_of(model) -> dict:
     """The sizes' part of a result."""
     total, active = ranks.sizes(model)
     return {"parameters": total, "active_parameters": active}
-
-
-@contextmanager
-def _bar(name: str, is_main: bool) -> Iterator[Callable]:
-    """A progress bar on a terminal; nothing elsewhere."""
-    from tqdm import tqdm
-
-    with tqdm(desc=name, unit="step", leave=False, disable=not (is_main and sys.stderr.isatty())) as progress:
-
-        def on_step(step: int, total: int, loss: float) -> None:
-            progress.total = total
-            progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            progress.update(step - progress.n)
-
-        yield on_step

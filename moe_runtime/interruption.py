@@ -1,0 +1,78 @@
+"""Ctrl-C and SIGTERM: a training ends after its step with a checkpoint, anything else at once; and what is said of it."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers send, as an exception that unwinds what is open as Ctrl-C does."""
+
+
+def code_of(stop: KeyboardInterrupt) -> int:
+    """Return the exit code that a shell expects: 128 and the signal's number."""
+    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+
+
+def word_of(stop: KeyboardInterrupt) -> str:
+    """Return what happened, in a word."""
+    return "terminated" if isinstance(stop, Terminated) else "interrupted"
+
+
+@contextmanager
+def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
+    """Handle signals while the block lasts, in the main thread; elsewhere, and where they are ignored, change nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # None: a handler that was not set from Python, and could not be put back
+    signals = tuple(one for one in signals if signal.getsignal(one) not in (signal.SIG_IGN, None))
+    before = {one: signal.signal(one, handler) for one in signals}
+    try:
+        yield
+    finally:
+        for one, old in before.items():
+            signal.signal(one, old)
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise Terminated while the block lasts, so that nothing half written stays."""
+
+    def stop(number, frame):
+        raise Terminated
+
+    with _handling((signal.SIGTERM,), stop):
+        yield
+
+
+class Stopping:
+    """What was asked while a training runs: `asked` is the exception to raise when its step is done, or None."""
+
+    def __init__(self):
+        self.asked: KeyboardInterrupt | None = None
+        self.process = os.getpid()
+
+    def handle(self, number, frame) -> None:
+        """Take the first signal as a wish, and the second as an order."""
+        stop = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        if self.asked is not None:
+            raise stop
+        self.asked = stop
+        if self.process == os.getpid():  # not in a data loader's worker
+            # print is not for signal handlers: it may be what was interrupted
+            os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
+
+
+@contextmanager
+def after_the_step(waits: bool = True) -> Iterator[Stopping]:
+    """Collect Ctrl-C and SIGTERM while a training runs that looks at `asked`; unless it `waits`, they act at once."""
+    stopping = Stopping()
+    if not waits:
+        yield stopping
+        return
+    with _handling((signal.SIGINT, signal.SIGTERM), stopping.handle):
+        yield stopping

@@ -1,0 +1,105 @@
+"""Progress of what may take longer than five seconds: a bar with rate and time left on a terminal, few lines in a log.
+
+`bar` gives a function `update(done, total, loss=None)`, which whoever does the work calls as often as it likes.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+FIRST, EVERY = 10.0, 60.0  # seconds until a log gets its first line, and between two
+SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def is_main() -> bool:
+    """Whether this process is the one that speaks, of those of a distributed run."""
+    return int(os.environ.get("RANK") or 0) == 0
+
+
+@contextmanager
+def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable[..., None]]:
+    """Yield `update(done, total, loss=None)`; on a terminal a bar, in a log a line after ten seconds and then every minute.
+
+    Lines and bar go to stderr. The unit "B" is for bytes. `shown` is for processes that keep silent, as all but the first do.
+    """
+    if not (shown and is_main()):
+        yield lambda *_: None
+    elif sys.stderr.isatty():
+        with _terminal(title, unit) as update:
+            yield update
+    else:
+        lines = _Lines(title, unit)
+        yield lines.update
+        lines.end()
+
+
+@contextmanager
+def _terminal(title: str, unit: str) -> Iterator[Callable[..., None]]:
+    from tqdm import tqdm
+
+    words = unit if unit == "B" else f" {unit}s"
+    with tqdm(desc=title, unit=words, unit_scale=unit == "B", leave=False, dynamic_ncols=True) as shown:
+
+        def update(done: int, total: int | None = None, loss: float | None = None, *_) -> None:
+            shown.total = total
+            if loss is not None:
+                shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            shown.update(done - shown.n)
+
+        yield update
+
+
+class _Lines:
+    """Progress in a log: nothing of what is quick, a line a minute of what is not."""
+
+    def __init__(self, title: str, unit: str):
+        self.title, self.unit = title, unit
+        self.start = time.monotonic()
+        self.next, self.began = self.start + FIRST, None
+
+    def update(self, done: int, total: int | None = None, loss: float | None = None, *_) -> None:
+        now = time.monotonic()
+        if self.began is None:
+            # what was done before this run, as from a checkpoint on, says nothing of the rate
+            self.began = now, done
+        if now < self.next:
+            return
+        self.next = now + EVERY
+        print(f"{self.title}: {self._text(done, total, now)}" + (f", loss {loss:.3f}" if loss else ""), file=sys.stderr)
+
+    def end(self) -> None:
+        """Say that it is done, where something was said before."""
+        if self.next > self.start + FIRST:
+            print(f"{self.title}: done in {duration(time.monotonic() - self.start)}", file=sys.stderr)
+
+    def _text(self, done: int, total: int | None, now: float) -> str:
+        started, first = self.began
+        rate = (done - first) / (now - started) if now > started else 0.0
+        text = amount(done, self.unit)
+        if total:
+            text = f"{100 * done / total:.0f}% of {amount(total, self.unit)}"
+        if not rate:
+            return text
+        text += f", {amount(rate, self.unit)}/s"
+        return text + (f", {duration((total - done) / rate)} left" if total and total > done else "")
+
+
+def amount(count: float, unit: str) -> str:
+    """Return a count with its unit, bytes in kB, MB or GB."""
+    if unit == "B":
+        size, name = next(((size, name) for size, name in SIZES if count >= size), (1, "B"))
+        return f"{count / size:.1f} {name}"
+    return f"{count:,.{0 if count == int(count) or count >= 100 else 2}f} {unit}s"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words: 42 s, 3:05 min, 2:10 h."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    high, low, unit = (
+        (seconds // 60, seconds % 60, "min") if seconds < 3600 else (seconds // 3600, seconds // 60 % 60, "h")
+    )
+    return f"{high}:{low:02d} {unit}"

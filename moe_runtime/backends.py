@@ -1,4 +1,7 @@
-"""Which implementation runs an op: "torch" (any device), "triton" (kernels/) or "cuda" (csrc/); and why not another."""
+"""Which implementation runs an op, and why not another.
+
+"torch" (any device), "triton" (kernels/), "cuda" (csrc/) or "cpp" (csrc/cpu, on a CPU).
+"""
 
 import functools
 import importlib.util
@@ -8,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime import cuda
+from moe_runtime import cpp, cuda
 from moe_runtime.config import check_choice
 
-BACKENDS = ("torch", "triton", "cuda")
+BACKENDS = ("torch", "triton", "cuda", "cpp")
 MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
@@ -21,6 +24,8 @@ OPS = (
 )  # fmt: skip
 TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
+CPP_OPS = ("moe_mlp",)
+KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
 # where "cuda" was measured faster than "triton", and so is the default: rows of op, device, date, torch, triton and
 # times_faster at its worst size; `python -m moe_runtime.bench.report --cuda-table` writes it
@@ -51,8 +56,10 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
     """Say why `backend` cannot run `op` on `device`; None if it can."""
     if backend == "torch":
         return None
-    if op not in {"triton": TRITON_OPS, "cuda": CUDA_OPS}[backend]:
+    if op not in KERNELS[backend]:
         return f"{op} has no {backend} kernel"
+    if backend == "cpp":
+        return cpp.why_not(device)
     if backend == "cuda" and device.type in ("cpu", "cuda"):
         reason = cuda.why_not(device)
         if reason is not None or device.type == "cpu":
@@ -91,7 +98,8 @@ _cuda_is_faster._dynamo_marked_constant = True
 def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
     """Return the backend of `op` where nobody asks for one: the fastest kernel on a GPU that has it, else "torch"."""
     if not x.is_cuda:
-        return "torch"
+        fits = op in CPP_OPS and x.dtype in cpp.DTYPES
+        return "cpp" if fits and why_not("cpp", op, x.device) is None else "torch"
     cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)  # dispatch takes every integer
     if cuda_fits and _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
         return "cuda"
@@ -103,7 +111,8 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: boo
 
     An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that
     have a kernel of that backend, is refused where none has, and leaves the other ops on their default: on a GPU that has
-    the kernel "triton", or "cuda" where CUDA_TABLE says that it was measured faster; else "torch".
+    the kernel "triton", or "cuda" where CUDA_TABLE says that it was measured faster; on a CPU "cpp" where its library is; else
+    "torch".
     """
     asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
     if x.dtype == torch.float64:  # the kernels sum in float32
@@ -114,11 +123,13 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: boo
         return _default(op, x, cuda_fits)
     check_choice("backend", asked, BACKENDS)
     reason = why_not(asked, op, x.device)
-    kernels = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS}[asked]
+    kernels = KERNELS[asked]
     if backend is None and kernels and op not in kernels:
         return _default(op, x, cuda_fits)
     if reason is None and asked == "triton" and x.dtype == torch.bfloat16 and x.device.type == "cpu":
         reason = None if interpreter_knows_bfloat16 else "Triton's interpreter computes bfloat16 wrong; want float32"
+    if reason is None and asked == "cpp" and x.dtype not in cpp.DTYPES:
+        reason = f"the tensor is {x.dtype}; want float32 or bfloat16"
     if reason is not None:
         raise ValueError(f"backend is {asked!r} for {op}, but {reason}")
     return asked

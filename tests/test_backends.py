@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_runtime import backends, cuda, diagnosis
+from moe_runtime import backends, cpp, cuda, diagnosis
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops import moe_mlp as experts_op
 from moe_runtime.ops.averaging import average_experts_
@@ -21,6 +21,7 @@ from moe_runtime.ops.lora import LoRA, lora_mlp
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
+from tests.support import cpu_build
 
 CPU = torch.device("cpu")
 IDX = torch.zeros(3, 2, dtype=torch.int32)
@@ -79,7 +80,8 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op):
+def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
+    monkeypatch.setattr(cpp, "_find", lambda: "the CPU library is not built")
     assert backends.pick(op, torch.zeros(1)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
     torch.manual_seed(1)
     want = CALLS[op]()
@@ -134,7 +136,7 @@ def test_variable_leaves_ops_without_such_a_kernel_alone(op, monkeypatch):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_variable_that_no_op_can_honour_is_an_error(op, monkeypatch):
-    monkeypatch.setattr(backends, "CUDA_OPS", ())
+    monkeypatch.setitem(backends.KERNELS, "cuda", ())
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
     with pytest.raises(ValueError, match=f"backend is 'cuda' for {op}, but {op} has no cuda kernel"):
         backends.pick(op, torch.zeros(1))
@@ -207,6 +209,64 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
         return x + 1 if backends.why_not("triton", "moe_mlp", torch.device("cuda:0")) is None else x
 
     assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 1
+
+
+# the library of csrc/cpu: the default of the experts where it is
+
+
+def test_cpp_is_the_default_of_the_experts_where_its_library_is(monkeypatch):
+    library = cpu_build.library()
+    monkeypatch.setattr(cpp, "_find", lambda: library)
+    for op in CALLS:
+        want = "cpp" if op == "moe_mlp" else "torch"
+        assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [
+            want
+        ] * 2
+        assert backends.pick(op, torch.zeros(1, dtype=torch.float16)) == "torch"
+        assert (
+            backends.pick(op, torch.zeros(1, dtype=torch.float64))
+            == "torch"
+            == backends.pick(op, torch.zeros(1), "torch")
+        )
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cpp")  # speaks for the experts, leaves the others alone
+    assert backends.pick("moe_mlp", torch.zeros(1)) == "cpp" and backends.pick("route", torch.zeros(1)) == "torch"
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
+    assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
+
+
+def test_cpp_says_why_it_cannot(monkeypatch, tmp_path):
+    library = cpu_build.library()
+    monkeypatch.setattr(cpp, "_find", lambda: library)
+    with pytest.raises(
+        ValueError, match="'cpp' for moe_mlp, but the tensor is torch.float16; want float32 or bfloat16"
+    ):
+        backends.pick("moe_mlp", torch.zeros(1, dtype=torch.float16), "cpp")
+    with pytest.raises(ValueError, match="want 'torch' for float64"):
+        backends.pick("moe_mlp", torch.zeros(1, dtype=torch.float64), "cpp")
+    with pytest.raises(ValueError, match="'cpp' for route, but route has no cpp kernel"):
+        backends.pick("route", torch.zeros(1), "cpp")
+    assert backends.why_not("cpp", "moe_mlp", torch.device("cuda")) == "the tensor is on cuda; want cpu"
+    monkeypatch.undo()
+    broken = tmp_path / "libmoert_cpu.so"
+    monkeypatch.setattr(cpp, "places", lambda: [broken])
+    cpp._find.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="the CPU library is not built; python -m moe_runtime.build_cpu builds it"):
+            backends.pick("moe_mlp", torch.zeros(1), "cpp")
+        assert backends.pick("moe_mlp", torch.zeros(1)) == "torch" and cpp.describe().startswith("none: ")
+        broken.write_bytes(b"no library")
+        cpp._find.cache_clear()
+        with pytest.raises(ValueError, match="'cpp' for moe_mlp, but .*libmoert_cpu.so"):
+            CALLS["moe_mlp"](backend="cpp")
+        assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
+    finally:
+        cpp._find.cache_clear()
+
+
+def test_cpp_describes_itself(monkeypatch):
+    library = cpu_build.library()
+    monkeypatch.setattr(cpp, "_find", lambda: library)
+    assert str(library.path) in cpp.describe() and library.variant in cpp.describe()
 
 
 # the library of csrc/: asked for, or measured faster

@@ -87,6 +87,11 @@ LIB.define(
 )
 
 
+def _router(backend: str) -> str:
+    """Return the backend of the router: csrc/cpu has none of its own."""
+    return "torch" if backend == "cpp" else backend
+
+
 def _forward(
     x, router_weight, up, down, up_bias, down_bias, top_k, gate,
     act, gated, limit, up_offset, interleaved, shared, save, backend,
@@ -95,7 +100,7 @@ def _forward(
     experts = Experts(up, down, up_bias, down_bias, activation, shared)
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
-    weight, idx = routing.route_kernel(logits, None, top_k, gate, backend)
+    weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
     out, z, offsets, row_slot = kernels_of(backend).forward(x, experts, weight, idx, save)
     return out, logits, weight, idx, z, offsets, row_slot
 
@@ -127,7 +132,7 @@ def _backward(
     def router(drow_weight):
         nonlocal total
         through = drow_weight if dweight is None else drow_weight + dweight
-        total = routing.route_backward_kernel(through, router_logits, topk_idx, gate, backend)
+        total = routing.route_backward_kernel(through, router_logits, topk_idx, gate, _router(backend))
         total = total if dlogits is None else total + dlogits
         return total, router_weight
 

@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import SHARED_MODES, check_choice
-from moe_runtime.ops import cuda_kernels, moe_mlp_torch
+from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import SCHEMA, Activation, activate
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register, register_backward
@@ -215,6 +215,8 @@ def kernels_of(backend: str):
     """The module whose `forward` and `backward` run; Triton is imported where it is used."""
     if backend == "torch":
         return moe_mlp_torch
+    if backend == "cpp":
+        return moe_mlp_cpp
     from moe_runtime.ops import moe_mlp_triton
 
     return moe_mlp_triton.BESIDE_CUDA if backend == "cuda" else moe_mlp_triton

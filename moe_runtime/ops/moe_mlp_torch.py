@@ -80,18 +80,17 @@ class Group(NamedTuple):
     everyone: bool  # one expert that sees every token once, in order
 
 
-def _groups(bounds: list[int], row_token: torch.Tensor, T: int, width: int):
-    """Yield the experts that have rows, as many at a time as GROUP_ELEMENTS lets in."""
-    R, members, start = row_token.numel(), [], 0
+def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
+    """Yield the experts that have rows, as many at a time as GROUP_ELEMENTS lets in; `everyone` says who sees every token."""
+    members, start = [], 0
     for e, (a, b) in enumerate(itertools.pairwise(bounds)):
         if a == b:
             continue
-        everyone = _is_everyone(row_token[a:b], T)
-        if members and (everyone or (b - start) * width > GROUP_ELEMENTS):
+        if members and (everyone[e] or (b - start) * width > GROUP_ELEMENTS):
             yield Group(start, start + members[-1].padded, members, False)
             members = []
-        if everyone:
-            yield Group(a, b, [Member(e, 0, T, T)], True)
+        if everyone[e]:
+            yield Group(a, b, [Member(e, 0, b - a, b - a)], True)
             continue
         start = start if members else a
         padded = min(a + -(-(b - a) // ROWS) * ROWS, R)
@@ -146,7 +145,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
     y = scratch("y", (R, H), x)
     trained = experts.rows()
-    for group in _groups(bounds, row_token, T, max(Z, H)):
+    for group in groups(bounds, _everyone(bounds, row_token, T), R, max(Z, H)):
         a, b = group.start, group.end
         rows = _gather("x", x, row_token[a:b], group.everyone)
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
@@ -162,6 +161,11 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         y[bounds[E] :].zero_()
         topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
     return _combine(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
+
+
+def _everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
+    """Say of each expert whether it sees every token once, in order."""
+    return [a < b and _is_everyone(row_token[a:b], T) for a, b in itertools.pairwise(bounds)]
 
 
 def _is_everyone(tokens: torch.Tensor, T: int) -> bool:
@@ -203,19 +207,9 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     row_weight = topk_weight.reshape(-1)[row_slot]
     drow_weight = torch.zeros_like(row_weight)
     trained = experts.rows()
-    weights = experts[:2] if experts.up_trained is None else experts[-2:]
-    up, down, _, up_bias, down_bias = (
-        t.new_empty(t.shape) if t is not None and need else None
-        for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
-    )
-    idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
-    # of weights that lie apart, those that are no expert's get zeros too
-    busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
-    for grads, rows in (((up, down), set(range(weights[0].shape[0])).difference(busy)), ((up_bias, down_bias), idle)):
-        for grad, row in itertools.product((grad for grad in grads if grad is not None), rows):
-            grad[row].zero_()
+    up, down, up_bias, down_bias = new_gradients(experts, bounds, trained, needs)
     dx = scratch("y", (R, H), x) if needs[0] else None
-    for group in _groups(bounds, row_token, T, max(Z, H)):
+    for group in groups(bounds, _everyone(bounds, row_token, T), R, max(Z, H)):
         a, b = group.start, group.end
         dy = _gather("dy", dout, row_token[a:b], group.everyone)
         rows = _gather("x", x, row_token[a:b], group.everyone)
@@ -232,9 +226,9 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
                 torch.mm(member.wide(dz), experts.at(e, trained[e])[0], out=member.wide(dx[a:b]))
             if experts.down_bias is not None:
                 bias = experts.down_bias[e].to(drow_weight.dtype)
-                member.own(drow_weight[a:b]).add_(member.own(dy).to(drow_weight.dtype) @ bias)
+                member.own(drow_weight[a:b]).add_((member.own(dy).to(drow_weight.dtype) * bias).sum(1))
             if trained[e] >= 0:
-                _weight_gradients(grads, member, trained[e], dy, wh, dz, rows)
+                weight_gradients(grads, member, trained[e], dy, wh, dz, rows)
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()
@@ -246,7 +240,25 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     return Gradients(dx, up, down, dweight, up_bias, down_bias)
 
 
-def _weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows) -> None:
+def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs) -> tuple[torch.Tensor | None, ...]:
+    """Return memory for the gradients of up, down and their biases that `needs` asks for; of who has no rows, zeros."""
+    weights = experts[:2] if experts.up_trained is None else experts[-2:]
+    up, down, _, up_bias, down_bias = (
+        # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
+        lease(tuple(t.shape), t) if t is not None and need else None
+        for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
+    )
+    E = len(trained)
+    idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
+    # of weights that lie apart, those that are no expert's get zeros too
+    busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
+    for grads, rows in (((up, down), set(range(weights[0].shape[0])).difference(busy)), ((up_bias, down_bias), idle)):
+        for grad, row in itertools.product((grad for grad in grads if grad is not None), rows):
+            grad[row].zero_()
+    return up, down, up_bias, down_bias
+
+
+def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows) -> None:
     """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
     e, dy, dz = member.expert, member.own(dy), member.own(dz)
     if grads.down is not None:

@@ -3,12 +3,20 @@
 import pytest
 import torch
 
+from moe_runtime import cpp
 from moe_runtime.config import ACTIVATIONS
 from moe_runtime.ops import moe_mlp_torch
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
 from tests.ops.test_grouped_gemm import filled_memory
 from tests.support import layouts
 from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch):
+    """The torch backend; test_moe_mlp_cpp.py runs the same tests with csrc/cpu's library."""
+    monkeypatch.setattr(cpp, "_find", lambda: "the CPU library is not built")
+
 
 LOW = [torch.float16, torch.bfloat16]
 

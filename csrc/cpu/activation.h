@@ -1,0 +1,62 @@
+// The activations of moe_runtime/ops/activation.py and their slopes, on vectors; `act` counts as moe_runtime/cpp.py's ACTS.
+#pragma once
+#include "vector.h"
+
+namespace {
+
+inline vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+
+// erf: odd polynomial up to 1, from there 1 - erfc by a polynomial in 1 / (1 + x / 2); least squares on Chebyshev's nodes
+inline vf error_function(vf v) {
+    vf a = min(absolute(v), 4.2f), s = a * a, t = 1.0f / (1.0f + 0.5f * a);
+    vf near = all(-9.67359084e-06f);
+    near = near * s + 1.12682539e-4f;
+    near = near * s - 8.48439655e-4f;
+    near = near * s + 5.22105341e-3f;
+    near = near * s - 2.68654383e-2f;
+    near = near * s + 1.12837826e-1f;
+    near = near * s - 3.76126385e-1f;
+    near = near * s + 1.12837917f;
+    vf far = all(1.71416507e-2f);
+    far = far * t + 5.14297188e-2f;
+    far = far * t - 3.54471562e-1f;
+    far = far * t + 4.49622276e-1f;
+    far = far * t - 3.50569596e-2f;
+    far = far * t + 3.21564377e-1f;
+    far = far * t + 2.65910652e-1f;
+    far = far * t + 2.84076220e-1f;
+    far = far * t - 1.05416061e-4f;
+    far = 1.0f - far * exponential(-s);
+    vf both = a > 1.0f ? far : near * a;
+    return (vf)((vi)both | ((vi)v & (int32_t)0x80000000));
+}
+
+struct Point {
+    vf value, slope;
+};
+
+// x sigmoid(c x)
+inline Point swish(vf x, float c) {
+    vf s = 1.0f / (1.0f + exponential(-c * x));
+    return {x * s, s * (1.0f + c * x * (1.0f - s))};
+}
+
+template <int ACT>
+inline Point activation(vf x) {
+    if (ACT == 0) return swish(x, 1.0f);
+    if (ACT == 1) {
+        vf half = 0.5f + 0.5f * error_function(x * 0.70710678f);
+        return {x * half, half + x * 0.39894228f * exponential(-0.5f * x * x)};
+    }
+    if (ACT == 2) {
+        vf t = 1.0f - 2.0f / (1.0f + exponential(1.59576912f * x * (1.0f + 0.044715f * x * x)));
+        vf half = 0.5f + 0.5f * t;
+        return {x * half, half + x * half * (1.0f - t) * 0.79788456f * (1.0f + 0.134145f * x * x)};
+    }
+    if (ACT == 3) return swish(x, 1.702f);
+    vf positive = x <= 0.0f ? vf{} : x;
+    if (ACT == 4) return {positive, x <= 0.0f ? vf{} : all(1.0f)};
+    return {positive * positive, 2.0f * positive};
+}
+
+}  // namespace

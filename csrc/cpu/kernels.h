@@ -1,0 +1,65 @@
+// What each instruction set brings: one table of functions on a range of rows, filled by kernels.cpp compiled once per set.
+#pragma once
+#include <stdint.h>
+
+namespace moert {
+
+struct Form {
+    int act;   // the order of moe_runtime/cpp.py's ACTS
+    int form;  // 0 no gate, 1 gate first, 2 in turns
+    float limit, up_offset;
+};
+
+struct Forward {
+    Form form;
+    const void* z;
+    int64_t I;
+    void* h;
+};
+
+struct Backward {
+    Form form;
+    const void *z, *dh;
+    const float* weight;
+    const int32_t* row_slot;
+    int64_t I;
+    void *dz, *wh;
+    float* dweight;
+};
+
+struct Combine {
+    const void* y;
+    const float* weight;
+    const int32_t* slot_row;
+    int64_t K, H, rows;
+    void* out;
+};
+
+// Few tokens. Units of `up` are (expert with rows, block of COLUMNS columns of h); of `down` blocks of COLUMNS columns of out.
+struct Few {
+    static constexpr int64_t COLUMNS = 32, ROWS = 64;
+    Form form;
+    const void *x, *up, *down, *up_bias, *down_bias;
+    int64_t up_stride_e, up_stride, down_stride_e, down_stride;
+    const float* weight;
+    const int32_t *offsets, *row_slot, *active;  // active: the experts that have rows
+    int64_t actives, T, H, I, K;
+    void *h, *z, *out;  // z may be null
+    float* sums;  // [T, H]
+};
+
+struct Kernels {
+    // indexed by dtype / 2: float32, bfloat16
+    void (*activate[2])(const Forward&, int64_t begin, int64_t end);
+    void (*activate_backward[2])(const Backward&, int64_t begin, int64_t end);
+    void (*combine[2])(const Combine&, int64_t begin, int64_t end);
+    void (*few_up[2])(const Few&, int64_t begin, int64_t end);
+    void (*few_down[2])(const Few&, int64_t begin, int64_t end);
+};
+
+extern const Kernels generic;
+#ifdef __x86_64__
+extern const Kernels avx2, avx512, avx512_bf16;
+#endif
+
+}  // namespace moert

@@ -1,0 +1,212 @@
+// The C interface: sorting, the choice of the instruction set, and the split of rows among OpenMP's threads.
+// A row's result never depends on the split, so the number of threads changes no bit.
+#include "moert_cpu.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#ifndef MOERT_BUILD_INFO
+#define MOERT_BUILD_INFO "{}"
+#endif
+
+namespace {
+
+using moert::Kernels;
+
+struct Variant {
+    const char* name;
+    const Kernels* kernels;
+    bool (*runs)();
+};
+
+#ifdef __x86_64__
+bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool runs_avx512() {
+    return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+bool runs_always() { return true; }
+
+const Variant VARIANTS[] = {
+#ifdef __x86_64__
+    {"avx512_bf16", &moert::avx512_bf16, runs_avx512_bf16},
+    {"avx512", &moert::avx512, runs_avx512},
+    {"avx2", &moert::avx2, runs_avx2},
+#endif
+    {"generic", &moert::generic, runs_always},
+};
+
+const Variant* choose() {
+    const Variant* v = VARIANTS;
+    while (!v->runs()) v++;
+    return v;
+}
+
+const Variant* variant = choose();
+
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+typedef int (*Number)();
+Parallel omp_parallel = nullptr;
+Number omp_thread = nullptr, omp_threads = nullptr;
+
+struct Split {
+    void (*run)(const void*, int64_t, int64_t);
+    const void* work;
+    int64_t n;
+};
+
+void share(void* data) {
+    const Split& split = *(const Split*)data;
+    const int64_t mine = omp_thread(), threads = omp_threads();  // fewer than asked for inside another region
+    split.run(split.work, split.n * mine / threads, split.n * (mine + 1) / threads);
+}
+
+// Calls run(work, begin, end) for parts of 0..n, in as many threads as there are pieces of work worth one
+template <class Work>
+void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int64_t n, double bytes, int threads) {
+    if (n <= 0) return;
+    const double worth = 1 << 15;  // bytes: a thread wakes in the time that one core moves so many
+    if (bytes < worth * threads) threads = (int)(bytes / worth);
+    if (threads > n) threads = (int)n;
+    if (threads <= 1 || !omp_parallel) return run(work, 0, n);
+    struct Erased {
+        void (*run)(const Work&, int64_t, int64_t);
+        const Work* work;
+        static void call(const void* self, int64_t begin, int64_t end) {
+            const Erased& e = *(const Erased*)self;
+            e.run(*e.work, begin, end);
+        }
+    } erased = {run, &work};
+    Split split = {Erased::call, &erased, n};
+    omp_parallel(share, &split, (unsigned)threads, 0);
+}
+
+template <class T>
+void sort(const T* idx, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row) {
+    memset(offsets, 0, (E + 1) * sizeof *offsets);
+    for (int64_t s = 0; s < slots; s++)
+        if (idx[s] >= 0 && (uint64_t)idx[s] < (uint64_t)E) offsets[idx[s] + 1]++;
+    for (int64_t e = 0; e < E; e++) offsets[e + 1] += offsets[e];
+    int32_t dropped = offsets[E];
+    // offsets[e] runs to the end of e while its rows are given out, which is where the next begins
+    for (int64_t s = 0; s < slots; s++) {
+        const bool kept = idx[s] >= 0 && (uint64_t)idx[s] < (uint64_t)E;
+        const int32_t row = kept ? offsets[idx[s]]++ : dropped++;
+        row_slot[row] = (int32_t)s;
+        if (slot_row) slot_row[s] = row;
+    }
+    memmove(offsets + 1, offsets, E * sizeof *offsets);
+    offsets[0] = 0;
+}
+
+struct Gather {
+    const char* x;
+    const int32_t* row_token;
+    int64_t bytes;
+    char* out;
+};
+
+void gather(const Gather& g, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) memcpy(g.out + r * g.bytes, g.x + g.row_token[r] * g.bytes, g.bytes);
+}
+
+int64_t size_of(int dtype) { return dtype ? 2 : 4; }
+int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+int moert_cpu_abi_version() { return MOERT_CPU_ABI_VERSION; }
+const char* moert_cpu_build_info() { return MOERT_BUILD_INFO; }
+const char* moert_cpu_variant() { return variant->name; }
+
+int moert_cpu_limit(const char* name) {
+    for (const Variant& v : VARIANTS)
+        if (!strcmp(v.name, name) && v.runs()) return variant = &v, 1;
+    return 0;
+}
+
+void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads) {
+    omp_parallel = (Parallel)parallel;
+    omp_thread = (Number)thread_num;
+    omp_threads = (Number)num_threads;
+}
+
+void moert_cpu_sort(
+    const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row) {
+    switch (idx_kind) {
+        case 1: return sort((const uint8_t*)topk_idx, slots, E, offsets, row_slot, slot_row);
+        case -1: return sort((const int8_t*)topk_idx, slots, E, offsets, row_slot, slot_row);
+        case -2: return sort((const int16_t*)topk_idx, slots, E, offsets, row_slot, slot_row);
+        case -4: return sort((const int32_t*)topk_idx, slots, E, offsets, row_slot, slot_row);
+        default: return sort((const int64_t*)topk_idx, slots, E, offsets, row_slot, slot_row);
+    }
+}
+
+void moert_cpu_plan(
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t K, int64_t E, int32_t* row_token, int32_t* slot_row,
+    uint8_t* everyone) {
+    for (int64_t r = 0; r < T * K; r++) {
+        row_token[r] = row_slot[r] / (int32_t)K;
+        if (slot_row) slot_row[row_slot[r]] = (int32_t)r;
+    }
+    for (int64_t e = 0; e < E; e++) {
+        const int32_t first = offsets[e];
+        bool all = offsets[e + 1] - first == T;
+        for (int64_t t = 0; all && t < T; t++) all = row_token[first + t] == t;
+        everyone[e] = all;
+    }
+}
+
+void moert_cpu_gather(const void* x, const int32_t* row_token, int64_t rows, int64_t bytes, void* out, int threads) {
+    parallel(gather, Gather{(const char*)x, row_token, bytes, (char*)out}, rows, 2.0 * rows * bytes, threads);
+}
+
+void moert_cpu_activate(
+    int dtype, int act, int form, float limit, float up_offset, const void* z, int64_t rows, int64_t I, void* h, int threads) {
+    const moert::Forward f = {{act, form, limit, up_offset}, z, I, h};
+    parallel(variant->kernels->activate[dtype / 2], f, rows, 12.0 * rows * I, threads);
+}
+
+void moert_cpu_activate_backward(
+    int dtype, int act, int form, float limit, float up_offset, const void* z, const void* dh, const float* weight,
+    const int32_t* row_slot, int64_t rows, int64_t I, void* dz, void* wh, float* dweight, int threads) {
+    const moert::Backward b = {{act, form, limit, up_offset}, z, dh, weight, row_slot, I, dz, wh, dweight};
+    parallel(variant->kernels->activate_backward[dtype / 2], b, rows, 24.0 * rows * I, threads);
+}
+
+void moert_cpu_combine(
+    int dtype, const void* y, const float* weight, const int32_t* slot_row, int64_t T, int64_t K, int64_t H, int64_t rows,
+    void* out, int threads) {
+    const moert::Combine c = {y, weight, slot_row, K, H, rows, out};
+    parallel(variant->kernels->combine[dtype / 2], c, T, (double)size_of(dtype) * T * (K + 1) * H, threads);
+}
+
+int64_t moert_cpu_few_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K) {
+    return aligned(T * K * I * size_of(dtype)) + aligned(T * H * 4) + aligned(E * 4);
+}
+
+void moert_cpu_few(
+    int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
+    int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
+    const void* down_bias, const float* weight, const void* topk_idx, int idx_kind, int64_t T, int64_t H, int64_t I,
+    int64_t E, int64_t K, void* scratch, void* z, void* out, int32_t* offsets, int32_t* row_slot, int threads) {
+    moert_cpu_sort(topk_idx, idx_kind, T * K, E, offsets, row_slot, nullptr);
+    char* h = (char*)scratch;
+    char* sums = h + aligned(T * K * I * size_of(dtype));
+    int32_t* active = (int32_t*)(sums + aligned(T * H * 4));
+    int64_t actives = 0;
+    for (int64_t e = 0; e < E; e++)
+        if (offsets[e] < offsets[e + 1]) active[actives++] = (int32_t)e;
+    const moert::Few f = {
+        {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
+        weight, offsets, row_slot, active, actives, T, H, I, K, h, z, out, (float*)sums,
+    };
+    const int64_t C = moert::Few::COLUMNS;
+    const double bytes = (double)size_of(dtype) * actives * I * H;
+    parallel(variant->kernels->few_up[dtype / 2], f, actives * ((I + C - 1) / C), 2 * bytes, threads);
+    parallel(variant->kernels->few_down[dtype / 2], f, (H + C - 1) / C, bytes, threads);
+}

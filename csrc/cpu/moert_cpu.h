@@ -1,0 +1,54 @@
+// C interface of libmoert_cpu.so: what stands around the matmuls of the experts on a CPU. moe_runtime/cpp.py reads the argument
+// types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
+#pragma once
+#include <stdint.h>
+
+#define MOERT_CPU_ABI_VERSION 1
+#define MOERT_API extern "C" __attribute__((visibility("default")))
+
+MOERT_API int moert_cpu_abi_version();
+MOERT_API const char* moert_cpu_build_info();  // JSON
+MOERT_API const char* moert_cpu_variant();     // what runs here: avx512_bf16, avx512, avx2 or generic
+
+// Limits what runs to the variant of this name; 0 if this machine cannot run it. For tests.
+MOERT_API int moert_cpu_limit(const char* name);
+
+// The OpenMP runtime of the process: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. Without, all work is serial.
+MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);
+
+// Stable counting sort of the slots of topk_idx [T, K], `idx_kind` its bytes, negative for signed ints: offsets [E + 1],
+// row_slot and slot_row [T * K]. Ids outside 0..E-1 sort behind every expert.
+MOERT_API void moert_cpu_sort(
+    const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row);
+
+// From offsets and row_slot: row_token [R], slot_row [R] (may be null), and for each expert whether it sees every one of T tokens
+// once, in order.
+MOERT_API void moert_cpu_plan(
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t K, int64_t E, int32_t* row_token, int32_t* slot_row,
+    uint8_t* everyone);
+
+// out[r] = x[row_token[r]], rows of `bytes` bytes.
+MOERT_API void moert_cpu_gather(const void* x, const int32_t* row_token, int64_t rows, int64_t bytes, void* out, int threads);
+
+// h [rows, I] from z [rows, 2I or I]; `form` 0 no gate, 1 gate first, 2 in turns; `limit` infinity for no clamp.
+MOERT_API void moert_cpu_activate(
+    int dtype, int act, int form, float limit, float up_offset, const void* z, int64_t rows, int64_t I, void* h, int threads);
+
+// From z and dh (unweighted): dz, wh = w * h and dweight[slot] = <dh, h>, where slot = row_slot[row] and w = weight[slot].
+MOERT_API void moert_cpu_activate_backward(
+    int dtype, int act, int form, float limit, float up_offset, const void* z, const void* dh, const float* weight,
+    const int32_t* row_slot, int64_t rows, int64_t I, void* dz, void* wh, float* dweight, int threads);
+
+// out[t] = sum_k weight[t, k] y[slot_row[t, k]] over rows below `rows`; every weight is 1 where `weight` is null.
+MOERT_API void moert_cpu_combine(
+    int dtype, const void* y, const float* weight, const int32_t* slot_row, int64_t T, int64_t K, int64_t H, int64_t rows,
+    void* out, int threads);
+
+// The whole forward pass for few tokens: every weight of an expert that has tokens is read once. Strides in elements; the last
+// dim of both stacks is contiguous, biases may be null, and so may z [T * K, 2I or I], which is written. `scratch` has moert_cpu_few_bytes bytes, aligned to 64.
+MOERT_API int64_t moert_cpu_few_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K);
+MOERT_API void moert_cpu_few(
+    int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
+    int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
+    const void* down_bias, const float* weight, const void* topk_idx, int idx_kind, int64_t T, int64_t H, int64_t I,
+    int64_t E, int64_t K, void* scratch, void* z, void* out, int32_t* offsets, int32_t* row_slot, int threads);

@@ -1,0 +1,101 @@
+// Vectors of LANES floats by the compilers' vector extension, which every instruction set of kernels.cpp lowers for itself.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline vf wide(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+// to nearest, ties to even; a NaN stays one
+inline vh narrow(vf v) {
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu quiet = (u >> 16) | 0x40;
+    return __builtin_convertvector((vu)((v == v) ? (vi)rounded : (vi)quiet), vh);
+}
+
+inline vf load(const float* p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline vf load(const bf16* p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return wide(h);
+}
+inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, vf v) {
+    vh h = narrow(v);
+    memcpy(p, &h, sizeof h);
+}
+
+// the first n < LANES; the others are zero
+template <class T>
+inline vf load_part(const T* p, int64_t n) {
+    T some[LANES] = {};
+    memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+template <class T>
+inline void store_part(T* p, vf v, int64_t n) {
+    T some[LANES];
+    store(some, v);
+    memcpy(p, some, n * sizeof(T));
+}
+
+inline vf all(float x) { return x - vf{}; }
+
+// always in this order
+inline float sum(vf v) {
+    float part[LANES];
+    memcpy(part, &v, sizeof v);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) part[i] += part[i + n];
+    return part[0];
+}
+
+// a NaN stays one
+inline vf min(vf v, float limit) { return v > limit ? all(limit) : v; }
+inline vf max(vf v, float limit) { return v < limit ? all(limit) : v; }
+
+// e^v = 2^n e^r, |r| <= ln(2) / 2; from the overflow on infinity, subnormals as they are
+inline vf exponential(vf v) {
+    v = max(min(v, 89.0f), -104.0f);
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    vf shifted = v * 1.44269504f + shift;
+    vi n = (vi)shifted - 0x4b400000;
+    vf whole = shifted - shift;
+    vf r = v - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    vf p = all(1.9841270e-4f);
+    p = p * r + 1.3888889e-3f;
+    p = p * r + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + r;
+    p = p + 1.0f;
+    vi half = n >> 1;  // in two steps: 2^128 and 2^-149 have no exponent of their own
+    return p * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+}
+
+}  // namespace

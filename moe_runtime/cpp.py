@@ -1,0 +1,113 @@
+"""The library of csrc/cpu, the backend "cpp": where it is, why it cannot be used, and what of this process it works with.
+
+Its C interface is csrc/cpu/moert_cpu.h, from which the argument types are read: no second list of them exists. Nothing is
+loaded before the first question, and no library is a normal state: the backend "torch" does without.
+"""
+
+import ctypes
+import functools
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.build_cpu import NAME, csrc_dir, library_path, source_hash
+from moe_runtime.cuda import read_header
+
+COMMAND = "python -m moe_runtime.build_cpu"
+DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # as in moert_cpu.h
+ACTS = {name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))}
+IDX_KINDS = {torch.uint8: 1, torch.int8: -1, torch.int16: -2, torch.int32: -4, torch.int64: -8}
+
+
+class Library(NamedTuple):
+    """A loaded library; `info` says how it was built: sources, compiler, instruction sets."""
+
+    handle: ctypes.CDLL
+    path: Path
+    info: dict
+    openmp: str  # the runtime whose threads it works in, or why there is none
+
+    @property
+    def variant(self) -> str:
+        """The instruction set in use."""
+        return self.handle.moert_cpu_variant().decode()
+
+
+def bind(path: Path, csrc: Path | None = None) -> Library:
+    """Load the library at `path` with the types of moert_cpu.h. Raises OSError where it does not load or is another's."""
+    csrc = csrc or csrc_dir()
+    header, handle = (csrc / "moert_cpu.h").read_text(), ctypes.CDLL(str(path))
+    for name, (result, arguments) in read_header(header).items():
+        try:
+            function = getattr(handle, name)
+        except AttributeError:
+            raise OSError(f"{path} has no {name}; rebuild it: {COMMAND} --force") from None
+        function.restype, function.argtypes = result, arguments
+    info, version = json.loads(handle.moert_cpu_build_info()), re.search(r"#define MOERT_CPU_ABI_VERSION (\d+)", header)
+    if info.get("sources", source_hash(csrc)) != source_hash(csrc) or handle.moert_cpu_abi_version() != int(version[1]):
+        raise OSError(f"{path} was built from other sources than {csrc}; rebuild it: {COMMAND} --force")
+    return Library(handle, Path(path), info, _share_openmp(handle))
+
+
+def _share_openmp(handle: ctypes.CDLL) -> str:
+    """Give the library the OpenMP runtime that torch works in: two of them in one process fight for the cores."""
+    maps = Path("/proc/self/maps")
+    mapped = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines()} if maps.is_file() else set()
+    for path in sorted(p for p in mapped if re.match(r"lib(g|i)?omp\d*[-.]", Path(p).name)):
+        runtime = ctypes.CDLL(path)
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        if all(hasattr(runtime, name) for name in names):
+            handle.moert_cpu_use_openmp(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in names))
+            return path
+    return "none: torch has loaded no OpenMP runtime"
+
+
+def places() -> list[Path]:
+    """Return where the library may lie: in the wheel that brought it, and where the command puts it."""
+    return [Path(__file__).resolve().parent / "_lib" / NAME, library_path()]
+
+
+@functools.cache
+def _find() -> Library | str:
+    """Return the first library that loads, or why there is none."""
+    if not (csrc_dir() / "moert_cpu.h").is_file():
+        return f"{csrc_dir()} has no moert_cpu.h; want a checkout or an installed wheel"
+    reasons = []
+    for path in places():
+        if path.is_file():
+            try:
+                return bind(path)
+            except (OSError, ValueError) as error:
+                reasons.append(str(error))
+    return "; ".join(reasons) or f"the CPU library is not built; {COMMAND} builds it"
+
+
+def library() -> Library:
+    """Return the library in use. Raises ValueError that says why there is none."""
+    found = _find()
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def why_not(device: torch.device) -> str | None:
+    """Say why the library's kernels cannot run on `device`; None if they can."""
+    if device.type != "cpu":
+        return f"the tensor is on {device.type}; want cpu"
+    found = _find()
+    return found if isinstance(found, str) else None
+
+
+# what torch.compiler.assume_constant_result sets: loading a library would break the graph
+why_not._dynamo_marked_constant = True
+
+
+def describe() -> str:
+    """Say which library there is and what it works with, or why there is none."""
+    found = _find()
+    if isinstance(found, str):
+        return f"none: {found}"
+    return f"{found.path}: {found.variant}, {found.info['compiler']}; OpenMP {found.openmp}"

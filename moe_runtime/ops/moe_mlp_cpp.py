@@ -1,0 +1,199 @@
+"""The cpp backend of `moe_mlp`: torch's matmuls with csrc/cpu around them, and csrc/cpu alone where tokens are few.
+
+The way is that of `moe_mlp_torch`; sorting, gathering, the activation with its gradient, and the weighted sum are one pass
+each, in float32 between what it reads and what it writes. For few tokens the weights are all that counts: each one that is
+needed is read once, in one call.
+"""
+
+import math
+
+import torch
+
+from moe_runtime import cpp
+from moe_runtime.ops.moe_mlp_torch import Experts, Gradients, groups, new_gradients, weight_gradients
+from moe_runtime.ops.workspace import lease, scratch
+
+FEW = 16  # rows of an expert, on average; 2 cores of an EPYC with AVX-512, torch 2.13, 2026-11-22
+
+
+class _Plan:
+    """Index arrays of one call, and the library's functions on them."""
+
+    def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot, slot_row=None):
+        (self.T, self.K), (self.E, self.Z, self.H) = topk_weight.shape, experts.up.shape
+        self.R, self.I = self.T * self.K, experts.down.shape[2]
+        self.calls, self.threads, self.weight = cpp.library().handle, torch.get_num_threads(), topk_weight
+        self.dtype, self.form = cpp.DTYPES[x.dtype], form_of(experts)
+        self.row_slot = row_slot
+        self.row_token = scratch("row_token", (self.R,), row_slot)
+        self.slot_row = scratch("slot_row", (self.R,), row_slot) if slot_row is None else slot_row
+        everyone = scratch("everyone", (self.E,), row_slot, torch.uint8)
+        self.calls.moert_cpu_plan(
+            offsets.data_ptr(), row_slot.data_ptr(), self.T, self.K, self.E, self.row_token.data_ptr(),
+            self.slot_row.data_ptr() if slot_row is None else None, everyone.data_ptr(),
+        )  # fmt: skip
+        self.bounds = offsets.tolist()
+        self.rows = self.bounds[-1]  # those of experts; dropped slots' lie behind
+        self.groups = list(groups(self.bounds, everyone.tolist(), self.R, max(self.Z, self.H)))
+
+    def gather(self, name: str, x, group):
+        """Rows of `group` of x, in scratch memory; x itself if the expert sees every token once, in order."""
+        if group.everyone:
+            return x
+        rows = scratch(name, (group.end - group.start, self.H), x)
+        self.calls.moert_cpu_gather(
+            x.data_ptr(), self.row_token[group.start :].data_ptr(), rows.shape[0], self.H * x.element_size(),
+            rows.data_ptr(), self.threads,
+        )  # fmt: skip
+        return rows
+
+    def activate(self, group, z, h):
+        self.calls.moert_cpu_activate(
+            self.dtype, *self.form, z.data_ptr(), group.members[-1].end, self.I, h.data_ptr(), self.threads
+        )
+
+    def activate_backward(self, group, z, dh, dz, wh, dweight):
+        self.calls.moert_cpu_activate_backward(
+            self.dtype, *self.form, z.data_ptr(), dh.data_ptr(), self.weight.data_ptr(),
+            self.row_slot[group.start :].data_ptr(), group.members[-1].end, self.I, dz.data_ptr(), wh.data_ptr(),
+            dweight.data_ptr(), self.threads,
+        )  # fmt: skip
+
+    def combine(self, y, weighted: bool):
+        out = y.new_empty(self.T, self.H)
+        self.calls.moert_cpu_combine(
+            self.dtype, y.data_ptr(), self.weight.data_ptr() if weighted else None, self.slot_row.data_ptr(),
+            self.T, self.K, self.H, self.rows, out.data_ptr(), self.threads,
+        )  # fmt: skip
+        return out
+
+
+def form_of(experts: Experts) -> tuple[int, int, float, float]:
+    """Return act, form, limit and up_offset as moert_cpu.h wants them."""
+    act, gated, limit, up_offset, interleaved = experts.activation
+    return cpp.ACTS[act], gated + interleaved, math.inf if limit is None else limit, up_offset
+
+
+def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
+    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
+    E, Z, H = experts.up.shape
+    R, I = topk_idx.numel(), experts.down.shape[2]
+    offsets, row_slot = (topk_idx.new_empty(n, dtype=torch.int32) for n in (E + 1, R))
+    if _few(experts, R):
+        z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
+        out = _forward_few(x, experts, topk_weight, topk_idx, offsets, row_slot, z_all)
+        return out, z_all, offsets, row_slot
+    slot_row = scratch("slot_row", (R,), row_slot)
+    cpp.library().handle.moert_cpu_sort(
+        topk_idx.data_ptr(), cpp.IDX_KINDS[topk_idx.dtype], R, E, offsets.data_ptr(), row_slot.data_ptr(),
+        slot_row.data_ptr(),
+    )  # fmt: skip
+    plan = _Plan(experts, x, topk_weight, offsets, row_slot, slot_row)
+    z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
+    y = scratch("y", (R, H), x)
+    up, down = _transposed(experts, 0), _transposed(experts, 1)
+    for group in plan.groups:
+        a, b = group.start, group.end
+        rows = plan.gather("x", x, group)
+        z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
+        _up(group, experts, up, rows, z)
+        h = scratch("h", (b - a, I), x)
+        plan.activate(group, z, h)
+        for member in group.members:
+            _mm(member.wide(h), down[member.expert], experts.down_bias, member.expert, member.wide(y[a:b]))
+    return plan.combine(y, weighted=True), z_all, offsets, row_slot
+
+
+def _few(experts: Experts, R: int) -> bool:
+    """Whether the experts have so few rows each that one call of the library does it all; each row of weights in one piece."""
+    contiguous = experts.up_trained is None and experts.up.stride(2) == 1 == experts.down.stride(2)
+    return contiguous and FEW * experts.up.shape[0] >= R
+
+
+def _forward_few(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, z):
+    """`forward` in one call; z [R, 2I or I] is written, or [0, ...] and is not."""
+    (T, K), (E, _, H), I = topk_idx.shape, experts.up.shape, experts.down.shape[2]
+    calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
+    space = scratch("few", (calls.moert_cpu_few_bytes(dtype, T, H, I, E, K),), x, torch.uint8)
+    biases = [None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)]
+    out = x.new_empty(T, H)
+    calls.moert_cpu_few(
+        dtype, *form_of(experts), x.data_ptr(), up.data_ptr(), up.stride(0), up.stride(1), down.data_ptr(),
+        down.stride(0), down.stride(1), *(None if bias is None else bias.data_ptr() for bias in biases),
+        topk_weight.data_ptr(), topk_idx.data_ptr(), cpp.IDX_KINDS[topk_idx.dtype], T, H, I, E, K, space.data_ptr(),
+        z.data_ptr() if z.shape[0] else None, out.data_ptr(), offsets.data_ptr(), row_slot.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _topk_idx(plan: _Plan) -> torch.Tensor:
+    """Return the ids [T, K] int32 that the plan was made from; E for dropped slots."""
+    counts = [b - a for a, b in zip(plan.bounds, [*plan.bounds[1:], plan.R])]
+    expert = torch.arange(plan.E + 1, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    return torch.empty_like(expert).index_copy_(0, plan.row_slot.long(), expert).view(plan.T, plan.K)
+
+
+def _weights(experts: Experts, part: int) -> list[torch.Tensor]:
+    """Return up (0) or down (1) of each expert."""
+    if experts.up_trained is None:
+        return experts[part].unbind(0)
+    return [experts.at(e, row)[part] for e, row in enumerate(experts.rows())]
+
+
+def _transposed(experts: Experts, part: int) -> list[torch.Tensor]:
+    if experts.up_trained is None:
+        return experts[part].transpose(1, 2).unbind(0)
+    return [weight.t() for weight in _weights(experts, part)]
+
+
+def _mm(rows, weight, bias, e: int, out) -> None:
+    torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias[e], rows, weight, out=out)
+
+
+def _up(group, experts: Experts, up: list, rows, z):
+    """Write the pre-activation of a group's `rows` into z, and return it."""
+    for member in group.members:
+        _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
+    return z
+
+
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs, router=None) -> Gradients:
+    """As `moe_mlp_torch.backward`."""
+    plan = _Plan(experts, x, topk_weight, offsets, row_slot)
+    T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
+    trained, dweight = experts.rows(), topk_weight.new_empty(R)
+    if plan.rows < R:
+        dweight.zero_()
+    up, down, up_bias, down_bias = new_gradients(experts, plan.bounds, trained, needs)
+    each = [None if grad is None else grad.unbind(0) for grad in (up, down)]
+    row_weight = None if down_bias is None else topk_weight.reshape(-1)[row_slot]
+    weights = [_weights(experts, part) for part in (0, 1)]
+    if R and not z_all.shape[0] and _few(experts, R):  # by the way that the forward pass went, to the last bit
+        z_all = scratch("few z", (R, Z), x)
+        _forward_few(x, experts, topk_weight, _topk_idx(plan), offsets.clone(), row_slot.clone(), z_all)
+    again = None if z_all.shape[0] else _transposed(experts, 0)
+    dx = scratch("y", (R, H), x) if needs[0] else None
+    for group in plan.groups:
+        a, b = group.start, group.end
+        dy, rows = plan.gather("dy", dout, group), plan.gather("x", x, group)
+        z = z_all[a:b] if again is None else _up(group, experts, again, rows, scratch("z", (b - a, Z), x))
+        dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
+        for member in group.members:
+            torch.mm(member.wide(dy), weights[1][member.expert], out=member.wide(dh))
+        plan.activate_backward(group, z, dh, dz, wh, dweight)
+        for member in group.members:
+            e = member.expert
+            if dx is not None:
+                torch.mm(member.wide(dz), weights[0][e], out=member.wide(dx[a:b]))
+            if trained[e] >= 0:
+                own = None if row_weight is None else row_weight[a:b]
+                weight_gradients(Gradients(None, *each, own, up_bias, down_bias), member, trained[e], dy, wh, dz, rows)
+            if experts.down_bias is not None:
+                slots = plan.row_slot[a + member.start : a + member.end]
+                dweight.index_add_(0, slots, (member.own(dy).float() * experts.down_bias[e].float()).sum(1))
+    dx = None if dx is None else plan.combine(dx, weighted=False)
+    dweight = dweight.view(T, K)
+    if router is not None:
+        dlogits, weight = router(dweight)
+        dx = None if dx is None else dx.addmm_(dlogits, weight)
+    return Gradients(dx, up, down, dweight, up_bias, down_bias)

@@ -1,0 +1,275 @@
+"""The cpp backend: all that holds for torch's, and its own: vectors, few tokens, threads, instruction sets."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime import cpp
+from moe_runtime.ops import moe_mlp_cpp
+from moe_runtime.ops.activation import ACT
+from moe_runtime.ops.moe_mlp import moe_mlp
+from moe_runtime.ops.moe_mlp_torch import Experts
+from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
+from tests.ops.test_moe_mlp import SHAPES, layer
+from tests.support import cpu_build, layouts
+from tests.support.oracle import make_case, moe_mismatches, run
+
+FLOATS = [torch.float32, torch.bfloat16]
+VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch):
+    library = cpu_build.library()
+    monkeypatch.setattr(cpp, "_find", lambda: library)
+    return library
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, _library):
+    """Each instruction set that this machine has."""
+    best = _library.variant
+    if not _library.handle.moert_cpu_limit(request.param.encode()):
+        pytest.skip(f"this machine has no {request.param}")
+    assert _library.variant == request.param
+    yield request.param
+    _library.handle.moert_cpu_limit(best.encode())
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["matmuls", "one call"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(moe_mlp_cpp, "FEW", request.param)
+
+
+def no_grad(case, **options):
+    v = case.view(case.leaves)
+    with torch.no_grad():
+        return layer(**options)(
+            *(v[name] for name in ("x", "up", "down", "topk_weight")), case.topk_idx, **rest(v, case)
+        )
+
+
+def rest(v, case):
+    return {
+        "up_bias": v.get("up_bias"), "down_bias": v.get("down_bias"), "act": case.act, "gated": case.gated, **case.form
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("T, H, I, E, K, routing", SHAPES)
+def test_every_instruction_set_both_ways(T, H, I, E, K, routing, dtype, variant, way, tolerance):
+    case = make_case(T, H, I, E, K, dtype, routing, bias=True)
+    assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("T, H, I", [(70, 128, 96), (65, 130, 65), (7, 64, 31)])
+def test_whole_vectors_and_what_is_left(T, H, I, dtype, variant, way, tolerance):
+    case = make_case(T, H, I, 3, 2, dtype, "random", bias=True)
+    assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
+
+
+FORMS = [
+    {"limit": 0.5, "up_offset": 1.0, "interleaved": True},
+    {"limit": 0.5},
+    {"interleaved": True},
+    {"up_offset": -0.25},
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("act", cpp.ACTS)
+def test_forms(act, form, dtype, variant, way, tolerance):
+    case = make_case(19, 33, 37, 4, 2, dtype, "dropped", act, bias=True)
+    case.form = form
+    assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("act", cpp.ACTS)
+def test_without_a_gate(act, dtype, variant, way, tolerance):
+    case = make_case(19, 33, 37, 4, 2, dtype, "dropped", act, False, bias=True)
+    assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_threads_change_no_bit(dtype, monkeypatch):
+    case = make_case(150, 96, 128, 4, 2, dtype, "dropped", bias=True)
+    random = torch.Generator().manual_seed(0)
+    z, dh = (torch.randn(300, n, generator=random).to(dtype) for n in (256, 128))
+    weight, slots = torch.rand(300, generator=random), torch.randperm(300, generator=random).int()
+    calls, form = cpp.library().handle, (cpp.DTYPES[dtype], 0, 1, float("inf"), 0.0)
+    monkeypatch.setattr(moe_mlp_cpp, "FEW", 1 << 20)
+
+    def results(threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        h, wh, dz, dweight = torch.empty_like(dh), torch.empty_like(dh), torch.empty_like(z), torch.empty(300)
+        out = torch.empty(150, 128, dtype=dtype)
+        calls.moert_cpu_activate(*form, z.data_ptr(), 300, 128, h.data_ptr(), threads)
+        calls.moert_cpu_activate_backward(
+            *form, z.data_ptr(), dh.data_ptr(), weight.data_ptr(), slots.data_ptr(), 300, 128, dz.data_ptr(), wh.data_ptr(),
+            dweight.data_ptr(), threads,
+        )  # fmt: skip
+        calls.moert_cpu_combine(
+            form[0], dh.data_ptr(), weight.data_ptr(), slots.data_ptr(), 150, 2, 128, 280, out.data_ptr(), threads
+        )
+        return [h, wh, dz, dweight, out, no_grad(case, backend="cpp")]
+
+    want = results(1)
+    for threads in (2, 3, 8, 64):
+        assert all(torch.equal(a, b) for a, b in zip(want, results(threads)))
+
+
+def evaluate(act: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The library's activation and its slope at x."""
+    h, dz, wh, ones = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x), torch.ones_like(x)
+    slots, dots = torch.zeros(1, dtype=torch.int32), torch.empty(1)
+    form, n = (0, cpp.ACTS[act], 0, float("inf"), 0.0), x.numel()
+    calls = cpp.library().handle
+    calls.moert_cpu_activate(*form, x.data_ptr(), 1, n, h.data_ptr(), 1)
+    calls.moert_cpu_activate_backward(
+        *form, x.data_ptr(), ones.data_ptr(), ones.data_ptr(), slots.data_ptr(), 1, n, dz.data_ptr(), wh.data_ptr(),
+        dots.data_ptr(), 1,
+    )  # fmt: skip
+    assert torch.equal(h.nan_to_num(), wh.nan_to_num())
+    return h, dz
+
+
+@pytest.mark.parametrize("act", cpp.ACTS)
+def test_activations_and_slopes_are_those_of_float64(act, variant):
+    x = torch.linspace(-30, 30, 100_003)
+    wide = x.double().requires_grad_()
+    want = ACT[act](wide)
+    (slope,) = torch.autograd.grad(want.sum(), wide)
+    h, dz = evaluate(act, x)
+    # of the larger of x and the value: 1 + erf and 1 + tanh lose their last digits where they are next to 0
+    assert ((h - want).abs() / torch.maximum(x.abs(), want.abs()).clamp_min(1e-3)).max() < 4e-7
+    assert ((dz - slope).abs() / x.abs().clamp_min(1)).max() < 6e-7
+
+
+def test_the_exponential_is_within_two_units_in_the_last_place(variant):
+    # silu(x) = x / (1 + e^-x): for x = -20 and below 1 + e^-x is e^-x to the last bit
+    x = torch.linspace(-85, -20, 200_001)
+    want = x.double() / (1 + torch.exp(-x.double()))
+    got = evaluate("silu", x)[0]
+    ulp = torch.from_numpy(np.spacing(want.float().abs().numpy())).double()
+    assert ((got.double() - want).abs() / ulp).max() < 4  # two of the exponential, one of each rounding that follows
+
+
+@pytest.mark.parametrize("act", cpp.ACTS)
+def test_extremes(act, variant):
+    x = torch.tensor([float("nan"), float("inf"), 3e38, 100.0, 0.0, -0.0, -100.0, -3e38, 1e-40, -1e-40])
+    want, got = ACT[act](x.double()).float(), evaluate(act, x)[0]
+    torch.testing.assert_close(got[:8], want[:8], rtol=1e-6, atol=1e-37, equal_nan=True)
+    assert got[8:].abs().max() <= 1e-40
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["x", "up", "down", "topk_weight"])
+def test_nan_and_infinity_reach_the_tokens_that_see_them(name, value, dtype, way, variant):
+    case = make_case(9, 40, 48, 4, 2, dtype)
+    clean = no_grad(case, backend="cpp")
+    case.leaves[name][1] = value
+    out = no_grad(case, backend="cpp")
+    seen = torch.arange(9) == 1 if name in ("x", "topk_weight") else (case.topk_idx == 1).any(1)
+    assert (~out[seen].isfinite()).any(1).all() and torch.equal(out[~seen], clean[~seen])
+
+
+def test_bfloat16_is_rounded_to_nearest_even(variant):
+    bits = torch.arange(1 << 16, dtype=torch.int32) << 16
+    x = torch.cat([(bits + tail).view(torch.float32) for tail in (0, 0x7FFF, 0x8000, 0x8001)])
+    y, out = x.view(-1, 64), torch.empty(x.numel() // 64, 64)
+    rows, weight = torch.arange(y.shape[0], dtype=torch.int32), torch.ones(y.shape[0])
+    calls = cpp.library().handle
+    arguments = (weight.data_ptr(), rows.data_ptr(), y.shape[0], 1, 64, y.shape[0], out.data_ptr(), 1)
+    calls.moert_cpu_combine(0, y.data_ptr(), *arguments)
+    assert torch.equal(out.nan_to_num(7), y.nan_to_num(7))
+    # from float32 to bfloat16: relu of what is positive is itself; the rounding is in the store of the few-tokens way
+    narrow = y.bfloat16()
+    again = torch.empty_like(narrow)
+    arguments = (*arguments[:-2], again.data_ptr(), 1)
+    calls.moert_cpu_combine(2, narrow.data_ptr(), *arguments)
+    assert torch.equal(again.isnan(), narrow.isnan()) and torch.equal(again.nan_to_num(7), narrow.nan_to_num(7))
+    halves = torch.full_like(weight, 1 + 2**-8)  # every product lies between two bfloat16, many half way
+    arguments = (halves.data_ptr(), *arguments[1:])
+    calls.moert_cpu_combine(2, narrow.data_ptr(), *arguments)
+    want = (narrow.float() * (1 + 2**-8)).bfloat16()
+    assert torch.equal(again.isnan(), want.isnan()) and torch.equal(again.nan_to_num(7), want.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_sort_is_stable_and_drops_what_is_outside(dtype):
+    idx = torch.randint(0 if dtype == torch.uint8 else -2, 9, (500,)).to(dtype)
+    offsets, row_slot, slot_row = (torch.full((n,), -7, dtype=torch.int32) for n in (7, 500, 500))
+    cpp.library().handle.moert_cpu_sort(
+        idx.data_ptr(), cpp.IDX_KINDS[dtype], 500, 6, offsets.data_ptr(), row_slot.data_ptr(), slot_row.data_ptr()
+    )
+    key = torch.where((idx < 0) | (idx >= 6), 6, idx.long())
+    assert torch.equal(row_slot.long(), key.argsort(stable=True)) and offsets[0] == 0
+    assert torch.equal(offsets[1:].long(), key.bincount(minlength=7)[:6].cumsum(0))
+    assert torch.equal(slot_row[row_slot.long()].long(), torch.arange(500))
+
+
+def test_few_tokens_take_one_call_and_many_do_not(monkeypatch):
+    taken = []
+    few = moe_mlp_cpp._forward_few
+    monkeypatch.setattr(moe_mlp_cpp, "_forward_few", lambda *args: taken.append(1) or few(*args))
+    for T, want in ((16, 1), (200, 0)):
+        taken.clear()
+        case = make_case(T, 33, 17, 4, 2)
+        no_grad(case)
+        assert len(taken) == want
+    case = make_case(5, 33, 17, 4, 2)
+    layouts.transposed_weights(case)  # whose rows are not in one piece
+    no_grad(case)
+    assert not taken
+
+
+@pytest.mark.parametrize("way_of", [0, 1 << 20], ids=["matmuls", "one call"])
+def test_opcheck(way_of, monkeypatch):
+    monkeypatch.setattr(moe_mlp_cpp, "FEW", way_of)
+    case = make_case(5, 8, 6, 3, 2, bias=True)
+    v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
+    weights = (v["up"], v["down"], v["topk_weight"], case.topk_idx, v["up_bias"], v["down_bias"])
+    torch.library.opcheck(
+        torch.ops.moe_runtime.moe_mlp,
+        (v["x"], *weights, None, None, None, "silu", True, None, 0.0, False, "group", True, "cpp"),
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiles_without_a_graph_break(recompute):
+    torch._dynamo.reset()
+    case = make_case(12, 33, 17, 4, 2)
+    compiled = torch.compile(layer(recompute=recompute), fullgraph=True, backend="aot_eager")
+    got, want = run(case, compiled), run(case, layer(recompute=recompute))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_process_has_one_openmp():
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "/libgomp" in line}) == 1
+    assert "libgomp" in cpp.library().openmp or "omp" in cpp.library().openmp
+    assert ctypes.CDLL(cpp.library().openmp).GOMP_parallel
+
+
+def test_acts_are_numbered_once():
+    assert list(cpp.ACTS) == list(ACT) and Experts(None, None, None, None, ("gelu", True, None, 0.0, True))
+    assert moe_mlp_cpp.form_of(Experts(None, None, None, None, ("gelu", True, None, 0.5, True))) == (
+        1, 2, float("inf"), 0.5,
+    )  # fmt: skip
+
+
+def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
+    case = make_case(21, 48, 64, 4, 2, bias=True)
+    monkeypatch.setattr(moe_mlp_cpp, "FEW", 0)
+    want = run(case, layer(backend="cpp"))
+    monkeypatch.setattr(moe_mlp_cpp, "FEW", 1 << 20)
+    got = run(case, layer(backend="cpp"))
+    assert all(torch.allclose(got[name], want[name], rtol=1e-4, atol=1e-5) for name in want)
+    assert moe_mlp is not None

@@ -8,7 +8,6 @@ from moe_runtime.bench.pictures_style import (
     Bench,
     bars,
     is_floor,
-    is_ours,
     key,
     legend,
     logarithmic,
@@ -58,8 +57,8 @@ def _bars(found: list[Bench]):
 
 def _end(values: dict[str, float]) -> float:
     """Return where bars are cut: one that is very long would leave the others nothing to be told apart by."""
-    ours = [ratio for name, ratio in values.items() if is_ours(name)] or list(values.values())
-    return min(max(values.values()), FAR * max(1.0, *ours))
+    ours = values.get("moe_runtime", min(values.values()))
+    return min(max(values.values()), FAR * max(1.0, ours))
 
 
 def _dots(found: list[Bench]):

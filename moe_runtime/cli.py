@@ -315,8 +315,17 @@ def _say(receipt) -> None:
         typer.echo(f"the MLPs against the formula: largest relative error {receipt.mlp_error:.1e}")
 
 
+def _quiet() -> None:
+    """Keep other packages' bars out of logs, and their advice out of both; before they are imported."""
+    if not sys.stderr.isatty():
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def main() -> None:
     """Run the command line; bad input ends in one line on stderr and exit code 1, Ctrl-C in 130, SIGTERM in 143."""
+    _quiet()
     try:
         with interruption.sigterm_raises():
             app()

@@ -1,0 +1,172 @@
+"""Real signals to real commands: the exit code, one line that says what is kept, nothing half written, and going on."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.hf.tiny import dense
+from tests.methods.test_xft_stages import make_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# moe-runtime, which sends itself a signal when the bar of that title has come to that step
+COMMAND = """
+import os, sys
+from contextlib import contextmanager
+from moe_runtime import cli, progress
+
+title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+bar = progress.bar
+
+@contextmanager
+def counted(name, *args, **kwargs):
+    with bar(name, *args, **kwargs) as update:
+        def count(done, total, *rest):
+            update(done, total, *rest)
+            if name == title and count.is_armed and done >= at:
+                count.is_armed = False
+                os.kill(os.getpid(), number)
+        count.is_armed = True
+        yield count
+
+progress.bar = counted
+sys.argv = ["moe-runtime", *sys.argv[4:]]
+cli.main()
+"""
+
+
+def stopped(title: str, at: float, number: int, *arguments) -> subprocess.CompletedProcess:
+    """Run the command, which gets the signal at that point."""
+    command = [sys.executable, "-c", COMMAND, title, str(at), str(int(number)), *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+def completed(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "moe_runtime.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_conversion_leaves_nothing(tmp_path, number, word):
+    dense("llama").save_pretrained(tmp_path / "dense")
+    arguments = ("upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2)
+    done = stopped("upcycling", 1, number, *arguments)
+    assert done.returncode == 128 + number and done.stdout == ""
+    assert last_line(done) == f"{word}; nothing was written"
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
+    dense("llama").save_pretrained(tmp_path / "dense")
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "note").write_text("old")
+    arguments = ("upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2, "--overwrite")
+    done = stopped("upcycling", 1, signal.SIGINT, *arguments)
+    assert done.returncode == 130 and last_line(done) == "interrupted; nothing was written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
+    assert (tmp_path / "moe" / "note").read_text() == "old"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A recipe of few steps without save_steps: only the interruption writes a checkpoint."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"method": "xft"} | make_recipe(folder, tune__save_steps=None).to_dict()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe) -> dict:
+    """The dense model that the recipe makes when nobody disturbs it."""
+    done = completed("run", recipe, "--out", recipe.parent / "whole", "--json")
+    assert done.returncode == 0, done.stderr
+    return weights(json.loads(done.stdout))
+
+
+def weights(result: dict) -> dict:
+    return load_file(Path(result["results"][-1]["folder"], "model.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_path):
+    out = tmp_path / "out"
+    done = stopped("moe", 2, signal.SIGINT, "run", recipe, "--out", out)
+    assert done.returncode == 130, done.stderr
+    said, _, command = last_line(done).partition(" goes on: ")
+    assert said == f"interrupted; what is done is kept in {out}; the same command"
+    assert shlex.split(command) == ["moe-runtime", "run", str(recipe), "--out", str(out)]
+    assert "stopping after this step with a checkpoint" in done.stderr
+    assert [path.name for path in out.glob("*.checkpoints/checkpoint-*")] == ["checkpoint-2"]
+    assert not list(out.glob(".*.tmp-*")), "a half written stage is left"
+    again = completed(*shlex.split(command)[1:], "--json")
+    assert again.returncode == 0, again.stderr
+    found = weights(json.loads(again.stdout))
+    assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+    assert not list(out.glob("*.checkpoints"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(recipe, tmp_path):
+    arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
+    twice = COMMAND.replace("os.kill(os.getpid(), number)", "[os.kill(os.getpid(), number) for _ in range(2)]")
+    done = subprocess.run(
+        [sys.executable, "-c", twice, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
+    assert not list((tmp_path / "out").glob("*.checkpoints/checkpoint-*"))
+
+
+def test_the_demo_leaves_nothing(tmp_path):
+    done = stopped("base", 3, signal.SIGTERM, "demo", "--preset", "tiny", "--out", tmp_path / "demo")
+    assert done.returncode == 143 and last_line(done) == "terminated; nothing was written"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_is_not_named(monkeypatch):
+    from moe_runtime import cli_verbs
+
+    monkeypatch.setattr(sys, "argv", ["cli.py", "run", "a b.yaml"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert cli_verbs.again() == ": moe-runtime run 'a b.yaml'"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli_verbs.again() == ""
+
+
+def test_what_was_made_before_the_signal_is_named(tmp_path):
+    from moe_runtime.cli_verbs import Whole
+
+    kept = Whole("target")
+    options = {"target": tmp_path / "moe"}
+    kept.begin(options)
+    assert kept.say(options) == "nothing was written"
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text("{}")
+    assert kept.say(options) == f"whole already: {tmp_path / 'moe'}"
+    kept.begin(options)
+    assert kept.say(options) == "nothing was written"
+
+
+def test_signals_that_are_ignored_stay_ignored():
+    from moe_runtime import interruption
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with interruption.sigterm_raises(), interruption.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -30,6 +30,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install -qq $(PIP_ARGS) pip; }
 	@$(PIP) "pip>=23" torch
 	@$(PIP) -e ".[train,plot,dev]"
+	@# without a compiler the experts run in PyTorch; `moe-runtime doctor` says so, and what to do
+	@$(PY) -m moe_runtime.build_cpu || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 	@touch $@
 
 demo: $(INSTALLED)  ## the whole way on a small model, with pictures under runs/

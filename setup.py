@@ -1,8 +1,9 @@
-"""Builds the CUDA library from csrc/ when MOE_RUNTIME_BUILD_CUDA is set; all else about the package is in pyproject.toml.
+"""Builds the libraries of csrc/ that are asked for; all else about the package is in pyproject.toml.
 
-MOE_RUNTIME_BUILD_CUDA   unset or 0: a wheel of pure Python, no compiler is looked for
-                         1: with the library, for every architecture; a list such as 80;90 or 100+PTX: for those
-No GPU is asked. The wheel is py3-none-<platform>: neither Python nor torch is linked.
+MOE_RUNTIME_BUILD_CUDA   unset or 0: without; 1: for every architecture; a list such as 80;90 or 100+PTX: for those
+MOE_RUNTIME_BUILD_CPU    unset or 0: without; 1: the library of csrc/cpu, for every instruction set of this kind of machine
+With neither it is a wheel of pure Python, and no compiler is looked for. No GPU is asked. With one the wheel is
+py3-none-<platform>: neither Python nor torch is linked.
 """
 
 import importlib.util
@@ -15,8 +16,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = "moe_runtime._lib.libmoert_cuda"
-ASKED = os.environ.get("MOE_RUNTIME_BUILD_CUDA", "0")
+CUDA, CPU = "moe_runtime._lib.libmoert_cuda", "moe_runtime._lib.libmoert_cpu"
+ASKED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name in ("CUDA", "CPU")}
 
 
 def load(path: Path):
@@ -28,7 +29,7 @@ def load(path: Path):
 
 
 class BuildLibrary(build_ext):
-    """One extension that nvcc compiles."""
+    """Extensions that build_cuda.py and build_cpu.py compile."""
 
     def get_ext_filename(self, fullname):
         # setuptools asks with the full name and with its last part, and would add Python's own suffix
@@ -42,7 +43,11 @@ class BuildLibrary(build_ext):
         super().copy_extensions_to_source()
 
     def build_extension(self, ext):
-        build.build(Path(self.get_ext_fullpath(ext.name)), csrc=ROOT / "csrc", archs=ARCHS)
+        out = Path(self.get_ext_fullpath(ext.name))
+        if ext.name == CPU:
+            build_cpu.build(out, csrc=ROOT / "csrc" / "cpu")
+        else:
+            build_cuda.build(out, csrc=ROOT / "csrc", archs=ARCHS)
 
 
 class Wheel(bdist_wheel):
@@ -52,18 +57,31 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-if ASKED in ("", "0"):
-    setup()
-else:
-    build = load(ROOT / "moe_runtime" / "build_cuda.py")
-    ARCHS = build.ARCHS if ASKED == "1" else ASKED
-    # a wheel that was asked for kernels and holds none would be a lie, so no warning and no fallback
+def extension(name: str, *patterns: str) -> Extension:
+    sources = sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
+    return Extension(name, sources=sources)
+
+
+extensions = []
+# a wheel that was asked for kernels and holds none would be a lie, so no warning and no fallback
+if ASKED["CUDA"] != "0":
+    build_cuda = load(ROOT / "moe_runtime" / "build_cuda.py")
+    ARCHS = build_cuda.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
     try:
-        build.check(ROOT / "csrc", ARCHS)
-    except build.BuildError as error:
-        raise SystemExit(f"MOE_RUNTIME_BUILD_CUDA is {ASKED!r}, but {error}") from None
-    sources = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").glob("*.cu"))
-    setup(
-        ext_modules=[Extension(LIBRARY, sources=sources)],
-        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
-    )
+        build_cuda.check(ROOT / "csrc", ARCHS)
+    except build_cuda.BuildError as error:
+        raise SystemExit(f"MOE_RUNTIME_BUILD_CUDA is {ASKED['CUDA']!r}, but {error}") from None
+    extensions.append(extension(CUDA, "csrc/*.cu"))
+if ASKED["CPU"] != "0":
+    if ASKED["CPU"] != "1":
+        raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is {ASKED['CPU']!r}; want 0 or 1")
+    build_cpu = load(ROOT / "moe_runtime" / "build_cpu.py")
+    try:
+        build_cpu.check(ROOT / "csrc" / "cpu")
+    except build_cpu.BuildError as error:
+        raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is '1', but {error}") from None
+    extensions.append(extension(CPU, "csrc/cpu/*.cpp"))
+if extensions:
+    setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})
+else:
+    setup()

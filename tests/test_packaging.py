@@ -60,6 +60,7 @@ def data_files(root: Path) -> set[str]:
     recipes = {path.relative_to(root).as_posix() for path in (package / "recipes").rglob("*.yaml")}
     csrc = root / "csrc"
     sources = {f"moe_runtime/_csrc/{path.relative_to(csrc)}" for path in csrc.rglob("*") if path.suffix in SOURCES}
+    sources |= {f"moe_runtime/_csrc/cpu/{path.name}" for path in (csrc / "cpu").glob("*.cpp")}
     assert len(recipes) >= 5 and len(sources) >= 7
     return recipes | sources | {"moe_runtime/cuda_table.json"}
 

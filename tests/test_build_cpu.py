@@ -1,0 +1,137 @@
+"""Building csrc/cpu: what is missing is said, a library appears whole or not at all, and it needs libc alone."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from moe_runtime import build_cpu, cpp
+from moe_runtime.build_cpu import BuildError
+from moe_runtime.cuda import read_header
+from tests.support import cpu_build
+
+
+@pytest.fixture
+def library():
+    return cpu_build.library()
+
+
+@pytest.fixture
+def small(tmp_path, library):
+    """Sources that compile at once: kernels.cpp of no function but the tables."""
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    (csrc / "kernels.cpp").write_text("int table_of_MOERT_SET = 0;\n".replace("table_of_MOERT_SET", "MOERT_SET"))
+    (csrc / "moert_cpu.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) const char* moert_cpu_build_info() { return MOERT_BUILD_INFO; }\n'
+    )
+    return csrc
+
+
+def run(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "moe_runtime.build_cpu", *map(str, arguments)], capture_output=True, text=True,
+        env=os.environ | variables,
+    )  # fmt: skip
+
+
+def test_the_command_says_where_and_builds_once(tmp_path, small):
+    out = tmp_path / "deep" / "lib.so"
+    first = run("--csrc", small, "--out", out)
+    assert first.returncode == 0 and re.fullmatch(re.escape(str(out)) + r": built by \S.*\n", first.stdout), (
+        first.stderr
+    )
+    when = out.stat().st_mtime_ns
+    again = run("--csrc", small, "--out", out)
+    assert "there already, built by" in again.stdout and out.stat().st_mtime_ns == when
+    assert run("--csrc", small, "--out", out, "--force").returncode == 0 and out.stat().st_mtime_ns > when
+    (small / "moert_cpu.cpp").write_text((small / "moert_cpu.cpp").read_text() + "// other sources\n")
+    assert ": built by" in run("--csrc", small, "--out", out).stdout
+    assert [path.name for path in out.parent.iterdir()] == ["lib.so"]
+
+
+def test_it_goes_into_the_cache_by_sources_and_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = build_cpu.library_path()
+    assert path.parts[-4:-2] == ("moe_runtime", "cpu") and path.is_relative_to(tmp_path)
+    assert path.parent.name == f"{build_cpu.source_hash(build_cpu.csrc_dir())}-{os.uname().machine}"
+    assert path in cpp.places()
+
+
+def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):
+    out = tmp_path / "lib.so"
+    out.write_text("old")
+    (small / "kernels.cpp").write_text("nonsense")
+    done = run("--csrc", small, "--out", out)
+    assert done.returncode == 2 and "nonsense" in done.stderr and done.stderr.startswith("error: ")
+    assert out.read_text() == "old" and [p.name for p in tmp_path.iterdir() if p.name.startswith(".build")] == []
+
+
+def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
+    done = run("--out", tmp_path / "lib.so", PATH=str(tmp_path), CXX="")
+    assert done.returncode == 2 and done.stdout == ""
+    assert (
+        done.stderr == "error: the compilers g++ and clang++ are missing; install g++ or clang++, or set CXX to one\n"
+    )
+    done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
+    assert (
+        done.stderr == "error: CXX is 'no-such-compiler', which is missing; install g++ or clang++, or set CXX to one\n"
+    )
+
+
+def test_no_sources_is_an_error(tmp_path):
+    with pytest.raises(BuildError, match="which has no kernels.cpp; want a checkout"):
+        build_cpu.check(tmp_path)
+
+
+def test_the_library_says_what_it_is_made_of(library):
+    info = json.loads(library.handle.moert_cpu_build_info())
+    assert info["sources"] == build_cpu.source_hash(build_cpu.csrc_dir()) and info["compiler"] == build_cpu.built_by(
+        library.path
+    )
+    x86 = list(build_cpu.X86_SETS) if os.uname().machine == "x86_64" else []
+    assert info["sets"] == ["generic", *x86] and library.variant in info["sets"]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None or shutil.which("readelf") is None, reason="binutils are not installed")
+def test_it_exports_its_interface_and_needs_libc_alone(library):
+    symbols = subprocess.run(["nm", "-D", "--defined-only", library.path], capture_output=True, text=True).stdout
+    exported = {line.split()[-1] for line in symbols.splitlines()}
+    assert exported == set(read_header((build_cpu.csrc_dir() / "moert_cpu.h").read_text()))
+    needed = subprocess.run(["readelf", "-d", library.path], capture_output=True, text=True).stdout
+    assert set(re.findall(r"NEEDED.*\[(.*)\]", needed)) <= {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path, library):
+    csrc = tmp_path / "csrc"
+    shutil.copytree(build_cpu.csrc_dir(), csrc)
+    (csrc / "vector.h").write_text((csrc / "vector.h").read_text() + "// changed\n")
+    with pytest.raises(
+        OSError, match="was built from other sources than .*; rebuild it: python -m moe_runtime.build_cpu"
+    ):
+        cpp.bind(library.path, csrc)
+
+
+def test_a_library_without_a_function_is_refused(tmp_path, small):
+    build_cpu.build(tmp_path / "lib.so", csrc=small)
+    with pytest.raises(OSError, match=r"lib\.so has no moert_cpu_\w+; rebuild it"):
+        cpp.bind(tmp_path / "lib.so")
+
+
+def test_setup_refuses_what_it_does_not_know(tmp_path):
+    root = build_cpu.csrc_dir().parents[1]
+    if not (root / "setup.py").is_file():
+        pytest.skip("not a checkout")
+    for asked, variables, says in (
+        ("yes", {}, "want 0 or 1"),
+        ("1", {"CXX": "no-such-compiler"}, "'no-such-compiler'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, root / "setup.py", "--version"], capture_output=True, text=True, cwd=root,
+            env=os.environ | {"MOE_RUNTIME_BUILD_CPU": asked} | variables,
+        )  # fmt: skip
+        assert done.returncode and f"MOE_RUNTIME_BUILD_CPU is {asked!r}" in done.stderr and says in done.stderr

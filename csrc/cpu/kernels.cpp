@@ -218,8 +218,13 @@ inline void dots_tile(const T* const* x, const T* w, int64_t stride, int64_t len
             typename S::Elements b = S::get_part(w + n * stride + i, length - i);
             for (int m = 0; m < M; m++) acc[m][n] = S::add(acc[m][n], S::get_part(x[m] + i, length - i), b);
         }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) out[m * out_stride + n] = sum(acc[m][n]);
+    for (int m = 0; m < M; m++) {
+        if (N == 4) {
+            const v4 four = sums(acc[m]);
+            memcpy(out + m * out_stride, &four, sizeof four);
+        } else
+            for (int n = 0; n < N; n++) out[m * out_stride + n] = sum(acc[m][n]);
+    }
 }
 
 template <class T, int M>

@@ -64,13 +64,28 @@ inline void store_part(T* p, vf v, int64_t n) {
 
 inline vf all(float x) { return x - vf{}; }
 
-// always in this order
-inline float sum(vf v) {
-    float part[LANES];
+typedef float v4 __attribute__((vector_size(16)));
+
+// the sums of every fourth lane; always in the same order
+inline v4 quarters(vf v) {
+    v4 part[LANES / 4];
     memcpy(part, &v, sizeof v);
-    for (int n = LANES / 2; n; n /= 2)
+    for (int n = LANES / 8; n; n /= 2)
         for (int i = 0; i < n; i++) part[i] += part[i + n];
     return part[0];
+}
+
+inline float sum(vf v) {
+    v4 q = quarters(v);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+// the sums of four vectors, in the order of `sum`
+inline v4 sums(const vf* v) {
+    v4 a = quarters(v[0]), b = quarters(v[1]), c = quarters(v[2]), d = quarters(v[3]);
+    v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    v4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 // a NaN stays one

@@ -13,7 +13,14 @@ from moe_runtime import cpp
 from moe_runtime.ops.moe_mlp_torch import Experts, Gradients, groups, new_gradients, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
-FEW = 16  # rows of an expert, on average; 2 cores of an EPYC with AVX-512, torch 2.13, 2026-11-22
+# rows of an expert, on average, up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
+FEW = {
+    "avx512_bf16": {torch.float32: 160, torch.bfloat16: 64},
+    "avx512": {torch.float32: 160, torch.bfloat16: 16},
+}
+FEW_ELSEWHERE = dict.fromkeys(
+    (torch.float32, torch.bfloat16), 16
+)  # where one call reads the weights once and that decides
 
 
 class _Plan:
@@ -107,7 +114,13 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
 def _few(experts: Experts, R: int) -> bool:
     """Whether the experts have so few rows each that one call of the library does it all; each row of weights in one piece."""
     contiguous = experts.up_trained is None and experts.up.stride(2) == 1 == experts.down.stride(2)
-    return contiguous and FEW * experts.up.shape[0] >= R
+    return contiguous and _few_rows(experts.up.dtype) * experts.up.shape[0] >= R
+
+
+def _few_rows(dtype: torch.dtype) -> int:
+    # a CPU with matrix tiles multiplies bfloat16 faster than vectors do
+    tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
 
 
 def _forward_few(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, z):

@@ -41,7 +41,7 @@ def variant(request, _library):
 
 @pytest.fixture(params=[0, 1 << 20], ids=["matmuls", "one call"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(moe_mlp_cpp, "FEW", request.param)
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: request.param)
 
 
 def no_grad(case, **options):
@@ -103,7 +103,7 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     z, dh = (torch.randn(300, n, generator=random).to(dtype) for n in (256, 128))
     weight, slots = torch.rand(300, generator=random), torch.randperm(300, generator=random).int()
     calls, form = cpp.library().handle, (cpp.DTYPES[dtype], 0, 1, float("inf"), 0.0)
-    monkeypatch.setattr(moe_mlp_cpp, "FEW", 1 << 20)
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 1 << 20)
 
     def results(threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -219,7 +219,8 @@ def test_few_tokens_take_one_call_and_many_do_not(monkeypatch):
     taken = []
     few = moe_mlp_cpp._forward_few
     monkeypatch.setattr(moe_mlp_cpp, "_forward_few", lambda *args: taken.append(1) or few(*args))
-    for T, want in ((16, 1), (200, 0)):
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 48)
+    for T, want in ((96, 1), (97, 0)):
         taken.clear()
         case = make_case(T, 33, 17, 4, 2)
         no_grad(case)
@@ -232,7 +233,7 @@ def test_few_tokens_take_one_call_and_many_do_not(monkeypatch):
 
 @pytest.mark.parametrize("way_of", [0, 1 << 20], ids=["matmuls", "one call"])
 def test_opcheck(way_of, monkeypatch):
-    monkeypatch.setattr(moe_mlp_cpp, "FEW", way_of)
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: way_of)
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
     weights = (v["up"], v["down"], v["topk_weight"], case.topk_idx, v["up_bias"], v["down_bias"])
@@ -251,6 +252,12 @@ def test_compiles_without_a_graph_break(recompute):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_how_few_are_few_depends_on_the_machine(variant):
+    rows = [moe_mlp_cpp._few_rows(dtype) for dtype in FLOATS]
+    want = [160 if variant.startswith("avx512") else 16, 64 if variant == "avx512_bf16" else 16]
+    assert rows == (want if not torch.cpu._is_amx_tile_supported() else [want[0], 16])
+
+
 def test_the_process_has_one_openmp():
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in maps if "/libgomp" in line}) == 1
@@ -267,9 +274,9 @@ def test_acts_are_numbered_once():
 
 def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
     case = make_case(21, 48, 64, 4, 2, bias=True)
-    monkeypatch.setattr(moe_mlp_cpp, "FEW", 0)
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 0)
     want = run(case, layer(backend="cpp"))
-    monkeypatch.setattr(moe_mlp_cpp, "FEW", 1 << 20)
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 1 << 20)
     got = run(case, layer(backend="cpp"))
     assert all(torch.allclose(got[name], want[name], rtol=1e-4, atol=1e-5) for name in want)
     assert moe_mlp is not None

@@ -120,6 +120,50 @@ def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_pat
 
 
 @pytest.mark.slow
+def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
+    code = """
+import os, signal, sys
+from moe_runtime import cli
+
+cli._quiet()  # before transformers is imported, as the command does
+from moe_runtime.hf import stopping
+
+ends = stopping.StopCallback.on_step_end
+
+def at_step_two(self, args, state, control, **kwargs):
+    if state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return ends(self, args, state, control, **kwargs)
+
+stopping.StopCallback.on_step_end = at_step_two
+sys.argv = ["moe-runtime", *sys.argv[1:]]
+cli.main()
+"""
+    folder, out = recipe.parent, tmp_path / "tuned"
+    arguments = [
+        "train",
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output_dir",
+        out,
+        "--max_steps",
+        "4",
+    ]
+    arguments = [*map(str, arguments), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 143, done.stderr
+    line = f"terminated; {out}/checkpoint-2 is the last checkpoint; the same command with --resume_from_checkpoint true goes on"
+    assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
+    again = completed(*arguments, "--resume_from_checkpoint", "true")
+    assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
+    assert "after step 4" in again.stderr
+
+
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(recipe, tmp_path):
     arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
     twice = COMMAND.replace("os.kill(os.getpid(), number)", "[os.kill(os.getpid(), number) for _ in range(2)]")

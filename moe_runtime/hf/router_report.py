@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_runtime.data import read_rows
 from moe_runtime.hf.experts import patch
 from moe_runtime.hf.folders import read_config
+from moe_runtime.progress import bar
 from moe_runtime.stats import RouterStats, collect_router_stats
 
 FILES = ("router_load.csv", "router_load.png")
@@ -37,7 +38,9 @@ def router_report(
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
     patch(model)
-    stats = collect_router_stats(model, _batches(rows, tokenizer, tokens, max_length, batch_size, device))
+    with bar("routing", "token") as update:
+        batches = _reported(_batches(rows, tokenizer, tokens, max_length, batch_size, device), tokens, update)
+        stats = collect_router_stats(model, batches)
     if not stats.counts.any():
         raise ValueError(f"data is {str(data)!r}, whose rows have no tokens; want text")
     out = Path(out)
@@ -45,6 +48,15 @@ def router_report(
     for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
         write(out / name)
     return stats
+
+
+def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
+    """Pass batches on, and report their tokens when the next one is asked for."""
+    done = 0
+    for batch in batches:
+        yield batch
+        done += int(batch["attention_mask"].sum())
+        update(done, tokens)
 
 
 def _text(row: dict, number: int, tokenizer) -> tuple[str, bool]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from moe_runtime.hf.adapters import needs_autocast
 from moe_runtime.hf.ranks import gather, state
 from moe_runtime.hf.tokenizer import pair_collator
+from moe_runtime.progress import bar
 
 
 @torch.no_grad()
@@ -41,9 +42,11 @@ def each_row(
     model.eval()
     found = []
     try:
-        for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                found += take(model, send_to_device(batch, device))
+        with bar("judging", "row") as update:
+            for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    found += take(model, send_to_device(batch, device))
+                update(min(len(found) * ranks, len(rows)), len(rows))
     finally:
         model.train(training)
     by_place = dict(gather(list(zip(places, found, strict=True))))

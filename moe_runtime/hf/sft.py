@@ -1,6 +1,8 @@
 """TRL's SFTTrainer and its command, for upcycled and mergeable models."""
 
 import functools
+import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -164,7 +166,12 @@ def _parse(trl, argv: list[str] | None) -> tuple:
         parser.set_defaults(bf16=False)
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
-    return parser.parse_args_and_config(argv)
+    if not sys.stderr.isatty():
+        parser.set_defaults(disable_tqdm=True)  # a line per logging step in its place
+    with warnings.catch_warnings():
+        # TRL's own default, by the name that transformers has given up
+        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
+        return parser.parse_args_and_config(argv)
 
 
 def _check_model(name: str | None) -> None:

@@ -17,6 +17,7 @@ from moe_runtime.files import check_out_dir
 from moe_runtime.hf import ranks
 from moe_runtime.methods import ultrafuser
 from moe_runtime.modules.fuser import GATES
+from moe_runtime.progress import bar
 
 
 class FuseReceipt(NamedTuple):
@@ -68,4 +69,13 @@ def answer(
     """Return the answers of a folder's fused model to prompts; `settings` are generate()'s."""
     fuser = ultrafuser.load(folder, device=ranks.state().device)
     torch.manual_seed(seed)
-    return fuser.complete(list(prompts), system=system, **settings)
+    made, most = 0, settings.get("max_new_tokens", 0)
+    with bar("answering", "token") as update:
+
+        def count(ids: torch.Tensor, scores, **_) -> torch.Tensor:
+            nonlocal made
+            made += 1
+            update(made, most)
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # of no answer the end
+
+        return fuser.complete(list(prompts), system=system, stopping_criteria=[count], **settings)

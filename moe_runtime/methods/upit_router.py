@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_runtime import progress
 from moe_runtime.config import check_bool, check_choice, check_number, check_positive
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
@@ -196,7 +197,9 @@ def init_routers(
     routed = []
     for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
         place = Path(folder) / f"expert-{i}"
-        routed.append(init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **settings))
+        with progress.bar(f"expert {i}") as update:
+            shown = {"on_step": update} | settings
+            routed.append(init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **shown))
         ranks.free_memory()
     return routed
 

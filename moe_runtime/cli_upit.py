@@ -202,10 +202,11 @@ def assemble(
     """Put experts side by side behind a router made of their routing vectors: a model to tune as any other."""
     from moe_runtime.methods.upit_folders import assemble_folders
 
-    done = assemble_folders(
-        experts or (), out, routers=routers, base=base, top_k=top_k, gate=gate, balance_loss=balance_loss,
-        balance_loss_coef=balance_loss_coef, backbone=backbone, seed=seed, overwrite=overwrite,
-    )  # fmt: skip
+    with progress.bar("assembling", "B") as update:
+        done = assemble_folders(
+            experts or (), out, routers=routers, base=base, top_k=top_k, gate=gate, balance_loss=balance_loss,
+            balance_loss_coef=balance_loss_coef, backbone=backbone, seed=seed, overwrite=overwrite, progress=update,
+        )  # fmt: skip
     typer.echo(f"wrote {done.path}: {done.config.num_experts} experts, {done.bytes / 1e6:,.1f} MB")
     typer.echo(f"next: moe-runtime train --model {done.path} --data rows.jsonl --output_dir tuned")
     return done

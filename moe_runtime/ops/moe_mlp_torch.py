@@ -9,6 +9,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
 from moe_runtime.ops.combine import weighted_sum
@@ -16,6 +17,9 @@ from moe_runtime.ops.dispatch import invert, sort_slots
 from moe_runtime.ops.workspace import lease, scratch
 
 ROWS = 8  # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
+ALONE_FROM = 24  # tokens; below, to gather them costs less than to go without the other experts
+PADDED_FROM = 4  # rows; fewer take the way of a matrix and a vector, which is faster
+GROUPED = 48  # rows of an expert, on average, up to which torch's grouped_mm is faster than our loop; 2026-11-22
 GROUP_ELEMENTS = 1 << 19  # rows of the experts that go together, times the columns of the widest buffer
 BLOCK_ELEMENTS = 1 << 18  # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
 
@@ -93,7 +97,7 @@ def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
             yield Group(a, b, [Member(e, 0, b - a, b - a)], True)
             continue
         start = start if members else a
-        padded = min(a + -(-(b - a) // ROWS) * ROWS, R)
+        padded = min(a + -(-(b - a) // ROWS) * ROWS, R) if b - a > PADDED_FROM else b
         members.append(Member(e, a - start, b - start, padded - start))
     if members:
         yield Group(start, start + members[-1].padded, members, False)
@@ -137,6 +141,8 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     T, K = topk_idx.shape
     R, I = T * K, experts.down.shape[2]
     offsets, row_slot = sort_slots(topk_idx, E)
+    if _grouped(experts, x, R):
+        return _forward_grouped(x, experts, topk_weight, topk_idx, offsets, row_slot, save)
     bounds = offsets.tolist()
     row_token = row_slot // max(K, 1)
     # float32 weights go through the weighted sum; narrower dtypes take them before h is rounded, so that they stay float32
@@ -163,8 +169,49 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     return _combine(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
+def _grouped(experts: Experts, x: torch.Tensor, R: int) -> bool:
+    """Whether torch's grouped_mm takes these experts and their rows are so few that its loop beats ours."""
+    # a row of its operands has a multiple of 16 bytes
+    whole = 16 // x.element_size()
+    fits = x.shape[1] % whole == 0 == experts.down.shape[2] % whole and x.dtype in (torch.float32, torch.bfloat16)
+    contiguous = experts.up_trained is None and experts.up.is_contiguous() and experts.down.is_contiguous()
+    return fits and contiguous and x.device.type == "cpu" and 0 < R <= GROUPED * experts.up.shape[0]
+
+
+def _up_grouped(x, experts: Experts, offsets, row_slot, row_token):
+    """Return z [R, 2I or I] of all rows."""
+    z = F.grouped_mm(x.index_select(0, row_token), experts.up.transpose(1, 2), offs=offsets[1:])
+    return z if experts.up_bias is None else z.add_(experts.up_bias[_row_expert(offsets, row_slot)])
+
+
+def _row_expert(offsets, row_slot):
+    """Return the expert of each row; of dropped slots' rows, the last one."""
+    rows = torch.arange(row_slot.numel(), device=row_slot.device)
+    return torch.searchsorted(offsets[1:].long(), rows, right=True).clamp_max(offsets.numel() - 2)
+
+
+def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, save: bool):
+    """`forward` by torch's grouped_mm."""
+    (T, K), E = topk_idx.shape, experts.up.shape[0]
+    fold, row_weight = x.dtype != torch.float32, topk_weight.reshape(-1)[row_slot]
+    z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
+    h = scratch("h", (T * K, experts.down.shape[2]), x)
+    _activation(experts, z, row_weight if fold else None, h)
+    y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
+    if experts.down_bias is not None:
+        _add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight if fold else None)
+    rows = int(offsets[E])
+    if rows < T * K:
+        y[rows:].zero_()
+        topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
+    out = _combine(y, row_slot, topk_weight, fold)
+    return out, z if save else x.new_empty(0, z.shape[1]), offsets, row_slot.int()
+
+
 def _everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
     """Say of each expert whether it sees every token once, in order."""
+    if T < ALONE_FROM:
+        return [False] * (len(bounds) - 1)
     return [a < b and _is_everyone(row_token[a:b], T) for a, b in itertools.pairwise(bounds)]
 
 
@@ -208,6 +255,8 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     drow_weight = torch.zeros_like(row_weight)
     trained = experts.rows()
     up, down, up_bias, down_bias = new_gradients(experts, bounds, trained, needs)
+    if not z_all.shape[0] and _grouped(experts, x, R):  # as the forward pass, to the last bit
+        z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
     dx = scratch("y", (R, H), x) if needs[0] else None
     for group in groups(bounds, _everyone(bounds, row_token, T), R, max(Z, H)):
         a, b = group.start, group.end

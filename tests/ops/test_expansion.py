@@ -39,9 +39,10 @@ def test_gram(shape, with_base, dtype, backend, device):
     base = torch.randn(shape[1:], device=device).to(dtype) if with_base else None
     found = gram(experts, base, backend=backend)
     assert found.dtype == torch.float64 and torch.equal(found, found.t())
-    assert relative_error(found, gram_in_float64(experts, base)) < 2e-6
+    # float32 sums of 9001 products, in the order of the BLAS: 4e-6 on an EPYC
+    assert relative_error(found, gram_in_float64(experts, base)) < 6e-6
     apart = gram(list(experts.clone()), base, backend=backend)
-    assert relative_error(apart, found) < 2e-6
+    assert relative_error(apart, found) < 6e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,10 +1,12 @@
 """Two results files side by side: how many times the milliseconds of A each variant takes in B, and what is a regression.
 
 A variant is slower only if that is beyond the noise of both runs: its time grew by more than 5 % and by more than the sum of
-the two interquartile ranges of its rounds (half of the ranges from least to most where a file has no quartiles), and so did
-its ratio to the first variant of the benchmark, so that a machine which is slower today is no regression. Memory has no
-noise but the allocator's: the peak is a regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it
-grew by more than 1 %. Ours are the variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
+the two interquartile ranges of its rounds (half of the ranges from least to most where a file has no quartiles, the whole ones
+where rounds are few), and so did its ratio to the first variant of the benchmark, so that a machine which is slower today is no
+regression; where the first is ours, the others' median pace takes its place. Memory has no noise but the allocator's: the peak
+is a regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it grew by more than 1 %; the times of
+those benchmarks are beside the point. A variant of ours that ran in A and is missing in B, or whose benchmark failed there, is
+a regression, too. Ours are the variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
 
 import statistics
@@ -12,10 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench.described import KINDS
-from moe_runtime.bench.records import benchmarks
+from moe_runtime.bench.records import benchmarks, failures
 
 LEAST = 0.05  # what differs by less differs from run to run
 ROUNDS = 3  # with fewer there is no noise to compare with
+FEW = 5  # with fewer a quartile is one round or two: the whole spread is the noise
 MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}  # column: times and MiB (KiB) that it may grow
 OURS = "moe_runtime"
 PARTS = ("whole step", "router", "experts forward", "experts backward")  # of a breakdown, and ours
@@ -36,9 +39,7 @@ class Row(NamedTuple):
 
     @property
     def regression(self) -> bool:
-        return bool(self.grew) and (
-            self.variant.startswith(OURS) or (self.kind == "breakdown" and self.variant in PARTS)
-        )
+        return bool(self.grew) and _is_ours(self.variant, self.kind)
 
     @property
     def verdict(self) -> str:
@@ -48,16 +49,34 @@ class Row(NamedTuple):
         return "faster" if self.faster else ""
 
 
+class Missing(NamedTuple):
+    """A variant that the first file has, of a benchmark that ran or failed in the second, which has it not."""
+
+    benchmark: str
+    kind: str
+    variant: str
+    why: str
+
+    @property
+    def regression(self) -> bool:
+        return _is_ours(self.variant, self.kind)
+
+    @property
+    def verdict(self) -> str:
+        return f"missing: {self.why}"
+
+
 class Comparison(NamedTuple):
-    """What two files have in common, and what warns of comparing them."""
+    """What two files have in common, what the second one lost, and what warns of comparing them."""
 
     rows: list[Row]
+    missing: list[Missing]
     warnings: list[str]
     alone: tuple[list[str], list[str]]  # benchmarks that only A has, only B
 
     @property
-    def regressions(self) -> list[Row]:
-        return [row for row in self.rows if row.regression]
+    def regressions(self) -> list[Row | Missing]:
+        return [found for found in (*self.rows, *self.missing) if found.regression]
 
 
 def compare(a: Path, b: Path) -> Comparison:
@@ -65,21 +84,45 @@ def compare(a: Path, b: Path) -> Comparison:
     one, other = ({bench["name"]: bench["extra_info"] for bench in benchmarks(path)} for path in (a, b))
     rows = [row for name in one if name in other for row in _rows(name, one[name], other[name])]
     alone = [name for name in one if name not in other], [name for name in other if name not in one]
-    return Comparison(rows, _warnings(one, other), alone)
+    failed = failures(b)
+    missing = [lost for name in one for lost in _missing(name, one[name], other.get(name), failed)]
+    return Comparison(rows, missing, _warnings(one, other), alone)
+
+
+def _is_ours(variant: str, kind: str) -> bool:
+    return variant.startswith(OURS) or (kind == "breakdown" and variant in PARTS)
+
+
+def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list[Missing]:
+    if b is None and name not in failed:
+        return []
+    notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
+    why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
+    return [
+        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why))
+        for variant in a["rows"]
+        if variant not in rows
+    ]
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
+    kind = b.get("kind", "op")
+    both = [variant for variant in a["rows"] if variant in b["rows"]]
+    others = [b["rows"][name]["ms"] / a["rows"][name]["ms"] for name in both if not _is_ours(name, kind)]
     floor = next(iter(a["rows"]))
-    relative = floor == next(iter(b["rows"]))
-    return [_row(name, a, b, variant, relative and variant != floor) for variant in a["rows"] if variant in b["rows"]]
+    pace = statistics.median(others) if others and _is_ours(floor, kind) else None
+    relative = floor == next(iter(b["rows"])) and pace is None
+    return [_row(name, a, b, variant, relative and variant != floor, pace) for variant in both]
 
 
-def _row(name: str, a: dict, b: dict, variant: str, relative: bool) -> Row:
+def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
+    """Compare a variant; the machine's own pace is not the variant's, and shows in the floor or else in who is not ours."""
     one, other = a["rows"][variant], b["rows"][variant]
+    kind, rounds = b.get("kind", "op"), min(a["rounds"], b["rounds"])
     ratio = other["ms"] / one["ms"]
-    noise = max(LEAST, _noise(one) + _noise(other)) if min(a["rounds"], b["rounds"]) >= ROUNDS else float("inf")
-    # by the floor of the same rounds, where there is one: the machine's own pace is not the variant's
-    paces = [ratio, other["ratio"] / one["ratio"]] if relative else [ratio]
+    told = rounds >= ROUNDS and kind != "memory"
+    noise = max(LEAST, sum(_noise(row, rounds < FEW) for row in (one, other))) if told else float("inf")
+    paces = [ratio] + [other["ratio"] / one["ratio"]] * relative + ([ratio / pace] if pace else [])
     grew = {"ms": ratio} if min(paces) > 1 + noise else {}
     for column, (times, much) in MEMORY.items():
         if column in one and column in other:
@@ -87,10 +130,12 @@ def _row(name: str, a: dict, b: dict, variant: str, relative: bool) -> Row:
             if now > times * before and now - before > much:
                 grew[column] = now / before if before else float("inf")
     faster = max(paces) < 1 / (1 + noise)
-    return Row(name, b.get("kind", "op"), variant, (one["ms"], other["ms"]), ratio, noise, grew, faster)
+    return Row(name, kind, variant, (one["ms"], other["ms"]), ratio, noise, grew, faster)
 
 
-def _noise(row: dict) -> float:
+def _noise(row: dict, few: bool) -> float:
+    if few:
+        return row["spread"]
     return row["iqr"] if "iqr" in row else row["spread"] / 2
 
 
@@ -142,6 +187,9 @@ def text(found: Comparison) -> str:
     ]
     lines.append("")
     lines += [f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names]
+    lines += [
+        f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}" for lost in found.missing if not lost.regression
+    ]
     lines += [f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions]
     lines += [] if found.regressions else ["no regression of ours"]
     return "\n".join(lines).strip()
@@ -168,6 +216,7 @@ def as_json(found: Comparison) -> dict:
         "warnings": found.warnings,
         "rows": [row_of(row) for row in found.rows],
         "kinds": [dict(zip(names, group)) for group in by_kind(found)],
+        "missing": [lost._asdict() | {"regression": lost.regression} for lost in found.missing],
         "only_in_a": found.alone[0],
         "only_in_b": found.alone[1],
         "regressions": [{"benchmark": row.benchmark, "variant": row.variant} for row in found.regressions],

@@ -76,3 +76,13 @@ def benchmarks(path: str | Path) -> list[dict]:
     if not found:
         raise ValueError(f"path is {path}, which holds no benchmarks; want a file that moe-runtime bench wrote")
     return found
+
+
+def failures(path: str | Path) -> dict[str, str]:
+    """Return benchmark -> why of those that failed in a file's run and did not end in a later one."""
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        return read_json(path).get("failed", {})
+    lines = Records(path).lines()
+    last = {line["name"]: line for line in lines if STATES & line.keys()}
+    return {name: line["failed"] for name, line in last.items() if "failed" in line}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from moe_runtime import cli, cli_bench
 from moe_runtime.bench import compare, described, machine, report, running
-from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.bench.records import Records, benchmarks, failures
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,6 +83,58 @@ def test_the_first_variant_may_be_ours_and_files_older(tmp_path):
     found = both(tmp_path, {"moe_runtime": old(10.0)}, {"moe_runtime": old(10.9)})
     assert found.rows[0].noise == pytest.approx(0.1) and not found.regressions  # half of each spread
     assert both(tmp_path, {"moe_runtime": old(10.0)}, {"moe_runtime": old(11.2)}).regressions
+
+
+@pytest.mark.parametrize("eager, slower", [(224.0, False), (200.0, True), (None, True)])
+def test_the_pace_is_the_others_where_the_first_variant_is_ours(tmp_path, eager, slower):
+    """A machine that is slower today is so for all; without another variant nobody can tell."""
+    a, b = ({"moe_runtime": row(ms)} for ms in (100.0, 112.0))
+    if eager is not None:
+        a, b = a | {"eager": row(200.0, 2.0)}, b | {"eager": row(eager, eager / 112)}
+    found = both(tmp_path, a, b)
+    assert [row.variant for row in found.regressions] == ["moe_runtime"] * slower
+
+
+def test_what_is_missing_in_the_second_file_is_named(tmp_path):
+    a = {"floor": row(1.0), "moe_runtime": row(1.0), "moe_runtime cuda": row(1.0), "eager": row(1.0)}
+    names = ("bench_a", "bench_b", "bench_c")
+    one = file_of(tmp_path / "a.json", dict.fromkeys(names, a))
+    rest = {"floor": row(1.0), "moe_runtime": row(1.0)}
+    other = file_of(tmp_path / "b.json", {"bench_a": rest}, notes={"moe_runtime cuda": "no compiler"})
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"failed": {"bench_b": "boom"}}))
+    found = compare.compare(one, other)
+    assert [(lost.benchmark, lost.variant, lost.verdict) for lost in found.regressions] == [
+        ("bench_a", "moe_runtime cuda", "missing: no compiler"),
+        ("bench_b", "moe_runtime", "missing: the benchmark failed: boom"),
+        ("bench_b", "moe_runtime cuda", "missing: the benchmark failed: boom"),
+    ]
+    text, whole = compare.text(found), compare.as_json(found)
+    assert "missing in B: bench_a: eager: no note says why" in text and "no regression of ours" not in text
+    assert "regression: bench_a: moe_runtime cuda: missing: no compiler" in text
+    assert len(whole["missing"]) == 6 and len(whole["regressions"]) == 3 and found.alone[0] == ["bench_b", "bench_c"]
+
+
+def test_failures_of_lines_are_those_that_did_not_end_later(tmp_path):
+    records = Records(tmp_path / "r.jsonl")
+    records.write("a", failed="boom")
+    records.write("b", failed="bang")
+    records.write("a", extra_info={"rows": {}})
+    assert failures(records.path) == {"b": "bang"}
+
+
+def test_times_where_memory_is_counted_are_not_compared(tmp_path):
+    found = both(tmp_path, {"eager": row(1.0)}, {"eager": row(9.0)}, kind="memory")
+    assert found.rows[0].verdict == "" and found.rows[0].noise == float("inf")
+    grown = {"moe_runtime": row(9.0, **{"saved KiB/token": 2.0})}
+    found = both(tmp_path, {"moe_runtime": row(1.0, **{"saved KiB/token": 1.0})}, grown, kind="memory")
+    assert found.rows[0].verdict == "saved KiB/token x2.00" and found.regressions
+
+
+@pytest.mark.parametrize("rounds, slower", [(4, False), (5, True)])
+def test_few_rounds_have_their_whole_spread_as_noise(tmp_path, rounds, slower):
+    a, b = ({"floor": row(1.0), "moe_runtime": row(ms, ms)} for ms in (1.0, 1.15))
+    found = compare.compare(*(file_of(tmp_path / f"{n}.json", rows, rounds=rounds) for n, rows in enumerate((a, b))))
+    assert found.rows[1].noise == pytest.approx(0.05 if slower else 0.2) and bool(found.regressions) == slower
 
 
 def test_too_few_rounds_tell_nothing(tmp_path):

@@ -112,9 +112,11 @@ class Tuned:
             for layer, block in zip(self.model.model.layers, blocks):
                 layer.mlp = block
             loss = self.model(input_ids=self.ids, labels=self.ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            try:
+                loss.backward()
+                optimizer.step()
+            finally:  # what a variant that fails leaves would lie beside all others
+                optimizer.zero_grad()
             return loss.detach()
 
         return step

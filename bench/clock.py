@@ -38,7 +38,7 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
     floor, details, want = next(iter(variants)), {}, None
     for name in sorted(variants, key=lambda name: name != compare):
         details[name], got = resident.measure(variants[name])
-        if compare is not None and name != floor:
+        if compare is not None and (name != floor or name == compare):
             want = got if name == compare else want
             details[name] |= difference(got, want)
     return times, details
@@ -61,7 +61,7 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
     for name in names:
         try:
             details[name] = _memory(variants[name])
-            if compare is not None and name != floor:
+            if compare is not None and (name != floor or name == compare):
                 got = variants[name]()
                 want = got if name == compare else want
                 details[name] |= difference(got, want)

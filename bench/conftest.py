@@ -99,7 +99,7 @@ def interleaved(benchmark, request):
     records: Records = request.config.records
     rounds = 1 if option("--tiny") else min(option("--rounds"), getattr(request.module, "ROUNDS", option("--rounds")))
     if CUDA:
-        ceilings(torch.bfloat16)  # once, while the memory is empty
+        ceilings(torch.bfloat16, option("--tiny"))  # once, while the memory is empty
 
     def run(variants, *, flops=0, bytes=0, tokens=0, dtype=None, notes=None, compare=None, details=None):
         info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)

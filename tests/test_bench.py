@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_runtime.bench import ceilings, clock, goals, machine, peers, report, resident, shapes
+from moe_runtime.bench import bench_mixing, bench_step, ceilings, clock, goals, machine, peers, report, resident, shapes
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.timing import worst_row
@@ -93,6 +94,60 @@ def test_results_are_compared(gpu):
     assert details["eager"]["difference"] == 1.0 and details["moe_runtime"]["difference"] == 0.0
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_results_are_compared_where_the_first_variant_is_the_right_one(gpu, device):
+    right = torch.ones(4, 8)
+    wrong = right.clone()
+    wrong[0] = 0
+    variants = {"moe_runtime": lambda: right, "eager": lambda: wrong}
+    if device == "gpu":
+        _, details = measure(variants, compare="moe_runtime")
+    else:
+        _, details = clock.measure_cpu(variants, 1, pedantic, "moe_runtime")
+    assert details["eager"]["difference"] == 1.0 and details["moe_runtime"]["difference"] == 0.0
+
+
+class Taken:
+    """Stands for `interleaved`: calls every variant and remembers it."""
+
+    def __call__(self, variants, **info):
+        self.variants = variants
+        for function in variants.values():
+            function()
+
+
+@pytest.mark.parametrize("module", [bench_step, bench_mixing])
+def test_a_step_leaves_no_gradients(monkeypatch, module):
+    """They would be there before the next call, and out of its peak; also after a step that failed."""
+    made, real = [], torch.optim.AdamW
+
+    def adamw(parameters, **settings):
+        made.append(real(parameters, **settings | {"fused": False}))
+        return made[-1]
+
+    monkeypatch.setattr(torch.optim, "AdamW", adamw)
+    monkeypatch.setattr(module, "CUDA", False)
+    taken = Taken()
+    if module is bench_step:
+        bench_step.bench_training_step(taken, next(iter(shapes.TINY.values())), torch.float32)
+    else:
+        option = SimpleNamespace(getoption=lambda name: True)
+        bench_mixing.bench_mixing_step(taken, SimpleNamespace(config=option))
+    left = [p for optimizer in made for group in optimizer.param_groups for p in group["params"]]
+    assert left and all(p.grad is None for p in left)
+    assert any(optimizer.state for optimizer in made)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for optimizer in made:
+        optimizer.step = fail
+    for function in taken.variants.values():
+        with pytest.raises(torch.OutOfMemoryError):
+            function()
+    assert all(p.grad is None for p in left)
+
+
 def test_a_lost_context_names_its_variant(gpu):
     def lose():
         gpu["lost"] = True
@@ -155,8 +210,13 @@ def test_no_memory_where_the_system_does_not_tell(monkeypatch, tmp_path):
 
 def test_ceilings_of_a_cpu():
     found = ceilings.ceilings(torch.float32, tiny=True)
-    assert found is ceilings.ceilings(torch.float32, tiny=True) and set(found) == {"TFLOP/s", "GB/s"}
+    assert found is ceilings.ceilings(torch.float32, True) and set(found) == {"TFLOP/s", "GB/s"}
     assert all(value > 0 for value in found.values())
+    ceilings.ceilings(
+        torch.float64, False
+    )  # the ceilings of a GPU are measured while its memory is empty, and only then
+    measured = ceilings._measured.cache_info().misses
+    assert ceilings.ceilings(torch.float64) and ceilings._measured.cache_info().misses == measured
     assert ceilings.ceilings(torch.bfloat16, tiny=True)["GB/s"] == found["GB/s"]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 NAME = "libmoert_cpu.so"
 GET_COMPILER = "install g++ or clang++, or set CXX to one"
+GET_PLACE = "set XDG_CACHE_HOME or --out to what can be written"
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
     "-Wno-psabi",
@@ -42,8 +43,12 @@ def csrc_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return $XDG_CACHE_HOME/moe_runtime/cpu, ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_runtime" / "cpu"
+    """Return $XDG_CACHE_HOME/moe_runtime/cpu, ~/.cache by default. Raises BuildError where there is no home."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise BuildError(f"HOME is {os.environ.get('HOME')!r}, and this user has no other; {GET_PLACE}") from error
+    return base / "moe_runtime" / "cpu"
 
 
 def library_path(csrc: Path | None = None) -> Path:
@@ -129,19 +134,23 @@ def _run(command: list) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Build for this machine and print the library's path."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.build_cpu", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, help=f"default {cache_dir()}/<hash of the sources>-{platform.machine()}/{NAME}"
-    )
+    place = f"moe_runtime/cpu/<hash of the sources>-{platform.machine()}/{NAME}"
+    parser.add_argument("--out", type=Path, help=f"default {place} in $XDG_CACHE_HOME, ~/.cache by default")
     parser.add_argument("--csrc", type=Path, help="default the sources of this package")
     parser.add_argument("--force", action="store_true", help="build even where the library is there already")
     options = parser.parse_args(arguments)
+    csrc, out = options.csrc or csrc_dir(), options.out
     try:
-        out = options.out or library_path(options.csrc)
-        fresh = build(out, csrc=options.csrc, force=options.force)
+        check(csrc)
+        out = out or library_path(csrc)
+        fresh = build(out, csrc=csrc, force=options.force)
+        print(f"{out}: {'built' if fresh else 'there already, built'} by {built_by(out)}")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{out}: {'built' if fresh else 'there already, built'} by {built_by(out)}")
+    except OSError as error:
+        print(f"error: {out or csrc} cannot be written ({error.strerror}); {GET_PLACE}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -66,22 +66,29 @@ def _share_openmp(handle: ctypes.CDLL) -> str:
 
 
 def places() -> list[Path]:
-    """Return where the library may lie: in the wheel that brought it, and where the command puts it."""
-    return [Path(__file__).resolve().parent / "_lib" / NAME, library_path()]
+    """Return where the library may lie: in the wheel that brought it, and where the command puts it, if that is known."""
+    wheel = [Path(__file__).resolve().parent / "_lib" / NAME]
+    try:
+        return [*wheel, library_path()]
+    except (OSError, RuntimeError):  # no home, as in containers that run as a number
+        return wheel
 
 
 @functools.cache
 def _find() -> Library | str:
     """Return the first library that loads, or why there is none."""
-    if not (csrc_dir() / "moert_cpu.h").is_file():
-        return f"{csrc_dir()} has no moert_cpu.h; want a checkout or an installed wheel"
     reasons = []
+    try:
+        if not (csrc_dir() / "moert_cpu.h").is_file():
+            return f"{csrc_dir()} has no moert_cpu.h; want a checkout or an installed wheel"
+    except OSError as error:
+        return str(error)
     for path in places():
-        if path.is_file():
-            try:
+        try:
+            if path.is_file():  # raises where a folder above it may not be read
                 return bind(path)
-            except (OSError, ValueError) as error:
-                reasons.append(str(error))
+        except (OSError, RuntimeError, ValueError) as error:
+            reasons.append(str(error))
     return "; ".join(reasons) or f"the CPU library is not built; {COMMAND} builds it"
 
 

@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from moe_runtime import build_cpu, cpp
 from moe_runtime.build_cpu import BuildError
@@ -83,7 +85,64 @@ def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     )
 
 
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.fixture
+def searched():
+    """The search for the library starts anew, before and after."""
+    cpp._find.cache_clear()
+    yield
+    cpp._find.cache_clear()
+
+
+def test_without_a_home_there_is_no_library(tmp_path, monkeypatch, searched):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(cpp, "__file__", str(tmp_path / "cpp.py"))  # nor one of a wheel
+    assert cpp.why_not(torch.device("cpu")) == "the CPU library is not built; python -m moe_runtime.build_cpu builds it"
+    assert cpp.describe().startswith("none: the CPU library is not built")
+
+
+def test_a_home_that_may_not_be_read_has_no_library(monkeypatch, searched):
+    real = Path.is_file
+
+    def is_file(path):
+        if path.name == build_cpu.NAME:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert "Permission denied" in cpp.why_not(torch.device("cpu"))
+    assert cpp.describe().startswith("none: ") and str(build_cpu.library_path()) in cpp.describe()
+
+
+def test_the_command_without_a_home(monkeypatch, capsys):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build_cpu, "check", lambda csrc: None)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(SystemExit) as left:
+        build_cpu.main(["--help"])
+    assert left.value.code == 0 and "XDG_CACHE_HOME" in capsys.readouterr().out
+    monkeypatch.setenv("HOME", "")
+    assert build_cpu.main([]) == 2
+    says = "error: HOME is '', and this user has no other; set XDG_CACHE_HOME or --out to what can be written\n"
+    assert capsys.readouterr().err == says
+
+
+def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
+    (tmp_path / "file").write_text("")
+    done = run("--csrc", small, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/") and done.stderr.count("\n") == 1
+    assert "cannot be written (Not a directory); set XDG_CACHE_HOME or --out" in done.stderr
+    done = run("--csrc", small, "--out", tmp_path)  # a folder is there
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} cannot be written (")
+
+
 def test_no_sources_is_an_error(tmp_path):
+    assert "which has no kernels.cpp" in run("--csrc", tmp_path / "none").stderr
     with pytest.raises(BuildError, match="which has no kernels.cpp; want a checkout"):
         build_cpu.check(tmp_path)
 

@@ -10,7 +10,6 @@ import torch
 from moe_runtime import cpp
 from moe_runtime.ops import moe_mlp_cpp
 from moe_runtime.ops.activation import ACT
-from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.moe_mlp_torch import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
@@ -279,4 +278,3 @@ def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
     monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 1 << 20)
     got = run(case, layer(backend="cpp"))
     assert all(torch.allclose(got[name], want[name], rtol=1e-4, atol=1e-5) for name in want)
-    assert moe_mlp is not None

@@ -122,8 +122,13 @@ def free() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    text = first_line(str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def first_line(text: str) -> str:
+    """Return what a note has room for."""
+    return next(iter(text.strip().splitlines()), "")[:250]
 
 
 def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

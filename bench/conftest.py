@@ -115,12 +115,16 @@ def interleaved(benchmark, request):
                     variants, rounds, option("--seconds"), benchmark.pedantic, notes, compare
                 )
             except clock.ContextLost as lost:
-                records.write(request.node.name, broken={lost.variant: lost.note})
+                # without a name that is new, the next process would get as far as this one
+                known = {"failed": str(lost)} if lost.variant in broken else {"broken": {lost.variant: lost.note}}
+                records.write(request.node.name, **known)
                 pytest.exit(str(lost), returncode=LOST)
             info["tiles"] = clock.launch_configs()
         columns = {name: row | (details or {}).get(name, {}) for name, row in measured.items()}
         rows = clock.rows_of(times, columns, flops, bytes, info["ceilings"], tokens)
-        info |= {"rounds": len(next(iter(times.values()))), "rows": rows} | ({"notes": notes} if notes else {})
+        info |= {"rounds": len(next(iter(times.values()))), "rows": rows}
+        if notes:
+            info["notes"] = {name: machine.public(clock.first_line(note)) for name, note in notes.items()}
         benchmark.extra_info.update(info)
         records.write(request.node.name, extra_info=info)
         return rows

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def _said(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     except OSError:  # not installed
         return ""
+
+
+def public(text: str) -> str:
+    """Return a text without where this user keeps things: results are published."""
+    places = {str(ROOT): ".", os.getcwd(): ".", sys.prefix: "PREFIX", os.path.expanduser("~"): "~"}
+    for place in sorted(places, key=len, reverse=True):
+        if len(place) > 1:
+            text = re.sub(re.escape(place) + r"(?![\w-])", places[place], text)
+    return text
 
 
 def _processor() -> str:

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from moe_runtime.bench.clock import one_line
+
 
 def grouped_mm(layer):
     """torch's grouped_mm between a sort and a gather: what one writes without a library, no host synchronization."""
@@ -97,8 +99,7 @@ def installed(layer, notes: dict) -> dict:
     for name, build in PACKAGES.items():
         try:
             found[name] = build(layer)
-        except ImportError:
-            notes[name] = "not installed"
         except Exception as error:
-            notes[name] = f"{type(error).__name__}: {error}"
+            missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            notes[name] = "not installed" if missing else one_line(error)
     return found

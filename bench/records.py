@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from moe_runtime.bench.clock import OUT_OF_TIME
+from moe_runtime.bench.machine import public
 from moe_runtime.files import read_json
 
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
@@ -62,9 +63,10 @@ class Records:
         name = report.nodeid.split("::")[-1]
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.write(name, failed=str(crash.message if crash else report.longrepr)[-500:])
+            self.write(name, failed=public(str(crash.message if crash else report.longrepr))[-500:])
         elif report.skipped and OUT_OF_TIME not in str(report.longrepr):
-            self.write(name, skipped=report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
+            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.write(name, skipped=public(why))
 
 
 def benchmarks(path: str | Path) -> list[dict]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench import machine
-from moe_runtime.bench.records import LOST, Records, benchmarks
+from moe_runtime.bench.records import LOST, STATES, Records, benchmarks
 from moe_runtime.files import atomic_write_json, atomic_write_text
 
 FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
@@ -142,17 +142,17 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     What failed stays out of both, so that the same command tries it again.
     """
     records = Records(lines)
-    states = {state: {} for state in ("failed", "skipped")}
-    for line in records.lines():
-        for state, names in states.items():
-            if state in line:
-                names[line["name"]] = line[state]
+    last = {line["name"]: line for line in records.lines() if STATES & line.keys()}
+    states = {state: {k: v[state] for k, v in last.items() if state in v} for state in ("failed", "skipped")}
     if target is None:
         return Outcome(None, **states)
     found = {bench["name"]: bench for bench in (*_there(target), *benchmarks(lines))}
-    kept = [{key: bench[key] for key in ("name", "extra_info")} for bench in found.values()]
+    # what failed now is no longer what an earlier run measured
+    names = [name for name in found if name not in states["failed"]]
+    kept = [{key: found[name][key] for key in ("name", "extra_info")} for name in names]
     if kept:
-        about = {key: kept[-1]["extra_info"].get(key) for key in machine.describe()}
+        newest = next((bench for bench in reversed(benchmarks(lines)) if bench["name"] in names), kept[-1])
+        about = {key: newest["extra_info"].get(key) for key in machine.describe()}
         atomic_write_json(target, {"about": about, "benchmarks": kept, **states})
     if states["failed"]:
         left = [line for line in records.lines() if not {"failed", "began"} & line.keys()]

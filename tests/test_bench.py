@@ -254,6 +254,34 @@ def test_peers_that_are_missing_are_noted():
     assert notes.keys() <= peers.PACKAGES.keys() and set(notes.values()) <= {"not installed"}
 
 
+@pytest.mark.parametrize(
+    "error, note",
+    [
+        pytest.param(ModuleNotFoundError("No module named 'peer'", name="peer"), "not installed", id="missing"),
+        pytest.param(
+            ModuleNotFoundError("No module named 'flash'", name="flash"), "ModuleNotFoundError: No module named 'flash'",
+            id="what it needs is missing",
+        ),
+        pytest.param(ImportError("cannot import name 'f'\nand more"), "ImportError: cannot import name 'f'", id="old"),
+    ],
+)  # fmt: skip
+def test_peers_are_not_installed_only_where_they_are_not(monkeypatch, error, note):
+    def build(layer):
+        raise error
+
+    monkeypatch.setattr(peers, "PACKAGES", {"peer": build})
+    notes: dict = {}
+    assert peers.installed(None, notes) == {} and notes == {"peer": note}
+
+
+def test_what_is_published_has_no_paths_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "home" / "venv"))
+    monkeypatch.chdir(tmp_path)
+    text = f"{tmp_path}/a.py, {tmp_path}/home/b.py, {tmp_path}/home/venv/c.py, {tmp_path}-d, {machine.ROOT}/e.py"
+    assert machine.public(text) == f"./a.py, ~/b.py, PREFIX/c.py, {tmp_path}-d, ./e.py"
+
+
 def test_memory_that_is_free():
     assert 1 << 20 < machine.free_memory() < 1 << 50
 

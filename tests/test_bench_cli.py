@@ -318,6 +318,48 @@ def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     assert info["kind"] == "op" and info["bytes"] == 8 and info["rows"]["moe_runtime"]["ms"] > 1
 
 
+LOSES = """
+from moe_runtime.bench import clock, conftest
+
+conftest.CUDA, conftest.ceilings, clock.launch_configs = True, lambda *_: {}, lambda: "built in"
+
+def measure_gpu(variants, rounds, seconds, pedantic, notes, compare):
+    if "bad" in variants:
+        raise clock.ContextLost(variants["bad"](), "RuntimeError: CUDA error")
+    return clock.measure_cpu(variants, rounds, pedantic)
+
+clock.measure_gpu = measure_gpu
+
+def bench_alone(interleaved):
+    interleaved({"moe_runtime": lambda: 1, "bad": lambda: "bad"})
+
+def bench_together(interleaved):
+    interleaved({"moe_runtime": lambda: 1, "bad": lambda: "one of the variants"})
+"""
+
+
+def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
+    """Who loses it by itself is left out; in the timed rounds nobody knows who it was."""
+    folder(a=LOSES, b=QUICK)
+    lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
+    running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
+    outcome = running.gather(lines, target)
+    assert outcome.failed == {"bench_together": "one of the variants broke the CUDA context: RuntimeError: CUDA error"}
+    found = {bench["name"]: bench["extra_info"] for bench in benchmarks(target)}
+    assert len(found) == 4 and found["bench_alone"]["notes"] == {"bad": "RuntimeError: CUDA error"}
+
+
+def test_what_failed_now_is_not_what_was_measured_earlier(tmp_path):
+    rows = {"moe_runtime": row(1.0)}
+    target = file_of(tmp_path / "r.json", {"bench_a": rows, "bench_b": rows, "bench_c": rows}, torch="2.10")
+    records = Records(tmp_path / "r.jsonl")
+    records.write("bench_a", extra_info={"rows": rows, "torch": "2.11"})
+    records.write("bench_b", failed="boom")
+    assert running.gather(records.path, target).failed == {"bench_b": "boom"}
+    assert [bench["name"] for bench in benchmarks(target)] == ["bench_a", "bench_c"]
+    assert json.loads(target.read_text())["about"]["torch"] == "2.11"
+
+
 def test_a_file_that_cannot_be_imported_is_an_error_with_its_reason(folder, tmp_path):
     folder(a="import nothing_of_that_name\n")
     with pytest.raises(RuntimeError, match="nothing_of_that_name"):

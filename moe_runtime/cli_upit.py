@@ -75,7 +75,11 @@ def choose(
     return {"checkpoints": found}
 
 
-@verb(app, example="moe-runtime upit grow step-100 step-200 --count 8 --base llama --out grown", kept=GoesOn())
+@verb(
+    app,
+    example="moe-runtime upit grow step-100 step-200 --count 8 --base llama --out grown",
+    kept=GoesOn(drop=("--overwrite",)),
+)
 def grow(
     experts: Experts,
     out: Target,

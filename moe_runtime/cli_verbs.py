@@ -138,7 +138,8 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _say_stopped(stop: KeyboardInterrupt, kept: str) -> None:
     if progress.is_main():
-        print(f"{interruption.word_of(stop)}; {kept}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
+            print(f"{interruption.word_of(stop)}; {kept}", file=sys.stderr, flush=True)
 
 
 def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:

@@ -33,7 +33,7 @@ VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 # the oldest driver for a CUDA version's programs, of NVIDIA's release notes
 DRIVERS = {12: 525, 13: 580}
 NVIDIA = Path("/proc/driver/nvidia/version")
-DEVICE = Path("/dev/nvidiactl")
+DEVICES = Path("/dev")  # of GPUs: a container without one sees the host's driver all the same
 
 
 def report() -> dict[str, dict[str, str]]:
@@ -61,12 +61,30 @@ def report() -> dict[str, dict[str, str]]:
     if torch is None:
         found["devices"] = found["backends"] = {"all": f"none: torch cannot be imported ({reason})"}
     else:
-        from moe_runtime import backends
+        found["devices"], found["backends"] = _rows("devices", _devices, torch), _rows("backends", _backends, torch)
+    try:
+        problems = dict(_problems(found, torch, reason))
+    except Exception as error:
+        problems = {"doctor": f"what is broken could not be found: {_first_line(error)}; please report it"}
+    for part in ("devices", "backends"):
+        if (text := found[part].get(part, "")).startswith("unknown: "):
+            problems[part] = f"{part} cannot be asked: {text.removeprefix('unknown: ')}; see what nvidia-smi says"
+    return found | {"problems": problems}
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        found["devices"] = _devices(torch)
-        found["backends"] = {op: _guarded(_asking(_explain, op, device)) for op in backends.OPS}
-    return found | {"problems": dict(_problems(found, torch, reason))}
+
+def _rows(name: str, ask: Callable[..., dict[str, str]], *args) -> dict[str, str]:
+    """Return a table's rows, or one that says what it raised: a GPU may fail when it is asked, not when it is counted."""
+    try:
+        return ask(*args)
+    except Exception as error:
+        return {name: f"unknown: {_first_line(error)}"}
+
+
+def _backends(torch) -> dict[str, str]:
+    from moe_runtime import backends
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {op: _guarded(_asking(_explain, op, device)) for op in backends.OPS}
 
 
 def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
@@ -138,10 +156,14 @@ def _cache_problems() -> Iterator[tuple[str, str]]:
     """Yield folders that cannot be written, where kernels are built and configs kept."""
     folders = {"cache": (_cache(), "XDG_CACHE_HOME")}
     triton = os.environ.get("TRITON_CACHE_DIR")
-    folders["triton's cache"] = Path(triton or Path.home() / ".triton"), "TRITON_CACHE_DIR"
+    folders["triton's cache"] = Path(triton or os.path.expanduser("~/.triton")), "TRITON_CACHE_DIR"
     for name, (folder, variable) in folders.items():
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        try:
+            there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+            writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        except OSError:  # a folder above it may not even be looked into
+            writable = False
+        if not writable:
             yield name, f"{name} is {folder}, which cannot be written; want a writable folder; export {variable}=FOLDER"
 
 
@@ -226,13 +248,14 @@ def _driver() -> str:
 
 
 def _has_gpu() -> bool:
-    """Whether the machine has an NVIDIA GPU, whatever torch makes of it."""
-    return NVIDIA.exists() or DEVICE.exists()
+    """Whether an NVIDIA GPU can be reached from here, whatever torch makes of it; a driver alone is the host's."""
+    return any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def _is_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES shows no GPU: somebody wants that."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    """Whether CUDA_VISIBLE_DEVICES shows no GPU: somebody wants that, or a scheduler (NoDevFiles)."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    return not first.startswith(("GPU-", "MIG-")) and not first.isdecimal()
 
 
 def _devices(torch) -> dict[str, str]:
@@ -248,7 +271,7 @@ def _devices(torch) -> dict[str, str]:
 
 def _cache() -> Path:
     """Return the folder of measured configs and built libraries."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_runtime"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_runtime"
 
 
 def _launch_configs() -> str:

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class Terminated(KeyboardInterrupt):
@@ -28,9 +28,19 @@ def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    process = os.getpid()
+
+    def ours(number, frame):
+        if os.getpid() == process:
+            return handler(number, frame)
+        # a forked child inherits the handler, and whoever forked it wants it to end
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return None
+
     # None: a handler that was not set from Python, and could not be put back
     signals = tuple(one for one in signals if signal.getsignal(one) not in (signal.SIG_IGN, None))
-    before = {one: signal.signal(one, handler) for one in signals}
+    before = {one: signal.signal(one, ours) for one in signals}
     try:
         yield
     finally:
@@ -38,15 +48,29 @@ def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
             signal.signal(one, old)
 
 
+# of a command: the interruption that came in the last step of a training, whose result is kept before it is raised
+_command: dict[str, KeyboardInterrupt | None] = {}
+
+
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise Terminated while the block lasts, so that nothing half written stays."""
+    """Let SIGTERM raise Terminated while the block lasts, so that nothing half written stays; the block is a command's."""
 
     def stop(number, frame):
         raise Terminated
 
-    with _handling((signal.SIGTERM,), stop):
-        yield
+    _command["late"] = None
+    try:
+        with _handling((signal.SIGTERM,), stop):
+            yield
+    finally:
+        _command.clear()
+
+
+def raise_later(stop: KeyboardInterrupt) -> None:
+    """Raise `stop` where the command's next training begins: the one that it came into is done, and is kept first."""
+    if "late" in _command:
+        _command["late"] = stop
 
 
 class Stopping:
@@ -54,7 +78,6 @@ class Stopping:
 
     def __init__(self):
         self.asked: KeyboardInterrupt | None = None
-        self.process = os.getpid()
 
     def handle(self, number, frame) -> None:
         """Take the first signal as a wish, and the second as an order."""
@@ -62,14 +85,16 @@ class Stopping:
         if self.asked is not None:
             raise stop
         self.asked = stop
-        if self.process == os.getpid():  # not in a data loader's worker
-            # print is not for signal handlers: it may be what was interrupted
+        # print is not for signal handlers: it may be what was interrupted; a terminal's Ctrl-C ends `| tee log` as well
+        with suppress(OSError, ValueError, AttributeError):
             os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
 
 
 @contextmanager
 def after_the_step(waits: bool = True) -> Iterator[Stopping]:
     """Collect Ctrl-C and SIGTERM while a training runs that looks at `asked`; unless it `waits`, they act at once."""
+    if (late := _command.get("late")) is not None:
+        raise late
     stopping = Stopping()
     if not waits:
         yield stopping

@@ -41,9 +41,15 @@ def _terminal(title: str, unit: str) -> Iterator[Callable[..., None]]:
 
     words = unit if unit == "B" else f" {unit}s"
     with tqdm(desc=title, unit=words, unit_scale=unit == "B", leave=False, dynamic_ncols=True) as shown:
+        began = False
 
         def update(done: int, total: int | None = None, loss: float | None = None, *_) -> None:
+            nonlocal began
             shown.total = total
+            if not began and done > 1:  # what a checkpoint holds was not done now, and says nothing of the rate
+                shown.reset(total)
+                shown.initial = shown.n = shown.last_print_n = done
+            began = True
             if loss is not None:
                 shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             shown.update(done - shown.n)

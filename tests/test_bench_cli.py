@@ -375,11 +375,12 @@ def test_what_was_measured_earlier_stays_in_the_file(folder, tmp_path):
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
 from pathlib import Path
 from moe_runtime import cli
 from moe_runtime.bench import running
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 running.FOLDER = Path(sys.argv[1])
 running.SETTINGS = tuple(f"--rootdir={sys.argv[1]}" if word.startswith("--rootdir") else word for word in running.SETTINGS)
 sys.argv = ["moe-runtime", *sys.argv[2:]]

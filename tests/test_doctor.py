@@ -23,7 +23,7 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(diagnosis, "NVIDIA", tmp_path / "version")
-    monkeypatch.setattr(diagnosis, "DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(diagnosis, "DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     from moe_runtime.kernels import tiles
 
@@ -56,7 +56,7 @@ def gpu(tmp_path):
     """An NVIDIA GPU that the kernel knows, by the version of its driver."""
 
     def plug(driver: str):
-        (tmp_path / "nvidiactl").touch()
+        (tmp_path / "nvidia0").touch()
         text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed Sep 3\nGCC version: 12\n"
         (tmp_path / "version").write_text(text)
 
@@ -130,6 +130,35 @@ def test_an_old_driver(gpu, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
     report = backends.doctor()
     assert report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
+
+
+def test_a_driver_without_a_gpu_is_the_hosts(gpu, tmp_path, monkeypatch):
+    gpu("580.65.06")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")  # what SLURM sets for a job without GPUs
+    assert problems() == {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert list(problems()) == ["devices"]
+    (tmp_path / "nvidia0").unlink()
+    assert problems() == {}
+
+
+def test_a_gpu_that_fails_when_it_is_asked(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    assert "CUDA unknown error" in problems()["devices"]
+
+
+def test_a_home_that_cannot_be_looked_into(monkeypatch):
+    def refuse(self, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(diagnosis.Path, "exists", refuse)
+    assert "which cannot be written" in problems()["cache"]
 
 
 def test_the_interpreter_left_on_beside_a_gpu(gpu, monkeypatch):

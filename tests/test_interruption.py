@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # moe-runtime, which sends itself a signal when the bar of that title has come to that step
 COMMAND = """
-import os, sys
+import os, signal, sys
 from contextlib import contextmanager
 from moe_runtime import cli, progress
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and we stay as we are started
 
 title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 bar = progress.bar
@@ -172,6 +175,61 @@ def test_a_second_signal_stops_at_once(recipe, tmp_path):
     )
     assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
     assert not list((tmp_path / "out").glob("*.checkpoints/checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_in_the_last_step_the_stage_is_kept_and_the_next_does_not_begin(recipe, whole, tmp_path):
+    """The step is the stage's last: it has nothing left to go on with, and its result is written first."""
+    steps = yaml.safe_load(Path(recipe).read_text())["tune"]["steps"]
+    out = tmp_path / "out"
+    done = stopped("moe", steps, signal.SIGTERM, "run", recipe, "--out", out)
+    assert done.returncode == 143 and last_line(done).startswith(f"terminated; what is done is kept in {out}"), (
+        done.stderr
+    )
+    assert list(out.glob("moe-*/result.json")) and not list(out.glob("mix-*/result.json"))
+
+
+def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
+    """A terminal's Ctrl-C ends `2>&1 | tee log` too; with 2>&- there is no stderr at all."""
+    from moe_runtime import interruption
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stderr in (os.fdopen(writer, "w"), None):
+        monkeypatch.setattr(sys, "__stderr__", stderr)
+        with interruption.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert isinstance(stopping.asked, interruption.Terminated)
+
+
+def test_a_forked_child_ends_when_it_is_told_to():
+    from moe_runtime import interruption
+
+    with interruption.sigterm_raises(), interruption.after_the_step() as stopping:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"!")
+            time.sleep(30)
+            os._exit(7)
+        os.read(reader, 1)  # Python drops what a child gets before it runs
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert stopping.asked is None
+
+
+def test_late_wishes_are_a_commands(monkeypatch):
+    from moe_runtime import interruption
+
+    interruption.raise_later(KeyboardInterrupt())  # not in a command: whoever called the training has its result
+    with interruption.after_the_step():
+        pass
+    with interruption.sigterm_raises():
+        interruption.raise_later(interruption.Terminated())
+        with pytest.raises(interruption.Terminated), interruption.after_the_step():
+            pass
+    with interruption.after_the_step():
+        pass
 
 
 def test_the_demo_leaves_nothing(tmp_path):

@@ -22,7 +22,9 @@ class StopCallback(TrainerCallback):
 
 @contextmanager
 def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
-    """Let `trainer` train in the block; raise the interruption behind it, if there was one, unless the training is done.
+    """Let `trainer` train in the block; raise the interruption behind it, if there was one.
+
+    That of a training which is done is raised where the next one begins, so that what calls this writes its result first.
 
     In a run of several processes signals act at once: not all of them would see one in the same step.
     """
@@ -31,5 +33,8 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
         trainer.add_callback(callback)
         yield
         trainer.remove_callback(callback)
-    if stopping.asked is not None and trainer.state.global_step < trainer.state.max_steps:
+    if stopping.asked is None:
+        return
+    if trainer.state.global_step < trainer.state.max_steps:
         raise stopping.asked
+    interruption.raise_later(stopping.asked)

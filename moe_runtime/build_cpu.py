@@ -30,6 +30,13 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 # the table of kernels.h that kernels.cpp becomes, and the flags that make it; the library picks one when it is loaded
 SETS = {"generic": ()}
 X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+# what the sources want of a compiler beyond C++17: vectors that convert, and that choose by element
+PROBE = """
+typedef float f4 __attribute__((vector_size(16)));
+typedef int i4 __attribute__((vector_size(16)));
+typedef unsigned short h4 __attribute__((vector_size(8)));
+f4 wide(h4 h, float x) { f4 v = (f4)(__builtin_convertvector(h, i4) << 16); return v > x ? x - f4{} : v; }
+"""
 
 
 class BuildError(RuntimeError):
@@ -78,7 +85,16 @@ def check(csrc: Path) -> tuple[list[str], str]:
     """Return the compiler that a build would take, and its version. Raises BuildError for what is missing."""
     if not (csrc / "kernels.cpp").is_file():
         raise BuildError(f"csrc is {csrc}, which has no kernels.cpp; want a checkout, an sdist or an installed wheel")
-    return find_compiler()
+    compiler, version = find_compiler()
+    if not _accepts(compiler, ()):
+        raise BuildError(f"the compiler is {version}; want g++ >= 9, or as new a clang++; {GET_COMPILER}")
+    return compiler, version
+
+
+def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    """Say whether the compiler has what the sources want, with these flags too."""
+    command = [*compiler, *FLAGS, *flags, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(command, input=PROBE, text=True, capture_output=True).returncode == 0
 
 
 def build(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
@@ -88,7 +104,8 @@ def build(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
     """
     csrc = csrc or csrc_dir()
     compiler, version = check(csrc)
-    sets = SETS | (X86_SETS if platform.machine() == "x86_64" else {})
+    asked = X86_SETS if platform.machine() == "x86_64" else {}
+    sets = SETS | {name: flags for name, flags in asked.items() if _accepts(compiler, flags)}
     info = json.dumps({"sources": source_hash(csrc), "compiler": version, "sets": list(sets)})
     # the library's own words, so that no second file can say otherwise
     if not force and out.is_file() and info.encode() in out.read_bytes():
@@ -99,7 +116,8 @@ def build(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
         jobs = [(kernels, Path(tmp) / f"{name}.o", (*flags, f"-DMOERT_SET={name}")) for name, flags in sets.items()]
         stamp = Path(tmp) / "stamp.h"
         stamp.write_text(f"#define MOERT_BUILD_INFO {json.dumps(info)}\n")
-        jobs.append((csrc / "moert_cpu.cpp", Path(tmp) / "moert_cpu.o", ("-include", stamp)))
+        stamp_flags = ("-include", stamp, *(f"-DMOERT_WITH_{name}" for name in sets))
+        jobs.append((csrc / "moert_cpu.cpp", Path(tmp) / "moert_cpu.o", stamp_flags))
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(lambda job: _run([*compiler, *FLAGS, *job[2], "-c", job[0], "-o", job[1]]), jobs))
         made, exports = Path(tmp) / NAME, Path(tmp) / "exports.map"

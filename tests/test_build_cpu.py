@@ -141,6 +141,55 @@ def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} cannot be written (")
 
 
+@pytest.fixture
+def old(tmp_path):
+    """Make a g++ that refuses what names one of these words, in its flags or in the source on its standard input."""
+
+    def make(*words):
+        path = tmp_path / "old-g++"
+        path.write_text(
+            f"#!{sys.executable}\nimport subprocess, sys\n"
+            "text = sys.stdin.read() if sys.argv[-1] == '-' else ''\n"
+            f"if any(word in text or word in sys.argv for word in {words!r}):\n    sys.exit('unrecognized')\n"
+            f"sys.exit(subprocess.run([{shutil.which('g++')!r}, *sys.argv[1:]], input=text, text=True).returncode)\n"
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+@needs_gxx
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are x86's")
+@pytest.mark.parametrize(
+    "flags, left", [(["-mavx512bf16"], ["generic", "avx2", "avx512"]), (["-mavx512f"], ["generic", "avx2"])], ids=str
+)
+def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path, library, old, monkeypatch):
+    monkeypatch.setenv("CXX", old(*flags))
+    build_cpu.build(tmp_path / "lib.so")
+    made = cpp.bind(tmp_path / "lib.so")
+    assert made.info["sets"] == left and made.variant in left
+    assert not made.handle.moert_cpu_limit(b"avx512_bf16") and made.handle.moert_cpu_limit(b"generic")
+
+
+@needs_gxx
+def test_a_compiler_that_is_too_old_is_an_error(tmp_path, old):
+    done = run("--out", tmp_path / "lib.so", CXX=old("-std=c++17"))
+    assert done.returncode == 2 and done.stderr.startswith("error: the compiler is ") and done.stderr.count("\n") == 1
+    assert "; want g++ >= 9, or as new a clang++; install g++ or clang++, or set CXX to one" in done.stderr
+    assert run("--out", tmp_path / "lib.so", CXX=old("__builtin_convertvector")).stderr == done.stderr
+
+
+def test_the_sources_want_nothing_of_g_plus_plus_12():
+    text = "".join(path.read_text() for path in build_cpu.csrc_dir().glob("*.[ch]*"))
+    assert set(re.findall(r"__builtin_\w+", text.replace("has no __builtin_shufflevector", ""))) == {
+        "__builtin_convertvector", "__builtin_cpu_supports",
+    }  # fmt: skip
+
+
 def test_no_sources_is_an_error(tmp_path):
     assert "which has no kernels.cpp" in run("--csrc", tmp_path / "none").stderr
     with pytest.raises(BuildError, match="which has no kernels.cpp; want a checkout"):

@@ -21,20 +21,29 @@ struct Variant {
     bool (*runs)();
 };
 
-#ifdef __x86_64__
+// MOERT_WITH_<set>: what build_cpu.py's compiler can make; an older one does not even know the names
+#if defined(MOERT_WITH_avx2)
 bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
+#if defined(MOERT_WITH_avx512)
 bool runs_avx512() {
-    return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+#endif
+#if defined(MOERT_WITH_avx512_bf16)
 bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 bool runs_always() { return true; }
 
 const Variant VARIANTS[] = {
-#ifdef __x86_64__
+#if defined(MOERT_WITH_avx512_bf16)
     {"avx512_bf16", &moert::avx512_bf16, runs_avx512_bf16},
+#endif
+#if defined(MOERT_WITH_avx512)
     {"avx512", &moert::avx512, runs_avx512},
+#endif
+#if defined(MOERT_WITH_avx2)
     {"avx2", &moert::avx2, runs_avx2},
 #endif
     {"generic", &moert::generic, runs_always},
@@ -56,23 +65,26 @@ Number omp_thread = nullptr, omp_threads = nullptr;
 struct Split {
     void (*run)(const void*, int64_t, int64_t);
     const void* work;
-    int64_t n;
+    int64_t n, parts;
 };
 
 void share(void* data) {
     const Split& split = *(const Split*)data;
-    const int64_t mine = omp_thread(), threads = omp_threads();  // fewer than asked for inside another region
-    split.run(split.work, split.n * mine / threads, split.n * (mine + 1) / threads);
+    const int64_t mine = omp_thread(), team = omp_threads();  // fewer than asked for inside another region
+    const int64_t threads = split.parts < team ? split.parts : team;
+    if (mine < threads) split.run(split.work, split.n * mine / threads, split.n * (mine + 1) / threads);
 }
 
-// Calls run(work, begin, end) for parts of 0..n, in as many threads as there are pieces of work worth one
+// Calls run(work, begin, end) for parts of 0..n, in as many threads as there are pieces of work worth one. The others
+// of the team of `threads`, which is torch's, return at once: libgomp ends the threads that a smaller team leaves out, and the
+// next larger one makes them anew.
 template <class Work>
 void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int64_t n, double bytes, int threads) {
     if (n <= 0) return;
     const double worth = 1 << 15;  // bytes: a thread wakes in the time that one core moves so many
-    if (bytes < worth * threads) threads = (int)(bytes / worth);
-    if (threads > n) threads = (int)n;
-    if (threads <= 1 || !omp_parallel) return run(work, 0, n);
+    int64_t parts = bytes < worth * threads ? (int64_t)(bytes / worth) : threads;
+    if (parts > n) parts = n;
+    if (parts <= 1 || !omp_parallel) return run(work, 0, n);
     struct Erased {
         void (*run)(const Work&, int64_t, int64_t);
         const Work* work;
@@ -81,7 +93,7 @@ void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int6
             e.run(*e.work, begin, end);
         }
     } erased = {run, &work};
-    Split split = {Erased::call, &erased, n};
+    Split split = {Erased::call, &erased, n, parts};
     omp_parallel(share, &split, (unsigned)threads, 0);
 }
 

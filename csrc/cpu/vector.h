@@ -83,9 +83,10 @@ inline float sum(vf v) {
 // the sums of four vectors, in the order of `sum`
 inline v4 sums(const vf* v) {
     v4 a = quarters(v[0]), b = quarters(v[1]), c = quarters(v[2]), d = quarters(v[3]);
-    v4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    v4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    // element by element: g++ < 12 has no __builtin_shufflevector, and the compilers see the shuffles in it
+    v4 ab = v4{a[0], b[0], a[1], b[1]} + v4{a[2], b[2], a[3], b[3]};
+    v4 cd = v4{c[0], d[0], c[1], d[1]} + v4{c[2], d[2], c[3], d[3]};
+    return v4{ab[0], ab[1], cd[0], cd[1]} + v4{ab[2], ab[3], cd[2], cd[3]};
 }
 
 // a NaN stays one

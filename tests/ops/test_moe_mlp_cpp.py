@@ -1,6 +1,8 @@
 """The cpp backend: all that holds for torch's, and its own: vectors, few tokens, threads, instruction sets."""
 
 import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +123,27 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     want = results(1)
     for threads in (2, 3, 8, 64):
         assert all(torch.equal(a, b) for a, b in zip(want, results(threads)))
+
+
+TEAM = """
+import os, torch
+from moe_runtime import build_cpu, cpp
+
+torch.set_num_threads(4)
+calls = cpp.bind(build_cpu.library_path()).handle
+z, h = torch.zeros(4096, 128), torch.zeros(4096, 128)
+seen = []
+for rows in (4096, 4096, 64, 4096, 1, 48, 4096, 2, 96, 4096):
+    calls.moert_cpu_activate(0, 0, 0, float("inf"), 0.0, z.data_ptr(), rows, 128, h.data_ptr(), torch.get_num_threads())
+    seen.append(sorted(os.listdir("/proc/self/task")))
+print(len(seen[0]), all(ids == seen[1] for ids in seen[1:]))
+"""
+
+
+def test_threads_stay_whatever_the_sizes():
+    done = subprocess.run([sys.executable, "-c", TEAM], capture_output=True, text=True)
+    threads, stay = done.stdout.split()
+    assert int(threads) >= 4 and stay == "True", done.stderr
 
 
 def evaluate(act: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

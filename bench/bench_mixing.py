@@ -20,11 +20,16 @@ GPU_SHAPES = shapes.MIXING
 CPU_SHAPES = {"coarse": shapes.CPU["coarse"]}
 
 
-def bench_mixing_step(interleaved, request):
+def pytest_generate_tests(metafunc):
+    if "preset" in metafunc.fixturenames:
+        metafunc.parametrize("preset", ["tiny" if metafunc.config.getoption("--tiny") else "small"])
+
+
+def bench_mixing_step(interleaved, preset):
     """A whole step of the demo's model, its batch too: loss, backward and optimizer, of all weights or of the logits alone."""
     if CUDA:
         pytest.skip("a model of the CPU's size: a GPU would be measured at waiting for its launches")
-    preset = PRESETS["tiny" if request.config.getoption("--tiny") else "small"]
+    preset = PRESETS[preset]
     dense, mergeable = (_demo_model(preset, mergeable) for mergeable in (False, True))
     ids = torch.randint(0, preset.vocab_size, (preset.batch, preset.max_length), device=DEVICE)
 

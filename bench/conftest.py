@@ -103,6 +103,7 @@ def interleaved(benchmark, request):
 
     def run(variants, *, flops=0, bytes=0, tokens=0, dtype=None, notes=None, compare=None, details=None):
         info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)
+        info |= {"tiny": option("--tiny"), "asked": option("--rounds")}
         info["ceilings"] = ceilings(described.dtype_of(request, dtype), option("--tiny"))
         if not CUDA:
             times, measured = clock.measure_cpu(variants, rounds, benchmark.pedantic, compare)

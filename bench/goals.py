@@ -154,7 +154,7 @@ CPU_GOALS = (
         _of_transformers, most=1.0,
     ),
     Goal(
-        "XFT's merge stage, a step, times of a dense tuning step", ["bench_mixing_step"],
+        "XFT's merge stage, a step, times of a dense tuning step", ["bench_mixing_step[small]"],
         lambda rows: rows["moe_runtime"]["ms"] / rows["dense SFT step (floor)"]["ms"], most=1.25,
     ),
     Goal(

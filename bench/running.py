@@ -61,8 +61,8 @@ def _name(path: Path) -> str:
     return path.stem.removeprefix("bench_")
 
 
-def place(out: Path | None) -> Path:
-    """Return the JSON file of a run: `out` itself, or one in that folder, named by date, commit and device.
+def place(out: Path | None, tiny: bool = False) -> Path:
+    """Return the JSON file of a run: `out` itself, or one in that folder, named by date, commit, device and -tiny.
 
     A run of this commit that was interrupted keeps the name it began with, so that it goes on.
     """
@@ -72,9 +72,23 @@ def place(out: Path | None) -> Path:
         out = FOLDER.resolve() / "results" if (machine.ROOT / ".git").exists() else Path("bench-results")
     if out.exists() and not out.is_dir():
         raise ValueError(f"out is {out}, which is a file; want a folder, or a name that ends in .json")
-    commit = machine.commit()
-    begun = sorted(out.glob(f"*-{commit}-{DEVICE}.jsonl"))
-    return begun[-1].with_suffix(".json") if begun else out / f"{machine.today()}-{commit}-{DEVICE}.json"
+    name = f"{machine.commit()}-{DEVICE}" + "-tiny" * tiny
+    begun = sorted(out.glob(f"*-{name}.jsonl"))
+    return begun[-1].with_suffix(".json") if begun else out / f"{machine.today()}-{name}.json"
+
+
+def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
+    """Refuse to put tiny results beside real ones, and to go on with another number of rounds."""
+    begun = benchmarks(lines)
+    for path, found in ((lines, begun), (target, _there(target))):
+        if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
+            kind = ("tiny", "real") if tiny else ("real", "tiny")
+            raise ValueError(
+                f"out is {target}, but {path} holds {kind[1]} results; want another file for {kind[0]} ones"
+            )
+    asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
+    if other := asked - {rounds}:
+        raise ValueError(f"rounds is {rounds}, but {lines} was begun with {min(other)}; want as many, or another --out")
 
 
 def run(paths: list[Path], lines: Path, options: list[str], update) -> None:

@@ -58,7 +58,9 @@ def bench(
 
         with TemporaryDirectory() as folder:
             return _run(paths, Path(folder) / "tiny.json", options, kept=False)
-    return _run(paths, running.place(out), options, kept=True)
+    target = running.place(out, tiny)
+    running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
+    return _run(paths, target, options, kept=True)
 
 
 def _compare(a: Path, b: Path):
@@ -83,11 +85,9 @@ def _check(rounds: int, seconds: float) -> None:
 def _run(paths: list[Path], target: Path, options: list[str], kept: bool):
     """Measure, write the file, print the tables; Ctrl-C keeps what was measured."""
     from moe_runtime.bench import running
-    from moe_runtime.bench.records import Records, benchmarks
+    from moe_runtime.bench.records import Records
 
     lines = target.with_suffix(".jsonl")
-    if target.exists():
-        benchmarks(target)  # what is there and is no results file would be found too late
     try:
         with progress.bar("benchmarks", "benchmark") as update:
             running.run(paths, lines, options, update)

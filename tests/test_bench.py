@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from moe_runtime.bench import bench_mixing, bench_step, ceilings, clock, goals, machine, peers, report, resident, shapes
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
+from moe_runtime.demo import PRESETS
 from moe_runtime.timing import worst_row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,8 +131,7 @@ def test_a_step_leaves_no_gradients(monkeypatch, module):
     if module is bench_step:
         bench_step.bench_training_step(taken, next(iter(shapes.TINY.values())), torch.float32)
     else:
-        option = SimpleNamespace(getoption=lambda name: True)
-        bench_mixing.bench_mixing_step(taken, SimpleNamespace(config=option))
+        bench_mixing.bench_mixing_step(taken, "tiny")
     left = [p for optimizer in made for group in optimizer.param_groups for p in group["params"]]
     assert left and all(p.grad is None for p in left)
     assert any(optimizer.state for optimizer in made)
@@ -366,6 +365,7 @@ def test_goals_ask_for_benchmarks_that_exist():
         *shapes.FUSION_GPU,
         *shapes.FUSION_CPU,
         *swept,
+        *PRESETS,
     }
     for goal in ALL:
         for name in goal.benchmarks:

@@ -219,6 +219,46 @@ def test_file_is_named_by_date_commit_and_device(tmp_path):
         running.place(begun)
 
 
+def test_tiny_results_have_a_file_of_their_own(tmp_path):
+    assert running.place(tmp_path, tiny=True).name.endswith(f"-{running.DEVICE}-tiny.json")
+    begun = tmp_path / f"2020-01-01-{machine.commit()}-{running.DEVICE}-tiny.jsonl"
+    begun.touch()
+    assert running.place(tmp_path, tiny=True) == begun.with_suffix(".json") != running.place(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "there, arguments, says",
+    [
+        pytest.param({"tiny": False}, ["--tiny"], "holds real results; want another file for tiny ones", id="tiny"),
+        pytest.param({"tiny": True}, [], "holds tiny results; want another file for real ones", id="real"),
+        pytest.param(
+            {"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was begun with 15; want as many", id="rounds"
+        ),
+    ],
+)
+def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says):
+    path = tmp_path / "r.jsonl"
+    Records(path).write("bench_x", extra_info={"rows": {"moe_runtime": row(1.0)}} | there)
+    before = path.read_text()
+    done = CliRunner().invoke(cli.app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments])
+    assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    if "tiny" in there:  # the same of a file that is whole
+        path.unlink()
+        whole = file_of(tmp_path / "r.json", {"moe_runtime": row(1.0)}, **there)
+        done = CliRunner().invoke(cli.app, ["bench", "--only", "merging", "--out", str(whole), *arguments])
+        assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
+
+
+def test_older_files_are_read_by_the_names_of_today(tmp_path):
+    found = both(
+        tmp_path,
+        {"bench_mixing_step": {"moe_runtime": row(1.0)}},
+        {"bench_mixing_step[small]": {"moe_runtime": row(1.0)}},
+    )
+    assert [row.benchmark for row in found.rows] == ["bench_mixing_step[small]"]
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -315,6 +355,7 @@ def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     assert not outcome.failed and not lines.exists()
     assert {bench["name"] for bench in benchmarks(target)} == {"bench_dies", *(f"bench_quick[{n}]" for n in range(3))}
     info = benchmarks(target)[0]["extra_info"]
+    assert info["tiny"] is True and info["asked"] == 15
     assert info["kind"] == "op" and info["bytes"] == 8 and info["rows"]["moe_runtime"]["ms"] > 1
 
 

@@ -3,7 +3,6 @@
 Tables are found by their head, pictures go below the headings that are named here. What is said about them is written by hand.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -31,8 +30,7 @@ def newest() -> Path:
 
 def tables(path: Path) -> dict[Path, list[str]]:
     """Return each page's tables, as the file has them."""
-    benches = json.loads(path.read_text())["benchmarks"]
-    rows = {(bench["name"], name): row for bench in benches for name, row in bench["extra_info"]["rows"].items()}
+    rows = report.rows_of(path)
     return {
         README: [report.cpu_table(rows), report.steps_table(rows)],
         PAGE: [goals.goals(rows, goals.CPU_GOALS)],

@@ -4,10 +4,13 @@ Its C interface is csrc/cpu/moert_cpu.h, from which the argument types are read:
 loaded before the first question, and no library is a normal state: the backend "torch" does without.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +23,8 @@ COMMAND = "python -m moe_runtime.build_cpu"
 DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # as in moert_cpu.h
 ACTS = {name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))}
 IDX_KINDS = {torch.uint8: 1, torch.int8: -1, torch.int16: -2, torch.int32: -4, torch.int64: -8}
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+NO_OPENMP = "none: torch has loaded no OpenMP runtime"
 
 
 class Library(NamedTuple):
@@ -54,15 +59,42 @@ def bind(path: Path, csrc: Path | None = None) -> Library:
 
 def _share_openmp(handle: ctypes.CDLL) -> str:
     """Give the library the OpenMP runtime that torch works in: two of them in one process fight for the cores."""
+    for runtime in _runtimes():
+        if all(hasattr(runtime, name) for name in OPENMP):
+            addresses = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in OPENMP]
+            handle.moert_cpu_use_openmp(*addresses)
+            return _file_at(addresses[0].value)
+    return NO_OPENMP
+
+
+def _runtimes() -> Iterator[ctypes.CDLL]:
+    """Yield where torch's OpenMP may be, the surest first."""
+    torch_lib = Path(torch.__file__).parent / "lib"
+    if os.environ.get("LD_PRELOAD"):
+        yield ctypes.CDLL(None)  # what is preloaded comes before all else for torch too
+    # a name looked up through torch is found in what torch itself is linked with; other packages may bring their own
+    paths = [torch_lib / "libtorch_cpu.so"]
+    names = {Path(line[5]) for line in _maps() if len(line) > 5}
+    found = [path for path in names if re.match(r"lib(g|i)?omp\d*[-.]", path.name)]
+    paths += sorted(found, key=lambda path: (not path.is_relative_to(torch_lib), path))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            yield ctypes.CDLL(str(path))
+
+
+def _maps() -> list[list[str]]:
+    """Return what is mapped into this process: the addresses, four columns, and the file if there is one."""
     maps = Path("/proc/self/maps")
-    mapped = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines()} if maps.is_file() else set()
-    for path in sorted(p for p in mapped if re.match(r"lib(g|i)?omp\d*[-.]", Path(p).name)):
-        runtime = ctypes.CDLL(path)
-        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-        if all(hasattr(runtime, name) for name in names):
-            handle.moert_cpu_use_openmp(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in names))
-            return path
-    return "none: torch has loaded no OpenMP runtime"
+    return [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.is_file() else []
+
+
+def _file_at(address: int) -> str:
+    """Return the file that is mapped at `address`."""
+    for span, *rest in _maps():
+        first, end = (int(word, 16) for word in span.split("-"))
+        if first <= address < end and len(rest) == 5:
+            return rest[4]
+    return "of torch"
 
 
 def places() -> list[Path]:
@@ -105,7 +137,12 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"the tensor is on {device.type}; want cpu"
     found = _find()
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    if found.openmp == NO_OPENMP and (threads := torch.get_num_threads()) > 1:
+        says = f"the CPU library found no OpenMP runtime, torch's threads are {threads}"
+        return f"{says}; want libgomp, or torch.set_num_threads(1)"
+    return None
 
 
 # what torch.compiler.assume_constant_result sets: loading a library would break the graph

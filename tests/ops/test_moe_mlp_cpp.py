@@ -287,6 +287,61 @@ def test_the_process_has_one_openmp():
     assert ctypes.CDLL(cpp.library().openmp).GOMP_parallel
 
 
+SECOND = """
+import ctypes, sys
+other = ctypes.CDLL(sys.argv[1])  # before torch, as scikit-learn's can be
+import torch
+from moe_runtime import build_cpu, cpp
+
+found = cpp.bind(build_cpu.library_path()).openmp
+torch_own = ctypes.CDLL(torch.__path__[0] + "/lib/libtorch_cpu.so").GOMP_parallel
+address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
+same = address(ctypes.CDLL(found).GOMP_parallel) == address(torch_own) != address(other.GOMP_parallel)
+print(sum("gomp" in path.name for path in {cpp.Path(line[5]) for line in cpp._maps() if len(line) > 5}), same)
+"""
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_of_two_openmps_it_takes_torchs(where, tmp_path):
+    torchs = Path(cpp.library().openmp)
+    if torchs.name != "libgomp.so.1":
+        pytest.skip(f"torch works in {torchs}")
+    other = tmp_path / "libgomp-0.so"
+    # under its own name torch would be given the copy: the loader keeps one library of a name
+    other.write_bytes(torchs.read_bytes().replace(b"libgomp.so.1\0", b"libgomp.so.7\0"))
+    program = SECOND
+    if where == "last":
+        line = next(line for line in SECOND.splitlines() if line.startswith("other"))
+        program = SECOND.replace(line + "\n", "").replace("\nfound", f"\n{line}\nfound")
+    done = subprocess.run([sys.executable, "-c", program, str(other)], capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "True"], done.stdout + done.stderr
+
+
+def test_without_an_openmp_it_says_so_where_there_are_threads(monkeypatch, _library):
+    monkeypatch.setattr(cpp, "_runtimes", lambda: iter(()))
+    alone = cpp.bind(_library.path)
+    try:
+        assert alone.openmp == cpp.NO_OPENMP
+    finally:
+        monkeypatch.undo()
+        cpp.bind(_library.path)  # the library is one for the process: give it its threads again
+    monkeypatch.setattr(cpp, "_find", lambda: alone)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert "no OpenMP runtime, torch's threads are 4; want libgomp" in cpp.why_not(torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert cpp.why_not(torch.device("cpu")) is None
+
+
+def test_what_is_mapped_is_searched_torchs_own_first(monkeypatch, tmp_path):
+    lib = tmp_path / "torch" / "lib"
+    lines = [["0-1", "r", "0", "0", "0", path] for path in ("/a/libgomp-1.so", f"{lib}/libgomp.so.1", "/a/libcomp.so")]
+    monkeypatch.setattr(torch, "__file__", str(lib.parent / "__init__.py"))
+    monkeypatch.setattr(cpp, "_maps", lambda: lines)
+    monkeypatch.setattr(cpp.ctypes, "CDLL", lambda path: path)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert list(cpp._runtimes()) == [f"{lib}/libtorch_cpu.so", f"{lib}/libgomp.so.1", "/a/libgomp-1.so"]
+
+
 def test_acts_are_numbered_once():
     assert list(cpp.ACTS) == list(ACT) and Experts(None, None, None, None, ("gelu", True, None, 0.0, True))
     assert moe_mlp_cpp.form_of(Experts(None, None, None, None, ("gelu", True, None, 0.5, True))) == (

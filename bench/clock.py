@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import statistics
 import time
 
@@ -23,13 +24,16 @@ class ContextLost(RuntimeError):
 
 
 def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
-    """Seconds of every call by the wall clock; then each variant's memory and distance from `compare`."""
-    times = {name: [] for name in variants}
+    """Seconds of every call by the wall clock; then each variant's memory and distance from `compare`.
+
+    Every round has an order of its own, the same ones in each run: nobody finds the caches always as the same one left them.
+    """
+    times, orders = {name: [] for name in variants}, random.Random(0)
     for function in variants.values():
         function()  # warm up, and fail, outside the timing
 
     def one_round():
-        for name, function in variants.items():
+        for name, function in orders.sample(list(variants.items()), len(variants)):
             start = time.perf_counter()
             function()
             times[name].append(time.perf_counter() - start)

@@ -22,7 +22,7 @@ FEW = 5  # with fewer a quartile is one round or two: the whole spread is the no
 MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}  # column: times and MiB (KiB) that it may grow
 OURS = "moe_runtime"
 PARTS = ("whole step", "router", "experts forward", "experts backward")  # of a breakdown, and ours
-SAME = ("machine", "driver", "python", "torch", "triton", "transformers", "tiles")
+SAME = ("machine", "driver", "python", "torch", "triton", "transformers", "tiles", "backend", "tiny")
 
 
 class Row(NamedTuple):

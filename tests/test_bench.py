@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import bench_mixing, bench_step, ceilings, clock, goals, machine, peers, report, resident, shapes
+from moe_runtime import backends, cpp
+from moe_runtime.bench import (
+    bench_mixing,
+    bench_step,
+    ceilings,
+    clock,
+    goals,
+    machine,
+    ours,
+    peers,
+    report,
+    resident,
+    shapes,
+)
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.demo import PRESETS
@@ -155,6 +168,37 @@ def test_a_lost_context_names_its_variant(gpu):
     with pytest.raises(clock.ContextLost, match="bad broke the CUDA context: RuntimeError: CUDA error") as lost:
         measure({"floor": lambda: 0, "bad": lose, "moe_runtime": lambda: 0})
     assert lost.value.variant == "bad"
+
+
+def test_each_round_on_a_cpu_has_its_order(monkeypatch):
+    """Seconds are those of the variant, whatever its place; every run draws the same orders."""
+    now, calls = [0.0], []
+
+    def call(name, seconds):
+        calls.append(name)
+        now[0] += seconds
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    variants = {name: lambda name=name, s=s: call(name, s) for name, s in {"a": 1.0, "b": 2.0, "c": 4.0}.items()}
+    runs = []
+    for _ in range(2):
+        calls.clear()
+        times, _ = clock.measure_cpu(variants, 20, pedantic)
+        assert times == {"a": [1.0] * 20, "b": [2.0] * 20, "c": [4.0] * 20}
+        runs.append([tuple(calls[i : i + 3]) for i in range(3, 63, 3)])
+    assert runs[0] == runs[1] and len(set(runs[0])) == 6 and all(set(order) == set("abc") for order in runs[0])
+
+
+def test_which_backend_is_ours(monkeypatch):
+    monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
+    want = backends.pick("moe_mlp", torch.empty(0, device=machine.DEVICE))
+    found = ours.default("moe_mlp", torch.float32)
+    assert found == (f"cpp {cpp.library().variant}" if want == "cpp" else want)
+    assert ours.default("moe_mlp", torch.float64) == "torch"
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
+    assert ours.default("moe_mlp", torch.float32) == "torch"
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "fastest")
+    assert "backend is 'fastest'" in ours.default("moe_mlp", torch.float32)
 
 
 def test_share_is_that_of_the_nearer_ceiling():

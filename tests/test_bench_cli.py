@@ -151,6 +151,9 @@ def test_other_machines_versions_and_paces_are_named(tmp_path):
         "torch differs: 2.11 and 2.12",
         "the machine's own GB/s are 0.50 times as many in the second file",
     ]
+    one = file_of(tmp_path / "a.json", same, backend="cpp avx512")
+    found = compare.compare(one, file_of(tmp_path / "b.json", same, backend="torch"))
+    assert found.warnings == ["backend differs: cpp avx512 and torch"]
     assert both(tmp_path, {"bench_a": same}, {"bench_b": same}).warnings == ["the files have no benchmark in common"]
 
 

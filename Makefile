@@ -4,6 +4,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+CPU_LIBRARY := $(VENV)/.cpu-library
 # the first Python that is new enough; PYTHON= names another
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
@@ -30,18 +31,21 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install -qq $(PIP_ARGS) pip; }
 	@$(PIP) "pip>=23" torch
 	@$(PIP) -e ".[train,plot,dev]"
-	@# without a compiler the experts run in PyTorch; `moe-runtime doctor` says so, and what to do
-	@$(PY) -m moe_runtime.build_cpu || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 	@touch $@
 
-demo: $(INSTALLED)  ## the whole way on a small model, with pictures under runs/
+# a library of other sources is refused, so a pull that brings new ones wants a new one; without a compiler the experts run in
+# PyTorch, and the next make tries again
+$(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/build_cpu.py | $(INSTALLED)
+	@$(PY) -m moe_runtime.build_cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
+
+demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictures under runs/
 	$(VENV)/bin/moe-runtime demo $(ARGS)
 
 # beside the .venv's own packages: accelerate and transformers load it wherever they find it
 $(VENV)/deepspeed: | $(INSTALLED)
 	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new $(DEEPSPEED) && mv $@.new $@
 
-test: $(INSTALLED) $(VENV)/deepspeed  ## the test suite, one worker per core
+test: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## the test suite, one worker per core
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 # each wheel lies in the .venv, beside its own Triton; whoever is first on the path wins
@@ -69,7 +73,7 @@ lint: $(INSTALLED)  ## ruff check and ruff format --check
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-bench: $(INSTALLED)  ## the benchmarks, with tables and pictures; ARGS="--only layer,step", ARGS=--tiny to see only that they run
+bench: $(INSTALLED) $(CPU_LIBRARY)  ## the benchmarks, with tables and pictures; ARGS="--only layer,step", ARGS=--tiny to see only that they run
 	$(PY) -m moe_runtime.cli bench $(ARGS)
 
 docs: $(INSTALLED)  ## the documentation as a site, in build/site

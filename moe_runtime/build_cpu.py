@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 NAME = "libmoert_cpu.so"
@@ -30,6 +31,7 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 # the table of kernels.h that kernels.cpp becomes, and the flags that make it; the library picks one when it is loaded
 SETS = {"generic": ()}
 X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+DAYS = 30  # another checkout may be at work with its own
 # what the sources want of a compiler beyond C++17: vectors that convert, and that choose by element
 PROBE = """
 typedef float f4 __attribute__((vector_size(16)));
@@ -131,6 +133,15 @@ def build(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
     return True
 
 
+def _forget_others(folder: Path) -> None:
+    """Remove the libraries of other sources that no build has asked for since DAYS days; `folder` was asked for now."""
+    os.utime(folder)
+    for other in folder.parent.iterdir():
+        ours = re.fullmatch(r"[0-9a-f]{16}-\w+", other.name) and (other / NAME).is_file()
+        if ours and time.time() - other.stat().st_mtime > DAYS * 24 * 3600:
+            shutil.rmtree(other, ignore_errors=True)
+
+
 def built_by(path: Path) -> str:
     """Return the compiler that a library names in itself, "unknown" if it names none."""
     found = re.search(rb'"compiler": "([^"]*)"', path.read_bytes())
@@ -162,6 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
         check(csrc)
         out = out or library_path(csrc)
         fresh = build(out, csrc=csrc, force=options.force)
+        if options.out is None:
+            _forget_others(out.parent)
         print(f"{out}: {'built' if fresh else 'there already, built'} by {built_by(out)}")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

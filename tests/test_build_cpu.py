@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,66 @@ def test_it_goes_into_the_cache_by_sources_and_machine(tmp_path, monkeypatch):
     assert path.parts[-4:-2] == ("moe_runtime", "cpu") and path.is_relative_to(tmp_path)
     assert path.parent.name == f"{build_cpu.source_hash(build_cpu.csrc_dir())}-{os.uname().machine}"
     assert path in cpp.places()
+
+
+def test_old_libraries_of_other_sources_go(tmp_path, small):
+    cache = tmp_path / "moe_runtime" / "cpu"
+    ages = {"0123456789abcdef-x86_64": 31, "fedcba9876543210-x86_64": 29, "mine": 99}
+    for name, days in ages.items():
+        (cache / name).mkdir(parents=True)
+        (cache / name / build_cpu.NAME).write_text("")
+        when = time.time() - days * 24 * 3600
+        os.utime(cache / name, (when, when))
+    assert run("--csrc", small, "--out", tmp_path / "lib.so", XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    assert len(list(cache.iterdir())) == 3
+    assert run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    here = f"{build_cpu.source_hash(small)}-{os.uname().machine}"
+    assert {path.name for path in cache.iterdir()} == {here, "fedcba9876543210-x86_64", "mine"}
+    os.utime(cache / here, (0, 0))
+    assert "there already" in run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).stdout
+    assert time.time() - (cache / here).stat().st_mtime < 3600  # asked for
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("target", ["demo", "test", "bench"])
+def test_make_builds_after_the_sources_change(target, tmp_path):
+    makefile = build_cpu.csrc_dir().parents[1] / "Makefile"
+    if not makefile.is_file():
+        pytest.skip("not a checkout")
+    sources = ["pyproject.toml", "setup.py", "constraints.txt", "csrc/cpu/vector.h", "moe_runtime/build_cpu.py"]
+    for name in sources:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (1000, 1000))
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "deepspeed").write_text("")
+    (tmp_path / ".venv" / ".installed").write_text("")
+    for name in ("python", "moe-runtime"):
+        path = tmp_path / ".venv" / "bin" / name
+        path.write_text('#!/bin/sh\necho "$@" >> said; case "$*" in *build_cpu*) test ! -e no-compiler;; esac\n')
+        path.chmod(0o755)
+
+    def builds():
+        (tmp_path / "said").write_text("")
+        done = subprocess.run(
+            ["make", "-f", makefile, target], cwd=tmp_path, capture_output=True, text=True,
+            env={"PATH": os.environ["PATH"], "PYTHON": sys.executable},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / "said").read_text().splitlines()
+        assert lines.pop() != "-m moe_runtime.build_cpu"  # the target's own command, last
+        return lines == ["-m moe_runtime.build_cpu"], "the experts run in PyTorch" in done.stderr
+
+    (tmp_path / "no-compiler").write_text("")
+    assert [builds(), builds()] == [(True, True)] * 2
+    (tmp_path / "no-compiler").unlink()
+    assert [builds(), builds()] == [(True, False), (False, False)]
+    for name in sources[-2:]:
+        later = time.time() + 5
+        os.utime(tmp_path / name, (later, later))
+        assert builds() == (True, False)
+        os.utime(tmp_path / name, (1000, 1000))
+        assert builds() == (False, False)
 
 
 def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):

@@ -6,12 +6,13 @@ H / 128 heads, and XFT's shared expert is one more routed one, as no stock class
 """
 
 import contextlib
+import functools
 import os
 
 import pytest
 import torch
 
-from moe_runtime.bench import ours, shapes
+from moe_runtime.bench import clock, ours, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "step"
@@ -128,4 +129,5 @@ def bench_training_step(interleaved, shape, dtype):
         return loss.detach()
 
     flops = flops_of(model, ids.numel(), head=True)
-    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype)
+    held = functools.partial(clock.held_bytes, model, optimizer)
+    interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype, held=held)

@@ -6,11 +6,13 @@ No noise on the router and no balance loss, so that all compute the same functio
 transformers' for all, and there is no gradient checkpointing, as in the released training script.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-from moe_runtime.bench import shapes
+from moe_runtime.bench import clock, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.bench.official import OfficialBlock
 
@@ -144,4 +146,5 @@ def bench_xft_step(interleaved, size, dtype):
     with fits():
         tuned = Tuned(size, dtype)
         variants = {name: tuned.step_of(name) for name in tuned.blocks}
-        interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype)
+        held = functools.partial(clock.held_bytes, tuned.model, tuned.optimizers["moe_runtime"])
+        interleaved(variants, flops=flops_of(size), tokens=size.T, dtype=dtype, held=held)

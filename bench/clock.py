@@ -97,6 +97,20 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
     return times, details
 
 
+def held_bytes(model, optimizer) -> int:
+    """Return the bytes of a model's parameters and an optimizer's states, each storage once: what lies there before a step."""
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *states)}
+    return sum(storages.values())
+
+
+def totals(details: dict, held: int) -> dict:
+    """Return the column of what a call needs in all, beside each variant's peak."""
+    return {
+        name: row | {"total MiB": held / 2**20 + row["peak MiB"]} for name, row in details.items() if "peak MiB" in row
+    }
+
+
 def _memory(function) -> dict[str, float]:
     """MiB that a second call takes beyond what was there before it, at most and in what it returns."""
     function()

@@ -93,7 +93,7 @@ def interleaved(benchmark, request):
 
     The first name is the floor of the ratios. `compare` names the variant from whose result the others' is measured. `dtype`
     says which matmul is the ceiling. `details` {name: {column: value}} is what a benchmark measured itself; it goes before
-    what is measured here.
+    what is measured here. `held` returns, behind a call of each, the bytes that were there before it.
     """
     option = request.config.getoption
     records: Records = request.config.records
@@ -101,7 +101,7 @@ def interleaved(benchmark, request):
     if CUDA:
         ceilings(torch.bfloat16, option("--tiny"))  # once, while the memory is empty
 
-    def run(variants, *, flops=0, bytes=0, tokens=0, dtype=None, notes=None, compare=None, details=None):
+    def run(variants, *, flops=0, bytes=0, tokens=0, dtype=None, notes=None, compare=None, details=None, held=None):
         info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)
         info |= {"tiny": option("--tiny"), "asked": option("--rounds")}
         computed = described.dtype_of(request, dtype)
@@ -122,6 +122,8 @@ def interleaved(benchmark, request):
                 records.write(request.node.name, **known)
                 pytest.exit(str(lost), returncode=LOST)
             info["tiles"] = clock.launch_configs()
+        if held:
+            measured = measured | clock.totals(measured, held())
         columns = {name: row | (details or {}).get(name, {}) for name, row in measured.items()}
         rows = clock.rows_of(times, columns, flops, bytes, info["ceilings"], tokens)
         info |= {"rounds": len(next(iter(times.values()))), "rows": rows}

@@ -27,6 +27,11 @@ SHARED = {
     "optimizer": "#868686",
 }
 EXPERTS = ("experts forward", "experts backward")
+XFT = {
+    "tokens/s": "tokens/s (more is better)",
+    "peak MiB": "peak MiB (less is better), without weights and optimizer state",
+    "total MiB": "total MiB (less is better): weights, optimizer state and peak",
+}
 
 
 def grid(title: str, benches: list[Bench], heights: list[float], columns: int):
@@ -70,19 +75,20 @@ def _column(bench: Bench, column: str) -> dict[str, float]:
 
 
 def xft(benches: list[Bench]):
-    """Draw tokens/s and peak memory of XFT's tuning step; None if it was not measured."""
+    """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was not measured."""
     found = [bench for bench in benches if bench.function == "bench_xft_step"]
-    panels = [(bench, column) for bench in found for column in ("tokens/s", "peak MiB") if _column(bench, column)]
+    memory = ["total MiB" if _column(bench, "total MiB") else "peak MiB" for bench in found]
+    pairs = [(bench, column) for bench, most in zip(found, memory) for column in ("tokens/s", most)]
+    panels = [pair for pair in pairs if _column(*pair)]
     if not panels:
         return None
     heights = [bars_height(len(_column(*panel))) for panel in panels]
-    columns = min(2, len({column for _, column in panels}))
+    columns = 2 if any(column != "tokens/s" for _, column in panels) else 1
     figure, all_axes = grid("XFT: a tuning step, random weights", found, heights, columns)
     for axes, (bench, column) in zip(all_axes, panels):
         values = _column(bench, column)
         plain(axes, f"{bench.shape}, {bench.dtype}")
-        rate = column == "tokens/s"
-        bars(axes, values, number, "tokens/s (more is better)" if rate else "peak MiB (less is better)")
+        bars(axes, values, number, XFT[column])
     share_names(all_axes[: len(panels)], columns)
     return figure
 

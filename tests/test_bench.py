@@ -129,6 +129,19 @@ class Taken:
             function()
 
 
+def test_total_memory_is_weights_states_and_peak():
+    model = torch.nn.Linear(256, 1024, bias=False)
+    model.tied = model.weight
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    assert clock.held_bytes(model, optimizer) == 1 << 20
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    held = clock.held_bytes(model, optimizer)
+    assert 3 << 20 <= held < (3 << 20) + 64  # and a step's number
+    found = clock.totals({"a": {"peak MiB": 2.0, "kept MiB": 1.0}, "b": {}}, 3 << 20)
+    assert found == {"a": {"peak MiB": 2.0, "kept MiB": 1.0, "total MiB": 5.0}}
+
+
 @pytest.mark.parametrize("module", [bench_step, bench_mixing])
 def test_a_step_leaves_no_gradients(monkeypatch, module):
     """They would be there before the next call, and out of its peak; also after a step that failed."""

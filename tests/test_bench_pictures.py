@@ -314,6 +314,15 @@ def test_xft_shows_speed_and_memory(found):
     assert panels["peak MiB"] == pytest.approx({name: time / 3 for name, time in ms.items()})
 
 
+def test_xft_shows_the_whole_memory_where_the_file_has_it(tmp_path):
+    bench = steps("fine", "fp32", CPU)[2]
+    for row in bench["extra_info"]["rows"].values():
+        row["total MiB"] = row["peak MiB"] + 1000
+    _, memory = pictures_bars.xft(read(write(tmp_path / "r.json", [bench]))).axes
+    assert memory.get_xlabel() == "total MiB (less is better): weights, optimizer state and peak"
+    assert bars_of(memory)["official"] == pytest.approx(13000 / 3 + 1000)
+
+
 def test_xft_without_memory_has_only_speed(tmp_path):
     bench = steps("fine", "fp32", CPU)[2]
     for row in bench["extra_info"]["rows"].values():

@@ -29,8 +29,8 @@ SHARED = {
 EXPERTS = ("experts forward", "experts backward")
 XFT = {
     "tokens/s": "tokens/s (more is better)",
-    "peak MiB": "peak MiB (less is better), without weights and optimizer state",
-    "total MiB": "total MiB (less is better): weights, optimizer state and peak",
+    "peak MiB": "peak MiB (less is better)",
+    "total MiB": "total MiB (less is better)",
 }
 
 

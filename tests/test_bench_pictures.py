@@ -319,7 +319,7 @@ def test_xft_shows_the_whole_memory_where_the_file_has_it(tmp_path):
     for row in bench["extra_info"]["rows"].values():
         row["total MiB"] = row["peak MiB"] + 1000
     _, memory = pictures_bars.xft(read(write(tmp_path / "r.json", [bench]))).axes
-    assert memory.get_xlabel() == "total MiB (less is better): weights, optimizer state and peak"
+    assert memory.get_xlabel() == "total MiB (less is better)"
     assert bars_of(memory)["official"] == pytest.approx(13000 / 3 + 1000)
 
 

@@ -4,6 +4,7 @@ import contextlib
 from typing import NamedTuple
 
 from moe_runtime.bench import shapes
+from moe_runtime.bench.records import RENAMED
 
 HF = "transformers grouped_mm"
 NAIVE = "sum of logits, cross_entropy (naive)"
@@ -190,7 +191,9 @@ def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            found = {variant: row for (benchmark, variant), row in rows.items() if benchmark == name}
+            found = {
+                variant: row for (benchmark, variant), row in rows.items() if RENAMED.get(benchmark, benchmark) == name
+            }
             with contextlib.suppress(KeyError):
                 values[name] = goal.value(found)
         met = [name for name, value in values.items() if goal.met(value)]

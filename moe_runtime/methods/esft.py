@@ -56,6 +56,8 @@ def train_only(
     model that trains experts already, has an adapter in it or is wrapped.
     """
     check_unwrapped(model)
+    if not isinstance(selection, ExpertSelection):
+        raise ValueError(f"selection is {selection!r}; want an ExpertSelection; esft.select_experts makes one")
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
     if (there := adapters.holder(model, APPLIED)) is not None:

@@ -502,3 +502,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
     resumed = trainer_of(MoETrainer, tmp_path / "run", save_steps=2)
     resumed.train(resume_from_checkpoint=True)
     assert same(learned(resumed), learned(whole))
+
+
+def test_a_selection_is_one():
+    with pytest.raises(ValueError, match=r"selection is None; want an ExpertSelection; esft.select_experts makes one"):
+        esft.train_only(torch.nn.Linear(2, 2), None)

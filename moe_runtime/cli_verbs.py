@@ -129,11 +129,21 @@ def _wrapped(function: Callable, kept: Kept) -> Callable:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Let everything that prints write to stderr, so that stdout holds one JSON object."""
+    """Let all that prints write to stderr, C (NCCL) and programs too, so that stdout holds one JSON object."""
     sys.stdout.flush()
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-        sys.stderr.flush()
+    sys.stderr.flush()
+    kept = None
+    with contextlib.suppress(OSError):  # a descriptor is closed
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+            sys.stderr.flush()
+    finally:
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _say_stopped(stop: KeyboardInterrupt, kept: str) -> None:

@@ -106,6 +106,25 @@ def test_json_is_alone_on_stdout(app):
     assert out.stdout.splitlines() == ["on the way", "by typer"] and out.stderr == ""
 
 
+def test_json_is_alone_whoever_writes():
+    """NCCL and programs that are started write to the descriptor, past Python's stdout."""
+    code = (
+        "import os, subprocess, typer\n"
+        "from moe_runtime.cli_verbs import verb\n"
+        "app = typer.Typer()\n"
+        "@verb(app, example='x')\n"
+        "def loud():\n"
+        "    os.write(1, b'from C\\n')\n"
+        "    subprocess.run(['echo', 'from a program'])\n"
+        "    print('from Python')\n"
+        "    return {'a': 1}\n"
+        "app()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout) == {"a": 1}, done.stderr
+    assert done.stderr.splitlines() == ["from C", "from a program", "from Python"]
+
+
 def test_an_exit_code_comes_behind_the_json(app):
     out = CliRunner().invoke(app(Ends({"worse": 1}, 1)), ["--json"])
     assert out.exit_code == 1 and json.loads(out.stdout) == {"worse": 1}

@@ -17,7 +17,7 @@ DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-transformers lint bench docs wheel wheel-cuda clean
+.PHONY: help demo test stress test-triton test-transformers lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -47,6 +47,10 @@ $(VENV)/deepspeed: | $(INSTALLED)
 
 test: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## the test suite, one worker per core
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+
+# the tests marked stress run in `make test` too, with a share of their cases
+stress: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## faults, bad input, numbers and resources at length; hours
+	MOE_STRESS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m stress --timeout 3600 $(ARGS)
 
 # each wheel lies in the .venv, beside its own Triton; whoever is first on the path wins
 $(VENV)/triton/%: | $(INSTALLED)

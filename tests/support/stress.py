@@ -1,0 +1,10 @@
+"""How much of a long check runs: a share in `make test`, all of it in `make stress`, which sets MOE_STRESS=1."""
+
+import os
+
+STRESS: bool = os.environ.get("MOE_STRESS") == "1"
+
+
+def scaled(few: int, many: int) -> int:
+    """Return `few` in `make test`, `many` in `make stress`."""
+    return many if STRESS else few

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_runtime.data import read_rows
 from moe_runtime.hf.experts import patch
 from moe_runtime.hf.folders import read_config
+from moe_runtime.hf.vocabulary import check_ids
 from moe_runtime.progress import bar
 from moe_runtime.stats import RouterStats, collect_router_stats
 
@@ -27,7 +28,8 @@ def router_report(
     """Run at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
 
     `data` is what `read_rows` takes; a row gives at most max_length tokens. Runs on the GPU if there is one. Raises ValueError
-    for a folder or data that cannot be read, for data without a token, and for a model without routers; then it writes nothing.
+    for a folder or data that cannot be read, for data without a token or with one that the model does not have, and for a
+    model without routers; then it writes nothing.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
         if value < 1:
@@ -39,7 +41,8 @@ def router_report(
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
     patch(model)
     with bar("routing", "token") as update:
-        batches = _reported(_batches(rows, tokenizer, tokens, max_length, batch_size, device), tokens, update)
+        batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)
+        batches = _reported(_known(model, tokenizer, batches), tokens, update)
         stats = collect_router_stats(model, batches)
     if not stats.counts.any():
         raise ValueError(f"data is {str(data)!r}, whose rows have no tokens; want text")
@@ -48,6 +51,13 @@ def router_report(
     for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
         write(out / name)
     return stats
+
+
+def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
+    """Pass batches on; raise ValueError for a token that the model does not have."""
+    for batch in batches:
+        check_ids(model, [int(batch["input_ids"].max())], tokenizer)
+        yield batch
 
 
 def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:

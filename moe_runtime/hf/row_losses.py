@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from moe_runtime.hf.adapters import needs_autocast
 from moe_runtime.hf.ranks import gather, state
 from moe_runtime.hf.tokenizer import pair_collator
+from moe_runtime.hf.vocabulary import check_rows
 from moe_runtime.progress import bar
 
 
@@ -28,9 +29,11 @@ def each_row(
 
     Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
     `by_length` puts rows of about one length into a batch, `device` is that of the batches, the process's unless given.
+    Raises ValueError for a token that the model does not have.
     """
     from accelerate.utils import send_to_device
 
+    check_rows(model, rows, getattr(collator, "tokenizer", None))
     rank, ranks, device = state().process_index, state().num_processes, device or state().device
     order = range(len(rows))
     if by_length:

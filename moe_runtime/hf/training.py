@@ -25,6 +25,7 @@ from moe_runtime.files import read_json
 from moe_runtime.hf import adapters, outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
+from moe_runtime.hf.vocabulary import check_rows
 from moe_runtime.modules.moe import Router
 from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
 
@@ -114,6 +115,9 @@ class _MoETrainer:
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         super().__init__(*args, **kwargs)
         self._check_training()
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        for rows in (self.train_dataset, self.eval_dataset):
+            check_rows(self.model, rows, tokenizer)
         self.stop_on_nan = stop_on_nan
         self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._row_ids: torch.Tensor | None = None

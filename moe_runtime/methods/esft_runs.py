@@ -18,6 +18,7 @@ from moe_runtime.config import check_positive
 from moe_runtime.files import atomic_write_json, check_out_dir, read_json
 from moe_runtime.hf import experts, fit, folders, ranks
 from moe_runtime.hf.recording import last_checkpoint
+from moe_runtime.hf.vocabulary import check_ids
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft_folders import check_fit
@@ -61,6 +62,7 @@ def score_folder(
     model, tokenizer = _load(source, prompt)
     longest = n_tokens if packed else max_length
     ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
+    check_ids(model, map(max, ids), tokenizer)
     process = ranks.state()
     batches = sample_batches(
         ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed,

@@ -131,7 +131,8 @@ def upcycle(
     _say(receipt)
     error = None
     if check:
-        error = xft_folders.compare_folders(source, target)
+        with progress.bar("checking", "model") as update:
+            error = xft_folders.compare_folders(source, target, update)
         typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
     return jsonable(receipt) | {"logits_error": error}

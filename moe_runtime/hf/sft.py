@@ -2,23 +2,24 @@
 
 import functools
 import sys
-import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import is_torch_bf16_gpu_available
 
+from moe_runtime import progress
 from moe_runtime.data import read_rows, require
 from moe_runtime.hf import outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.modeling import register_auto_classes
+from moe_runtime.hf.sft_flags import TrainArguments, parse
 from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.training import ROW_ID, _MoETrainer
 from moe_runtime.modules.moe import Router
 
-PROG = "moe-runtime train"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
@@ -84,19 +85,6 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@dataclass
-class TrainArguments:
-    """What `moe-runtime train` has beyond TRL's own flags."""
-
-    model: str | None = field(default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"})
-    data: str | None = field(
-        default=None, metadata={"help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"}
-    )
-    eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
-    router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"})
-    stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
-
-
 def train_command(argv: list[str] | None = None) -> Path:
     """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
 
@@ -104,14 +92,14 @@ def train_command(argv: list[str] | None = None) -> Path:
     for a model without tokenizer, for data that cannot be read and for unknown flags.
     """
     trl = require("trl")
-    ours, script, args, model, mixture = _parse(trl, argv)
+    ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
     _check_model(name)
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # transformers takes True for the last checkpoint, which the command line can only spell
     resume = args.resume_from_checkpoint
     try:
-        with stopping_with_a_checkpoint(trainer):
+        with stopping_with_a_checkpoint(trainer), _pace(trainer):
             result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     except KeyboardInterrupt as stop:
         stop.kept = _kept(args.output_dir)
@@ -126,6 +114,21 @@ def train_command(argv: list[str] | None = None) -> Path:
     if hasattr(trainer, "end"):  # from transformers 5.18 on
         trainer.end()
     return Path(args.output_dir)
+
+
+@contextmanager
+def _pace(trainer) -> Iterator[None]:
+    """Say how fast it goes, and how long it takes, where transformers' own bar is not seen: in a log."""
+
+    class Pace(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            update(state.global_step, state.max_steps)
+
+        on_train_begin = on_step_end  # what a checkpoint holds was not done now
+
+    with progress.bar("training", shown=not sys.stderr.isatty()) as update:
+        trainer.add_callback(Pace())
+        yield
 
 
 def _kept(folder: str) -> str:
@@ -156,22 +159,6 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         router_stats=ours.router_stats,
         stop_on_nan=ours.stop_on_nan,
     )
-
-
-def _parse(trl, argv: list[str] | None) -> tuple:
-    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only where the device has it."""
-    types = (TrainArguments, trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
-    parser = trl.TrlParser(types, prog=PROG)
-    if not is_torch_bf16_gpu_available():
-        parser.set_defaults(bf16=False)
-    if not torch.accelerator.is_available():
-        parser.set_defaults(use_cpu=True)
-    if not sys.stderr.isatty():
-        parser.set_defaults(disable_tqdm=True)  # a line per logging step in its place
-    with warnings.catch_warnings():
-        # TRL's own default, by the name that transformers has given up
-        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
-        return parser.parse_args_and_config(argv)
 
 
 def _check_model(name: str | None) -> None:

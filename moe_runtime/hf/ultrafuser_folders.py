@@ -9,7 +9,7 @@ tokenizers/<name>       the tokenizer of one that is not copied
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +45,11 @@ def save(
     *,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write a folder that `load` reads: the gate and, by "reference", where the specialists are; by "copy" they too.
 
-    Of several processes that hold the whole model, one calls.
+    Of several processes that hold the whole model, one calls. `progress(done, total)` counts the bytes of what is copied.
     Raises ValueError, with nothing written, for a specialist with an adapter, and for a reference to one that has no path,
     is not as its folder has it, or is inside `folder`, which is replaced.
     """
@@ -62,6 +63,7 @@ def save(
             )
         if specialists == "reference":
             check_reference(fuser, s, folder)
+    sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists]
     with atomic_folder(folder, overwrite) as tmp:
         described = []
         for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
@@ -70,6 +72,8 @@ def save(
                 path, place = f"{COPIES}/{name}", tmp / COPIES / name
                 model.save_pretrained(place, max_shard_size=max_shard_size)
                 write_legacy_rope(place)
+                if progress is not None:
+                    progress(sum(sizes[: s + 1]), sum(sizes))
             if fuser.encoder is not None:
                 fuser.encoder.tokenizers[s].save_pretrained(place)
             template, dtype = fuser.templates[s], str(model.dtype).removeprefix("torch.")

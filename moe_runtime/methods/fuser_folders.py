@@ -50,7 +50,10 @@ def fuse_folders(
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
     fuser = ultrafuser.UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
-    path = ultrafuser.save(fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite)
+    with bar("copying", "B") as update:
+        path = ultrafuser.save(
+            fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite, progress=update
+        )
     return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
 
 

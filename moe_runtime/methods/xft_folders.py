@@ -284,7 +284,15 @@ def _is_router(key: str, paths: dict[str, int]) -> bool:
 
 
 @torch.no_grad()
-def compare_folders(dense: str | Path, other: str | Path) -> float:
-    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time."""
-    first, second = (folders.probe_logits(folder) for folder in (dense, other))
+def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None) -> float:
+    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time.
+
+    `progress(done, total)` counts models.
+    """
+    found = []
+    for done, folder in enumerate((dense, other), 1):
+        found.append(folders.probe_logits(folder))
+        if progress is not None:
+            progress(done, 2)
+    first, second = found
     return ((second - first).norm() / first.norm()).item()

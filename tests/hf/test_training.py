@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from moe_runtime import progress
 from moe_runtime.data import read_rows, tokenize_pairs
 from moe_runtime.hf import sft, swap, training
 from moe_runtime.hf.modeling import moe_layers
@@ -562,13 +564,21 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     assert (tmp_path / "out" / "router_stats.csv").exists() and (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_the_command_evaluates_and_resumes(folder, tmp_path, capsys):
+def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     argv = ["--model_name_or_path", str(folder / "moe"), "--data", str(folder / "rows.jsonl")]
     argv += ["--eval_data", str(folder / "rows.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2"]
     argv += ["--output_dir", str(tmp_path), "--save_steps", "1", "--report_to", "none", "--no_router_stats"]
     assert train_command([*argv, "--max_steps", "2"]) == tmp_path
+    capsys.readouterr()
     assert train_command([*argv, "--max_steps", "4", "--resume_from_checkpoint", "true"]) == tmp_path
-    assert "after step 4" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "after step 4" in said.out
+    lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
+    assert lines[0] == "training: 50% of 4 steps"
+    assert re.fullmatch(r"training: 75% of 4 steps, \S+ steps/s, \d+ s left", lines[1])
+    assert lines[-1].startswith("training: done in ")
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [2, 4]
     assert not (tmp_path / "router_stats.csv").exists()
@@ -607,12 +617,18 @@ def test_the_command_names_the_rows_of_a_bad_batch(folder, tmp_path):
             id="no-eval-data",
         ),
         pytest.param(["--model", "{folder}/moe", "--colour", "red"], "colour", id="unknown-flag"),
+        pytest.param(["--config={bare}/none.yaml"], r"none.yaml', which cannot be read: .*No such file", id="no-yaml"),
+        pytest.param(["--config", "{bare}/broken.yaml"], "which cannot be read: while parsing", id="broken-yaml"),
+        pytest.param(["--config", "{bare}/list.yaml"], "which holds list; want options", id="yaml-of-no-options"),
+        pytest.param(["--config"], "config is '--output_dir', which cannot be read", id="config-of-nothing"),
     ],
 )
 def test_the_command_says_what_is_missing(argv, says, folder, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / name).write_bytes((folder / "moe" / name).read_bytes())
+    (tmp_path / "bare" / "broken.yaml").write_text("a: [1")
+    (tmp_path / "bare" / "list.yaml").write_text("- a")
     argv = [word.format(folder=folder, bare=tmp_path / "bare") for word in argv]
     with pytest.raises(ValueError, match=says):
         train_command([*argv, "--output_dir", str(tmp_path / "out")])

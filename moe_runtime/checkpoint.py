@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from moe_runtime.files import atomic_folder, check_out_dir, is_plain_name, parse_object, read_json
+from moe_runtime.files import atomic_folder, check_out_dir, is_plain_name, os_error_of, parse_object, read_json
 from moe_runtime.files import atomic_write_json as atomic_write_json
 from moe_runtime.files import atomic_write_text as atomic_write_text
 
@@ -353,9 +353,7 @@ class CheckpointWriter:
         try:
             save_file(self._pending, file, metadata={"format": "pt"})
         except SafetensorError as error:
-            found = re.search(r"os error (\d+)", str(error))
-            code = int(found[1]) if found else errno.EIO
-            raise OSError(code, os.strerror(code), str(file)) from error
+            raise os_error_of(error, file) or OSError(errno.EIO, str(error), str(file)) from error
         # save_file leaves 0600; give what any new file here would get
         file.chmod(tmp.stat().st_mode & 0o666)
         self._pending, self._pending_bytes, self._shards = {}, 0, self._shards + 1

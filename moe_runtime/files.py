@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -45,21 +46,65 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None:
+    """Return the OSError, with `path` in it, that a library's own exception tells of; None where it tells of none."""
+    if isinstance(error, OSError):
+        return None
+    found = re.search(r"\(os error (\d+)\)", str(error))  # Rust's: safetensors, tokenizers
+    if found is None and "PytorchStreamWriter" not in str(error):
+        return None
+    code = int(found[1]) if found else errno.EIO
+    return OSError(code, os.strerror(code) if found else "a file cannot be written, is the disk full?", str(path))
+
+
+@contextlib.contextmanager
+def _naming(path: Path, tmp: Path) -> Iterator[None]:
+    """Let an error in writing name `path`: not the hidden place `tmp`, which is gone then, and not nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(error.filename or path).replace(str(tmp), str(path))
+        raise
+    except Exception as error:
+        if (found := os_error_of(error, path)) is not None:
+            raise found from error
+        raise
+
+
+def _lock(folder: Path) -> int:
+    """Return a handle whose closing gives back the lock that keeps sweepers away from `folder`."""
+    handle = os.open(folder, os.O_RDONLY)
+    # a filesystem without locks keeps its left-overs
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a hidden path beside `path`, with its suffix; rename what was written there when the block ends, else remove it.
+    """Yield a path of the same name in a hidden folder beside; move what was written there to `path` when the block ends.
 
-    Whenever the process or the machine dies, `path` holds what it held or all that was written.
+    Whenever the process or the machine dies, `path` holds what it held or all that was written. A killed process leaves
+    only the hidden folder, which the next writer of `path` removes. An OSError names `path`.
     """
     path = Path(os.path.realpath(path))
-    beside = path.with_name(f".{path.stem}.tmp-{os.getpid()}-{threading.get_native_id()}{path.suffix}")
-    try:
-        yield beside
-        _sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync(path.parent)
+    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
+    with _naming(path, tmp):
+        _sweep(path)
+        tmp.mkdir()
+        try:
+            lock = _lock(tmp)
+            try:
+                beside = tmp / path.name
+                yield beside
+                _sync(beside)
+                os.replace(beside, path)
+            finally:
+                os.close(lock)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+        _sync(path.parent)
 
 
 def atomic_write_text(path: str | os.PathLike, text: str) -> None:
@@ -102,7 +147,7 @@ def _is_abandoned(folder: Path, pid: int) -> bool:
 def _sweep(path: Path) -> None:
     """Remove what killed writers of `path` left beside it; bring back an old folder set aside and not replaced."""
     for left in list(path.parent.iterdir()) if path.parent.is_dir() else ():
-        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-(\d+)", left.name)
+        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-(\d+)(-\d+)?", left.name)
         if match and left.is_dir() and _is_abandoned(left, int(match[2])):
             if match[1] == "old" and not path.exists():
                 os.rename(left, path)
@@ -153,16 +198,14 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
     except OSError as error:
         reason = f"beside which {tmp.name} cannot be made ({error.strerror})"
         raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
-    lock = os.open(tmp, os.O_RDONLY)
+    lock = _lock(tmp)
     try:
-        # a filesystem without locks keeps its left-overs
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield tmp
-        for folder, _, names in os.walk(tmp):
-            for name in (*names, "."):
-                _sync(Path(folder, name))
-        _move_in(tmp, path, overwrite)
+        with _naming(path, tmp):
+            yield tmp
+            for folder, _, names in os.walk(tmp):
+                for name in (*names, "."):
+                    _sync(Path(folder, name))
+            _move_in(tmp, path, overwrite)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise

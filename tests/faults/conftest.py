@@ -1,0 +1,31 @@
+"""The machine and the inputs that all tests of faults share."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import machine
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory) -> machine.Machine:
+    """The server that runs commands with faults, one for all workers."""
+    if machine.COMPILER is None or not sys.platform.startswith("linux"):
+        pytest.skip("a C compiler makes the shim, for Linux")
+    base, owner = tmp_path_factory.getbasetemp(), os.getpid()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base, owner = base.parent, os.getppid()
+    return machine.Machine(base / "faults", owner)
+
+
+@pytest.fixture(scope="session")
+def inputs(faulty) -> Path:
+    """The folder that the verbs read from, made once for all workers."""
+    folder = faulty.folder / "inputs"
+    with faulty.lock("inputs"):
+        if not folder.exists():
+            done = faulty.run(folder, root=faulty.folder, main="tests.faults.inputs:make", limit=300)
+            assert done.code == 0, done.output
+    return folder

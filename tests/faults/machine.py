@@ -1,0 +1,150 @@
+"""A command with a fault: the n-th call that changes files kills it, fails, or a signal comes; and what it left."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = Path(__file__).with_name("shim.c")
+COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+_SPACE, _FOLDER, _ALL = 1, 2, 7
+NONE = (0, 0, _ALL)
+KILL = (1, 0, _ALL)
+FULL = (3, errno.ENOSPC, _SPACE)  # from the n-th call on
+READ_ONLY = (3, errno.EROFS, _FOLDER)
+DENIED = (3, errno.EACCES, _FOLDER)
+
+
+def sends(number: int) -> tuple[int, int, int]:
+    """Return the fault that the process gets a signal."""
+    return (2, int(number), _ALL)
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int  # negative: killed by that signal
+    calls: int | None  # that changed files; None where it was killed
+    output: str
+    seconds: float
+
+    def last_line(self) -> str:
+        """Return the last line printed; fails where there is a traceback."""
+        assert "Traceback" not in self.output, self.output[-4000:]
+        return (self.output.strip().splitlines() or [""])[-1]
+
+
+class Machine:
+    """The server, shared by the workers of a test run, and the folder that they share."""
+
+    def __init__(self, folder: Path, owner: int):
+        self.folder, self.owner = folder, owner
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.lock("shim"):
+            self.shim = folder / "shim.so"
+            if not self.shim.exists():
+                new = self.shim.with_suffix(".new")
+                subprocess.run(
+                    [COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"], check=True, capture_output=True
+                )
+                new.rename(self.shim)
+        # a socket's path is short
+        self.socket = Path(tempfile.gettempdir(), f"faults-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}")
+
+    def lock(self, name: str):
+        """Return a file whose closing gives the lock back."""
+        file = open(self.folder / f"{name}.lock", "w")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+    def run(
+        self,
+        *argv,
+        root: Path,
+        fault: tuple[int, int, int] = NONE,
+        at: int = 0,
+        signals: tuple[tuple[float, int], ...] = (),
+        before: str = "",
+        main: str = "moe_runtime.cli:main",
+        env: dict[str, str] | None = None,
+        limit: float = 100,
+    ) -> Done:
+        """Run a command in `root`, whose files are what the fault is about, with `signals` after so many seconds."""
+        log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
+        case = {
+            "argv": list(map(str, argv)), "cwd": str(root), "root": str(root), "log": str(log), "fault": fault, "at": at,
+            "signals": signals, "before": before, "main": main, "env": env or {}, "limit": limit,
+        }  # fmt: skip
+        answer = json.loads(self._ask(json.dumps(case).encode() + b"\n"))
+        output, calls = log.read_text(errors="replace"), Path(f"{log}.calls")
+        made = int(calls.read_text()) if calls.exists() else None
+        for file in (log, calls):
+            file.unlink(missing_ok=True)
+        assert not answer["is_late"], f"{argv} did not end in {limit} seconds:\n{output[-4000:]}"
+        return Done(answer["code"], made, output, answer["seconds"])
+
+    def _ask(self, request: bytes) -> bytes:
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as connection:
+                try:
+                    connection.connect(str(self.socket))
+                except OSError:
+                    self._start()
+                    continue
+                connection.sendall(request)
+                with connection.makefile("rb") as answer:
+                    return answer.readline()
+        raise AssertionError("the server does not answer")
+
+    def _start(self) -> None:
+        with self.lock("server"), socket.socket(socket.AF_UNIX) as connection:
+            if connection.connect_ex(str(self.socket)) == 0:
+                connection.sendall(b"\n")
+                return
+            self.socket.unlink(missing_ok=True)
+            env = os.environ | {
+                "LD_PRELOAD": str(self.shim), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+                "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "MOE_RUNTIME_BACKEND": "torch", "COLUMNS": "200",
+                "HF_HOME": str(self.folder / "hf"), "XDG_CACHE_HOME": str(self.folder / "cache"),
+            }  # fmt: skip
+            env = {name: value for name, value in env.items() if not name.startswith(("PYTEST", "COV_"))}
+            with open(self.folder / "server.log", "wb") as log:
+                server = subprocess.Popen(
+                    [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
+                    cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                )  # fmt: skip
+            end = time.monotonic() + 120
+            while not self.socket.exists():
+                if server.poll() is not None or time.monotonic() > end:
+                    raise AssertionError((self.folder / "server.log").read_text()[-4000:])
+                time.sleep(0.05)
+
+
+def tree(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str] | None:
+    """Return path -> hash of all files of a folder, links followed; None where there is none. `skip` has names and suffixes."""
+    if not folder.exists():
+        return None
+    if folder.is_file():
+        return {"": hashlib.sha256(folder.read_bytes()).hexdigest()}
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(skip or ("\0",)))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def strays(folder: Path) -> list[str]:
+    """Return what a dead writer left in a folder: hidden files and folders, at any depth."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob(".*") if path.name != ".locks")
+
+
+INTERRUPTS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}

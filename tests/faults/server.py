@@ -1,0 +1,163 @@
+"""Runs commands in forked children of a process that has imported what they need, each with the fault that it is given.
+
+One server serves all workers of a test run: `python -m tests.faults.server SOCKET PID`, with the shim preloaded. A request is a
+line of JSON (`machine.Case`), the answer a line with how the child ended and the calls that it made. It ends with that process.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+
+IMPORTED = [
+    "datasets",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "peft",
+    "tokenizers",
+    "transformers.trainer",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.deepseek_v2.modeling_deepseek_v2",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.tokenization_utils_tokenizers",
+    "trl",
+    "trl.trainer.sft_trainer",
+    "moe_runtime.cli",
+    "moe_runtime.cpp",
+    "moe_runtime.demo",
+    "moe_runtime.stats",
+    "moe_runtime.tuning",
+    "moe_runtime.hf.fit",
+    "moe_runtime.hf.router_report",
+    "moe_runtime.hf.sft",
+    "moe_runtime.methods.esft_runs",
+    "moe_runtime.methods.esft_tables",
+    "moe_runtime.methods.fuser_tables",
+    "moe_runtime.methods.runs",
+    "moe_runtime.methods.upit",
+    "moe_runtime.methods.upit_mixtral",
+    "moe_runtime.methods.upit_tables",
+    "moe_runtime.methods.xft_folders",
+    "moe_runtime.methods.xft_official",
+    "moe_runtime.methods.xft_tables",
+]
+IDLE = 120.0  # seconds without a request after which nobody will ask any more
+
+
+def call(name: str) -> None:
+    """Call `module:function`."""
+    module, _, function = name.partition(":")
+    getattr(importlib.import_module(module), function)()
+
+
+def be(case: dict) -> None:
+    """Be the process of a command, and end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(case["env"])
+    os.chdir(case["cwd"])
+    sys.argv = ["moe-runtime", *case["argv"]]
+    shim = ctypes.CDLL(None)
+    code = 0
+    try:
+        if case["before"]:
+            call(case["before"])
+        shim.faults_arm(os.fsencode(case["root"]), *(ctypes.c_long(case["at"]), *case["fault"]))
+        call(case["main"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        sys.stdout.flush()
+        atexit._run_exitfuncs()
+    finally:
+        with open(case["log"] + ".calls", "w") as file:
+            file.write(str(shim.faults_calls()))
+        os._exit(code)
+
+
+class Jobs:
+    """The children that run, and who waits for each."""
+
+    def __init__(self, selector: selectors.BaseSelector):
+        self.selector, self.running = selector, {}
+
+    def start(self, connection: socket.socket, case: dict) -> None:
+        """Fork a child for `case`."""
+        pid = os.fork()
+        if pid == 0:
+            be(case)
+        now = time.monotonic()
+        # signals to come, the last one at the limit
+        due = [(now + after, number) for after, number in case["signals"]] + [(now + case["limit"], signal.SIGKILL)]
+        handle = os.pidfd_open(pid)
+        self.running[handle] = (pid, connection, sorted(due), now)
+        self.selector.register(handle, selectors.EVENT_READ, self.end)
+
+    def end(self, handle: int) -> None:
+        """Answer for a child that has ended."""
+        pid, connection, due, begun = self.running.pop(handle)
+        self.selector.unregister(handle)
+        os.close(handle)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        answer = {"code": status, "seconds": time.monotonic() - begun, "is_late": not due}
+        with connection:
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def signal(self) -> float:
+        """Send what is due; return the seconds until the next."""
+        now = time.monotonic()
+        for pid, _, due, _ in self.running.values():
+            while due and due[0][0] <= now:
+                os.kill(pid, due.pop(0)[1])
+        return min((due[0][0] - now for *_, due, _ in self.running.values() if due), default=1.0)
+
+
+def serve(path: str, owner: int) -> None:
+    """Import, and serve until nobody asks any more, or the process `owner` is gone."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path + ".new")
+    listener.listen(64)
+    os.rename(path + ".new", path)
+    selector = selectors.DefaultSelector()
+    jobs, asked = Jobs(selector), time.monotonic()
+
+    def accept(_) -> None:
+        nonlocal asked
+        asked = time.monotonic()
+        connection, _ = listener.accept()
+        with connection.makefile("r") as lines:
+            request = lines.readline()
+        if request.strip():
+            jobs.start(connection, json.loads(request))
+        else:  # somebody only looks whether the server is there
+            connection.close()
+
+    selector.register(listener, selectors.EVENT_READ, accept)
+    while jobs.running or (os.path.exists(f"/proc/{owner}") and time.monotonic() - asked < IDLE):
+        for key, _ in selector.select(max(jobs.signal(), 0.001)):
+            key.data(key.fd)
+    os.unlink(path)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

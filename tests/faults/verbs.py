@@ -1,0 +1,135 @@
+"""Every verb of the command line on tiny inputs; a verb that is new fails the tests until it is here."""
+
+from typing import NamedTuple
+
+import typer
+
+from moe_runtime import cli
+
+TRAIN = ("--batch-size", "4", "--max-length", "32", "--per-device-batch-size", "4")
+
+
+class Verb(NamedTuple):
+    """A command; {in} is the inputs' folder, and what it writes is `out`, below the folder that it runs in."""
+
+    argv: tuple[str, ...]
+    out: str | None = "out"  # None: it writes nothing
+    whole: bool = True  # `out` appears at once, whole or not at all; else the verb goes on there
+    beside: tuple[str, ...] = ()  # what else it writes, beside `out`
+    before: str = ""
+    volatile: tuple[str, ...] = ()  # ends of the names of files whose bytes tell the time
+    reads: str | None = None  # a file of its inputs without which it cannot do its work
+
+    def arguments(self, inputs) -> list[str]:
+        """Return the command line."""
+        return [part.replace("{in}", str(inputs)) for part in self.argv]
+
+
+def _verb(text: str, **more) -> Verb:
+    return Verb(tuple(text.split()), **more)
+
+
+def _table(text: str, study: str) -> Verb:
+    return _verb(f"{text} --recipe {{in}}/{study}/study.yaml --seeds 1 --out out", whole=False)
+
+
+WEIGHTS = "model.safetensors"
+VERBS: dict[str, Verb] = {
+    "demo": _verb("demo --preset tiny --out out", volatile=("results.json", ".png")),
+    "upcycle": _verb("upcycle {in}/dense out --num-experts 4 --top-k 2 --max-shard-size 50KB", reads=f"dense/{WEIGHTS}"),
+    "to-mergeable": _verb("to-mergeable {in}/moe out --max-shard-size 50KB", reads=f"moe/{WEIGHTS}"),
+    "merge": _verb("merge {in}/mergeable out --max-shard-size 50KB", reads=f"mergeable/{WEIGHTS}"),
+    "train": _verb(
+        "train --model {in}/moe --data {in}/rows.jsonl --output_dir out --max_steps 4 --save_steps 2 --max_length 32 "
+        "--per_device_train_batch_size 2 --logging_steps 1 --seed 3",
+        whole=False, reads=f"moe/{WEIGHTS}",
+    ),
+    "stats": _verb("stats {in}/moe --data {in}/rows.jsonl --out out --max-length 32", whole=False, reads=f"moe/{WEIGHTS}"),
+    "run": _verb("run {in}/xft/study.yaml --out out", whole=False, reads=f"dense/{WEIGHTS}"),
+    "doctor": _verb("doctor", out=None),
+    "tune": _verb(
+        "tune --hidden-size 40 --intermediate-size 32 --num-experts 3 --top-k 2 --tokens 16 --dtype float32 --out out",
+        whole=False, before="tests.faults.verbs:fake_gpu",
+    ),
+    "bench": _verb("bench --tiny --only merging --out out.json", out="out.json", whole=False, beside=("out.jsonl",)),
+    "fuse": _verb("fuse {in}/fuser/a {in}/fuser/b --copy --out out", reads=f"fuser/a/{WEIGHTS}"),
+    **{
+        f"xft {name}": _table(f"xft {name}", "xft")
+        for name in ("table1", "ablate-gate", "ablate-merge", "budget", "ewa-schedule", "sweep-lambda", "routing-stats")
+    },
+    "xft sweep-topk": _table("xft sweep-topk 2 3", "xft"),
+    "xft import-official": _verb("xft import-official {in}/theirs out", reads=f"theirs/{WEIGHTS}"),
+    "xft export-official": _verb("xft export-official {in}/moe out --keep-rope", reads=f"moe/{WEIGHTS}"),
+    "esft score": _verb(
+        "esft score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 --out out --logs logs",
+        beside=("logs",), reads=f"esft/base/{WEIGHTS}",
+    ),
+    "esft select": _verb("esft select --summary {in}/esft/summary.json --p 0.4 --out out", reads="esft/summary.json"),
+    "esft train": _verb(
+        "esft train {in}/esft/base --config {in}/esft/config.json --data {in}/esft/sums.jsonl --out out --steps 4 "
+        "--save-steps 2 --learning-rate 1e-2 " + " ".join(TRAIN),
+        beside=("out-checkpoints",), reads=f"esft/base/{WEIGHTS}",
+    ),
+    "esft apply": _verb("esft apply {in}/esft/base {in}/esft/adapter", out=None, reads=f"esft/base/{WEIGHTS}"),
+    "esft merge": _verb("esft merge {in}/esft/base {in}/esft/adapter out", reads=f"esft/base/{WEIGHTS}"),
+    **{
+        f"esft {name}": _table(f"esft {name}", "esft")
+        for name in (
+            "main", "random-experts", "counts", "sweep-p", "shared-grid", "group-size", "sample-size", "overlap", "mix-data",
+        )
+    },
+    "upit choose": _verb("upit choose {in}/upit/saved --count 2", out=None),
+    "upit grow": _verb(
+        "upit grow {in}/upit/saved/step-1 {in}/upit/saved/step-2 --count 3 --base {in}/upit/base --out out",
+        whole=False, reads=f"upit/saved/step-2/{WEIGHTS}",
+    ),
+    "upit init-routers": _verb(
+        "upit init-routers {in}/upit/saved/step-1 {in}/upit/saved/step-2 --data {in}/upit/sums.jsonl --base {in}/upit/base "
+        "--out out --share 0.3 --at-least 4 --epochs 1 --batch-size 4 --max-length 32",
+        whole=False, reads=f"upit/saved/step-2/{WEIGHTS}",
+    ),
+    "upit assemble": _verb("upit assemble --routers {in}/upit/routers --out out", reads=f"upit/saved/step-2/{WEIGHTS}"),
+    "upit export-mixtral": _verb("upit export-mixtral {in}/upit/moe out", reads=f"upit/moe/{WEIGHTS}"),
+    **{
+        f"upit {name}": _table(f"upit {name}", "upit")
+        for name in ("main", "ckpt", "expand", "router", "experts", "data", "epochs")
+    },
+    **{f"fuser {name}": _table(f"fuser {name}", "fuser") for name in ("ablate", "weights", "stability")},
+    "fuser train": _verb("fuser train --config {in}/fuser/study.yaml --out out", whole=False),
+    "fuser generate": _verb("fuser generate {in}/fuser/fused --prompt 1+1 --max-new-tokens 2", out=None),
+}  # fmt: skip
+
+# of many tables that share their machinery, those that stand for it in `make test`
+TABLES = {name for name, verb in VERBS.items() if "--seeds" in verb.argv}
+QUICK = [name for name in VERBS if name not in TABLES] + ["esft counts"]
+
+
+def shipped() -> list[str]:
+    """Return all verbs of the command line."""
+
+    def walk(command, path: tuple[str, ...]) -> list[str]:
+        below = getattr(command, "commands", None)
+        if below is None:
+            return [" ".join(path)]
+        return [name for key, one in below.items() for name in walk(one, (*path, key))]
+
+    return walk(typer.main.get_command(cli.app), ())
+
+
+class _Clock:
+    """Milliseconds that a config's own numbers give, the same in every run."""
+
+    def round(self, functions) -> list[float]:
+        return [float(sum(map(int, function.args[0]))) for function in functions]
+
+
+def fake_gpu() -> None:
+    """Let `tune` find a GPU on which each config gives the right result at once: what is tested is its file."""
+    import torch
+
+    from moe_runtime import tuning
+
+    tuning.find_gpu = lambda: (torch.device("cpu"), _Clock())
+    tuning.runner = lambda *work: lambda tile: (torch.ones(1, 1),) * (3 if work[0] == "dz" else 1)
+    tuning.ROUNDS = 2
+    tuning.versions = lambda: {"date": "today"}

@@ -39,9 +39,12 @@ class Step:
         self.gradients = [torch.randn_like(parameter) for parameter in self.model.parameters()]
 
     def whole(self):
-        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        try:
+            loss.backward()
+            self.optimizer.step()
+        finally:  # what a part that fails leaves would lie beside all others
+            self.optimizer.zero_grad()
 
     def ends(self):
         """Embedding, last norm, head and loss."""
@@ -72,8 +75,10 @@ class Step:
     def update(self):
         for parameter, gradient in zip(self.model.parameters(), self.gradients):
             parameter.grad = gradient
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
 
     def experts(self, implementation: str):
         """Return the experts' forward pass and its backward pass, again and again, of one implementation."""

@@ -170,8 +170,11 @@ def bench_upit_vectors(interleaved, size):
 
     def step_of(model):
         def step():
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            try:
+                loss.backward()
+            finally:  # what a variant that fails leaves would lie beside the other
+                model.zero_grad()
 
         return step
 

@@ -57,10 +57,12 @@ class Partly(Layer):
 
         def step():
             out = self.forward_of(weights, options)
-            torch.autograd.backward(out, self.dout, inputs=[self.x, *inputs])
-            self.x.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
+            try:
+                torch.autograd.backward(out, self.dout, inputs=[self.x, *inputs])
+                optimizer.step()
+            finally:  # what a variant that fails leaves would lie beside the other
+                self.x.grad = None
+                optimizer.zero_grad()
 
         return step
 

@@ -11,8 +11,11 @@ import torch
 
 from moe_runtime import backends, cpp
 from moe_runtime.bench import (
+    bench_breakdown,
+    bench_methods,
     bench_mixing,
     bench_step,
+    bench_trainable,
     ceilings,
     clock,
     goals,
@@ -26,6 +29,7 @@ from moe_runtime.bench import (
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.demo import PRESETS
+from moe_runtime.ops import workspace
 from moe_runtime.timing import worst_row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +175,78 @@ def test_a_step_leaves_no_gradients(monkeypatch, module):
         with pytest.raises(torch.OutOfMemoryError):
             function()
     assert all(p.grad is None for p in left)
+
+
+@pytest.mark.parametrize("name", ["whole", "update"])
+def test_a_part_of_a_step_leaves_no_gradients(monkeypatch, name):
+    monkeypatch.setattr(bench_breakdown, "CUDA", False)
+    step = bench_breakdown.Step(next(iter(shapes.TINY.values())), torch.float32)
+    getattr(step, name)()
+
+    def fail(*_, **__):
+        assert all(p.grad is not None for p in step.model.parameters())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step.optimizer.step = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(step, name)()
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_a_step_with_some_experts_leaves_no_gradients(monkeypatch):
+    made = []
+    real = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (made.append(self), real(self))[1])
+    layer = bench_trainable.Partly(next(iter(shapes.TINY.values())), range(1))
+    steps = [layer.step_of(*way) for name, way in layer.ways().items() if name in bench_trainable.TWO]
+    for step in steps:
+        step()
+    trained = [p for optimizer in made for group in optimizer.param_groups for p in group["params"]]
+    assert len(made) == 2 and all(p.grad is None for p in (*trained, layer.x))
+
+    def fail(self):
+        assert all(p.grad is not None for group in self.param_groups for p in group["params"])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    for step in steps:
+        with pytest.raises(torch.OutOfMemoryError):
+            step()
+    assert all(p.grad is None for p in (*trained, layer.x))
+
+
+def test_a_step_with_vectors_leaves_no_gradients(monkeypatch):
+    models, real = [], bench_methods.llama
+    monkeypatch.setattr(bench_methods, "llama", lambda *a: (models.append(real(*a)), models[-1])[1])
+    taken = Taken()
+    bench_methods.bench_upit_vectors(taken, next(iter(shapes.METHODS_TINY.values())))
+    backward = torch.Tensor.backward
+
+    def fail(self):
+        backward(self)
+        assert all(p.grad is not None for p in models[0].parameters()) or len(failed) == 1
+        failed.append(self)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    failed: list = []
+    monkeypatch.setattr(torch.Tensor, "backward", fail)
+    for function in taken.variants.values():
+        with pytest.raises(torch.OutOfMemoryError):
+            function()
+    assert len(failed) == 2 and all(p.grad is None for p in models[0].parameters())
+
+
+def test_memory_on_a_gpu_counts_what_the_torch_backend_would_use_again(gpu, monkeypatch):
+    """Its scratch memory lies there since the first call, and the second one would take none."""
+
+    def allocated():
+        return sum(buffer.nbytes for buffer in workspace._buffers().values())
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", allocated)  # nothing dies in these calls
+    like = torch.empty(0)
+    found = clock._memory(lambda: workspace.scratch("a", (3 << 18,), like))
+    assert found == {"peak MiB": 3.0, "kept MiB": 0.0}
 
 
 def test_a_lost_context_names_its_variant(gpu):

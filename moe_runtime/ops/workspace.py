@@ -11,7 +11,13 @@ import weakref
 
 import torch
 
+
+class _Buffers(dict):
+    """A thread's scratch memory by name, dtype and device; a dict that can be referred to weakly."""
+
+
 _local = threading.local()
+_threads: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()  # autograd has one per GPU
 LEASE_FROM = 1 << 20  # bytes; smaller ones come from the allocator's own free lists
 
 
@@ -21,13 +27,21 @@ def scratch(name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.
     size = 1
     for n in shape:
         size *= n
-    buffers = _local.__dict__.setdefault("buffers", {})
+    buffers = _buffers()
     key = (name, dtype, like.device)
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # or the buffer could never be written outside of it
             buffers[key] = buffer = torch.empty(size, dtype=dtype, device=like.device)
     return buffer[:size].view(shape)
+
+
+def _buffers() -> _Buffers:
+    """Return this thread's scratch memory."""
+    if not hasattr(_local, "buffers"):
+        _local.buffers = _Buffers()
+        _threads[id(_local.buffers)] = _local.buffers
+    return _local.buffers
 
 
 class _Pool:
@@ -90,6 +104,8 @@ def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def release() -> None:
-    """Give all memory that no tensor uses back to the system (this thread's scratch and every free lease)."""
-    _local.__dict__.pop("buffers", None)
+    """Give all memory that no tensor uses back to the system: every thread's scratch and every free lease."""
+    for one in _threads.valuerefs():
+        if (buffers := one()) is not None:
+            buffers.clear()  # a call that is under way keeps its own alive
     _pool.release()

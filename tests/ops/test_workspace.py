@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def finish(case, out, leaves, **kwargs):
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_release_reaches_the_scratch_memory_of_every_thread():
+    """A GPU's backward pass runs in a thread of autograd's."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        alive = pool.submit(lambda: weakref.ref(workspace.scratch("a", (4,), LIKE)._base)).result()
+        held = pool.submit(workspace.scratch, "b", (4,), LIKE).result().fill_(3)
+        assert alive() is not None
+        workspace.release()
+        assert alive() is None and held.tolist() == [3.0] * 4
+        assert pool.submit(lambda: len(workspace._buffers())).result() == 0
+        count = len(workspace._threads)
+    gc.collect()
+    assert len(workspace._threads) < count  # a thread that ended leaves nothing
 
 
 # leases by themselves

@@ -18,7 +18,7 @@ CAPTIONS = {
     "throughput": "tokens per second against the number of tokens",
     "memory": "bytes kept for the backward pass, per token",
     "breakdown": "where the time of a training step goes",
-    "xft": "XFT's tuning step: tokens per second and memory",
+    "xft": "XFT's tuning step: tokens per second, and peak memory with weights and optimizer state where a file has it",
 }
 SHOWN_FIRST = "layer"  # the one of the README
 

@@ -16,11 +16,6 @@ Top = Annotated[int, typer.Option(help="Experts of a layer that are compared.")]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
-def mount(parent: typer.Typer) -> None:
-    """Add the verbs to the app of the method's own."""
-    parent.registered_commands += app.registered_commands
-
-
 def _without_options(command: str, what: str) -> None:
     """Add a table's verb that has only the options which all have."""
 

@@ -19,6 +19,12 @@ RECIPES = Path(__file__).resolve().parent / "recipes"
 METHODS = ("xft", "esft", "upit", "ultrafuser")
 PROMPTS = ("plain", "magicoder", "chat", "deepseek")  # data.PROMPTS, whose module imports torch
 
+# arguments and options of several verbs
+Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)]
+ReplaceTarget = Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")]
+ShardSize = Annotated[str, typer.Option(help="Largest file of the target, such as 500MB or 2GB.")]
+Seed = Annotated[int, typer.Option(help="Seed of all that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object; all else goes to stderr.")]
 
 
@@ -100,6 +106,11 @@ def verb(
         return function
 
     return add
+
+
+def mount(child: typer.Typer, parent: typer.Typer) -> None:
+    """Add the verbs of an app to another one, as its own."""
+    parent.registered_commands += child.registered_commands
 
 
 def _wrapped(function: Callable, kept: Kept) -> Callable:

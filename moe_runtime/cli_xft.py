@@ -7,7 +7,7 @@ import typer
 
 from moe_runtime import progress
 from moe_runtime.cli_tables import KEPT, Out, Overwrite, RecipeFile, Seeds, prepare, preset_of, table
-from moe_runtime.cli_verbs import Whole, verb
+from moe_runtime.cli_verbs import ReplaceTarget, ShardSize, Source, Target, Whole, verb
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,11 +15,6 @@ app = typer.Typer(
     help="XFT's tables and figures: train what a table compares, test the differences, print, draw and write it.",
     epilog="Example: moe-runtime xft table1 --seeds 3",
 )
-
-Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
-Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)]
-ReplaceTarget = Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")]
-ShardSize = Annotated[str, typer.Option(help="Largest file of the target, such as 500MB or 2GB.")]
 
 Preset = preset_of("xft")
 OUT = Path("runs/xft")

@@ -38,13 +38,17 @@ RANK = {
     "cli_tune": 6,
     "cli_xft": 6,
     "cli_esft": 6,
+    "cli_esft_scores": 6,
     "cli_esft_tables": 6,
+    "cli_folders": 6,
     "cli_fuser": 6,
     "cli_upit": 6,
+    "cli_upit_tables": 6,
     "cli_tables": 6,
     "cli_verbs": 6,
     "bench": 6,
     "cli_bench": 6,
+    "cli_app": 6,
     "cli": 6,
 }
 # third-party package: who may import it

@@ -113,7 +113,7 @@ def box_table(page: str, command: str) -> list[dict[str, str]]:
     printed = re.search(rf"^`{re.escape(command)}`\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
     lines = [line for line in printed.splitlines() if line[:1] in ("┃", "│")]
     head, *rows = ([cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines)
-    return [dict(zip([name or "verdict" for name in head], row, strict=True)) for row in rows]
+    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class DomainReport(Report):
         names = (*self.domains, "all", f"vs {self.reference}", "p")
         costs = ("parameters", "trained", "train s")
         right = [(name, "right") for name in names]
-        return [("method", "left"), *right, ("", "left"), *((name, "right") for name in costs)]
+        return [("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in costs)]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         one, first = self.comparison(entry.name), entry.results[0]

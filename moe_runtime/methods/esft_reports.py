@@ -66,7 +66,7 @@ class EsftReport(Report):
         costs = ("trained", "share", "optimizer MB", "train s")
         right = [(name, "right") for name in (*tasks, *own)]
         return [
-            ("method", "left"), *right, ("", "left"), *((name, "right") for name in general), ("", "left"),
+            ("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in general), ("verdict", "left"),
             *((name, "right") for name in costs),
         ]  # fmt: skip
 

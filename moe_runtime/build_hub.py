@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         write_repository(options.out, options.library, options.overwrite)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).replace('overwrite=True', '--overwrite')}", file=sys.stderr)
         return 2
     print(f"{options.out}: {', '.join(sorted(path.name for path in (options.out / 'build').iterdir()))}")
     return 0

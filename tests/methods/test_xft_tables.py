@@ -10,15 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import pictures, reports, xft_routing, xft_tables
 from moe_runtime.methods.recipe import load_recipe
 from moe_runtime.methods.reports import Entry, Report
 from moe_runtime.methods.xft_stages import Result
 from moe_runtime.significance import compare
-from tests.hf.tiny import dense
+from tests.support.xft_study import write_study
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = {"learning_rate": 3e-3, "batch_size": 16, "optimizer": "adamw_torch", "max_grad_norm": 1.0}
@@ -52,24 +50,9 @@ def quick():
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A recipe file: a random base of two layers, sums to learn, a few steps of everything."""
-    folder = tmp_path_factory.mktemp("recipe")
-    rows = [{"prompt": f"{i} and {j} make ", "completion": str(i + j)} for i in range(8) for j in range(8)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in rows], 280)
-    dense("llama", vocab_size=len(tokenizer), mlp_bias=False).save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    values = {
-        "base_model": str(folder / "base"),
-        "data": {"train": str(folder / "sums.jsonl"), "held_out_rows": 20, "prompt": "plain", "max_length": 32},
-        "experts": {"num_experts": 4, "top_k": 3},
-        "shared_rate": 0.5,
-        "sft": TRAINING | {"steps": 6},
-        "tune": TRAINING | {"steps": 4},
-        "mix": TRAINING | {"steps": 2, "learning_rate": 0.1},  # the first step of a warmup moves nothing
-        "evaluations": 2,
-    }
-    (folder / "sums.yaml").write_text(yaml.safe_dump(values))
-    return folder / "sums.yaml"
+    stages = {"sft": TRAINING | {"steps": 6}, "tune": TRAINING | {"steps": 4}}
+    mix = TRAINING | {"steps": 2, "learning_rate": 0.1}  # the first step of a warmup moves nothing
+    return write_study(tmp_path_factory.mktemp("recipe"), **stages, mix=mix)
 
 
 @pytest.fixture(scope="module")

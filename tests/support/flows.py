@@ -1,0 +1,273 @@
+"""The bash blocks of the README and docs/, run page by page: in order, in one folder, on models and texts of seconds.
+
+FLOWS says for each page what lies in its folder beforehand, what is made smaller; NOT_RUN lists what cannot run here.
+"""
+
+import contextlib
+import glob
+import importlib
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from tests.support.fences import ALL, ROOT, Fence, run_cli, statements
+
+
+class Flow(NamedTuple):
+    """What a page's commands find in their folder, and the texts in them that stand for something smaller."""
+
+    prepare: tuple[Callable[[Path], None], ...] = ()
+    smaller: dict[str, str] = {}
+
+
+class NotRun(NamedTuple):
+    """Why a command is not run here, and the test that shows what it does, if there is one."""
+
+    reason: str
+    test: str = ""
+
+
+NETWORK = "fetches packages"
+NOT_RUN = {
+    "make demo": NotRun(
+        "fills a .venv, and takes minutes", "tests/test_flow.py::test_the_table_the_folders_and_the_picture"
+    ),
+    "make test": NotRun("is the suite that this belongs to"),
+    "make stress": NotRun("is the suite's longer form"),
+    "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
+    "make bench": NotRun("takes an hour", "tests/test_flow.py::test_every_benchmark_runs"),
+    "make docs": NotRun("is of the developers' .venv", "tests/test_docs_site.py::site"),
+    "make wheel": NotRun("fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"),
+    "make wheel-cuda": NotRun(
+        "fills a .venv, and compiles for minutes",
+        "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library",
+    ),
+    "pip wheel": NotRun(NETWORK, "tests/test_packaging.py::test_cuda_is_never_built_in_silence"),
+    "pip install": NotRun(NETWORK),
+    "export CXX=": NotRun("names a compiler of another package"),
+    ".ci/run": NotRun("calls make lint and make test"),
+    ".venv/bin/pre-commit": NotRun("changes the clone's git hooks"),
+    "bash bench/gpu.sh": NotRun("wants a GPU"),
+    "accelerate launch": NotRun(
+        "wants several GPUs", "tests/methods/test_xft_distributed.py::test_two_processes_equal_one"
+    ),
+    "python -m moe_runtime.build_cuda": NotRun(
+        "compiles for minutes", "tests/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
+    ),
+    "python humaneval.py": NotRun("reads HumanEval", "tests/methods/test_xft_stages.py::test_the_samples_of_the_docs"),
+    "evalplus.evaluate": NotRun("is another project's, and reads its data"),
+    "lm_eval": NotRun("is another project's, and reads its data"),
+}
+
+
+def rows(path: Path, count: int = 16) -> None:
+    """Write pairs of a question and an answer."""
+    values = [{"prompt": f"{i} and {i % 7} make ", "completion": str(i + i % 7)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in values))
+
+
+def base(folder: Path) -> None:
+    """A dense model and pairs."""
+    from tests.hf.test_stack import TOKENIZER
+    from tests.hf.tiny import dense
+
+    dense("llama", vocab_size=len(TOKENIZER)).save_pretrained(folder / "base")
+    TOKENIZER.save_pretrained(folder / "base")
+    rows(folder / "pairs.jsonl")
+
+
+def law(folder: Path) -> None:
+    """A stock mixture and a task's texts."""
+    from tests.hf.test_stack import TOKENIZER, stock
+
+    stock().save_pretrained(folder / "olmoe")
+    TOKENIZER.save_pretrained(folder / "olmoe")
+    rows(folder / "law.jsonl")
+    rows(folder / "law-test.jsonl", 6)
+
+
+def checkpoints(folder: Path) -> None:
+    """A base without biases in its MLPs, four checkpoints of its tuning, and rows."""
+    import torch
+
+    from tests.hf.test_stack import TOKENIZER
+    from tests.hf.tiny import dense
+
+    model = dense("llama", vocab_size=len(TOKENIZER), mlp_bias=False)
+    for place in ("llama", *(f"runs/sft/step-{step}" for step in (100, 200, 300, 400))):
+        model.save_pretrained(folder / place)
+        TOKENIZER.save_pretrained(folder / place)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    rows(folder / "rows.jsonl", 64)
+
+
+def specialists(folder: Path) -> None:
+    """Two specialists, their domains' rows, and the page's own mine.yaml."""
+    from tests.hf import fusers
+
+    for name, model in zip(("law", "code"), fusers.specialists(2), strict=True):
+        model.save_pretrained(folder / "models" / name)
+        fusers.tokenizer().save_pretrained(folder / "models" / name)
+    for name, count in (("law", 12), ("code", 12), ("code-test", 4)):
+        pairs = [{"prompt": f"{name} {i}", "completion": f"{i + 1}"} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (own,) = (fence for fence in ALL if fence.page == "docs/ultrafuser-tables.md" and fence.language == "yaml")
+    text = replaced(
+        own.text,
+        {
+            "held_out_rows: 256": "held_out_rows: 4",
+            "steps: 4000,": "steps: 2,",
+            "steps: 400,": "steps: 2,",
+            "128, per_device_batch_size: 8": "4, per_device_batch_size: 4",
+            "64, per_device_batch_size: 8": "4, per_device_batch_size: 4",
+        },
+    )
+    (folder / "mine.yaml").write_text(text)
+
+
+def study(method: str, **changes) -> Callable[[Path], None]:
+    """Return what writes a method's study of seconds: METHOD/study.yaml."""
+
+    def write(folder: Path) -> None:
+        (folder / method).mkdir()
+        importlib.import_module(f"tests.support.{method}_study").write_study(folder / method, **changes)
+
+    return write
+
+
+def three_domains(folder: Path) -> None:
+    """Give the fuser's study the domains that the page's table has."""
+    path = folder / "fuser" / "study.yaml"
+    values = yaml.safe_load(path.read_text())
+    sums, words = values["domains"].values()
+    values["domains"] = {"prose": words, "code": words | {"train": str(folder / "code.jsonl")}, "arithmetic": sums}
+    values["specialists"] = {name: {"template": "{prompt}\n"} for name in values["domains"]}
+    values["stage1"]["batch_size"] = values["stage2"]["batch_size"] = 6
+    rows(folder / "code.jsonl")
+    path.write_text(yaml.safe_dump(values))
+
+
+def mine(folder: Path) -> None:
+    """An XFT recipe of one's own."""
+    shutil.copy(folder / "xft" / "study.yaml", folder / "mine.yaml")
+
+
+def theirs(folder: Path) -> None:
+    """A folder of the released XFT code."""
+    from tests.support import official_xft
+
+    official_xft.write_moe(folder / "THEIRS")
+
+
+def results(folder: Path) -> None:
+    """The newest results of a CPU, under the names that the page gives them."""
+    newest = max((ROOT / "bench" / "results").glob("*-cpu.json"))
+    (folder / "bench" / "results").mkdir(parents=True)
+    for name in ("A.json", "B.json", f"bench/results/{newest.name}"):
+        shutil.copy(newest, folder / name)
+
+
+def library(folder: Path) -> None:
+    """What looks like a CUDA library that was built for the Hub."""
+    (folder / "LIBRARY").write_bytes(b"\x7fELF\0GLIBC_2.2.5\0GLIBC_2.17\0")
+
+
+FLOWS = {
+    "docs/benchmarks.md": Flow(
+        (results,), {"--only layer,step": "--only averaging --tiny", "bench --tiny": "bench --tiny --only averaging"}
+    ),
+    "docs/build.md": Flow((library,)),
+    "docs/cpu.md": Flow(),
+    "docs/esft.md": Flow((law,), {"esft train": "esft train --steps 2 --batch-size 4"}),
+    "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
+    "docs/start.md": Flow((base,)),
+    "docs/ultrafuser-tables.md": Flow((specialists,)),
+    "docs/ultrafuser.md": Flow((specialists,)),
+    "docs/upit.md": Flow((checkpoints,)),
+    "docs/xft-official.md": Flow((theirs,)),
+    "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),
+    "docs/xft.md": Flow((base,)),
+    # the longest one last: what the others have imported is then out of the garbage collector's sight
+    "README.md": Flow(
+        (study("xft"), study("esft"), study("upit"), study("fuser"), three_domains),
+        {
+            f"moe-runtime {command} --seeds 3": f"moe-runtime {command} --seeds 1 --recipe {method}/study.yaml"
+            for command, method in {
+                "xft table1": "xft", "esft main": "esft", "upit main": "upit", "fuser ablate": "fuser",
+            }.items()
+        },
+    ),
+}  # fmt: skip
+
+
+def replaced(text: str, smaller: dict[str, str]) -> str:
+    """Return a text with each of the given ones in it exchanged; ValueError for one that is not there."""
+    for old, new in smaller.items():
+        if old not in text:
+            raise ValueError(f"{old!r} is not in the page; want what stands there")
+        text = text.replace(old, new)
+    return text
+
+
+def commands(page: str) -> list[tuple[Fence, list[str]]]:
+    """Return the commands of a page's bash blocks, in order, each with its block, as FLOWS makes them smaller."""
+    fences = [fence for fence in ALL if fence.page == page and fence.language == "bash"]
+    smaller = FLOWS[page].smaller if page in FLOWS else {}
+    texts = replaced("\0".join(re.sub(r" {2,}", " ", fence.text) for fence in fences), smaller).split("\0")
+    return [(fence, words) for fence, text in zip(fences, texts) for words in statements(text)]
+
+
+def reason_of(words: list[str]) -> str | None:
+    """Return the key of NOT_RUN that a command falls under; None for one that is run."""
+    while re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        words = words[1:]
+    line = " ".join(words)
+    found = [key for key in NOT_RUN if line == key or line.startswith(key if key.endswith("=") else f"{key} ")]
+    return max(found, key=len, default=None)
+
+
+def run(words: list[str], monkeypatch) -> str:
+    """Run one command in this process, patterns of file names expanded; return what it printed. Asserts that it ended well."""
+    words = [name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])]
+    if words[0] == "moe-runtime":
+        code, out, err = run_cli(words, monkeypatch)
+    else:
+        assert words[:2] == ["python", "-m"], words
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "argv", words[2:])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = importlib.import_module(words[2]).main(words[3:])
+        out, err = out.getvalue(), err.getvalue()
+    assert not code, f"{' '.join(words)} ended with {code}: {out[-1000:]}{err[-3000:]}"
+    return out
+
+
+def shown(fence: Fence) -> list[list[str]]:
+    """Return the cells of the markdown table that follows a block, head first; none where something else follows."""
+    end = fence.line + fence.text.count("\n") + 2  # the blank line below the block
+    found = []
+    for line in (ROOT / fence.page).read_text().splitlines()[end:]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found[:1] + found[2:]
+
+
+def check_table(table: list[list[str]], printed: str) -> None:
+    """Assert that what a command printed has the columns and the rows that the page shows of it, names that is."""
+    head, *rows = table
+    lines = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
+    heads = [i for i, cells in enumerate(lines) if set(head) <= set(cells)]
+    assert heads, f"no line of what was printed has the columns {', '.join(head)}"
+    names = [cells[0] for cells in lines[heads[0] + 1 :]]
+    missing = [row[0] for row in rows if row[0] not in names]
+    assert not missing, f"what was printed has no row {', '.join(missing)}"

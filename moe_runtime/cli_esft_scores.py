@@ -66,7 +66,7 @@ def score(
     with progress.bar("scoring", "token") as update:
         scores = score_folder(
             model, data, out, logs=logs, n_tokens=n_tokens, variant=variant or "v1", max_length=max_length, packed=pack,
-            batch_size=batch_size, prompt=prompt, pairs=pairs, seed=seed, progress=update,
+            batch_size=batch_size, prompt=prompt, pairs=pairs, seed=seed, overwrite=overwrite, progress=update,
         )  # fmt: skip
     if progress.is_main():
         typer.echo(f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} experts")

@@ -19,10 +19,21 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs; ValueError for a key given twice, of which json would keep the last in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} is given twice")
+    return found
+
+
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object; raises ValueError naming `source` and the position."""
+    """Parse one JSON object, each key once; raises ValueError naming `source` and the position."""
     try:
-        value = json.loads(text.decode())
+        value = json.loads(text.decode(), object_pairs_hook=_once)
+        if re.search(rb"\\u[dD][89a-fA-F]", text):  # half a surrogate pair is no text: nobody could write it again
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON ({error}); want one JSON object") from error
     if not isinstance(value, dict):
@@ -58,8 +69,8 @@ def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None
 
 
 @contextlib.contextmanager
-def _naming(path: Path, tmp: Path) -> Iterator[None]:
-    """Let an error in writing name `path`: not the hidden place `tmp`, which is gone then, and not nothing."""
+def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
+    """Let an error in writing be an OSError that names `path`: not the hidden place `tmp`, and not nothing."""
     try:
         yield
     except OSError as error:
@@ -90,7 +101,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
-    with _naming(path, tmp):
+    with naming(path, tmp):
         _sweep(path)
         tmp.mkdir()
         try:
@@ -200,7 +211,7 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
         raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
     lock = _lock(tmp)
     try:
-        with _naming(path, tmp):
+        with naming(path, tmp):
             yield tmp
             for folder, _, names in os.walk(tmp):
                 for name in (*names, "."):
@@ -211,3 +222,50 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
         raise
     finally:
         os.close(lock)
+
+
+# a folder without its mark is loaded by nobody
+_MARKS = ("model.safetensors.index.json", "adapter_config.json", "config.json")
+_WEIGHTS = r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+
+
+@contextlib.contextmanager
+def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
+    """Yield a hidden folder in `folder`; move a model's files from there when the block ends, and remove its older weights.
+
+    For a folder that holds other things too, such as checkpoints. One file of weights is replaced in one step. Of several
+    the index and the config go first and come last: a process that dies between leaves no model rather than a mixed one.
+    """
+    folder = Path(os.path.realpath(folder))
+    tmp = folder / f".model.tmp-{os.getpid()}"
+    with naming(folder, tmp):
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder / "model")
+        tmp.mkdir()
+        try:
+            lock = _lock(tmp)
+            try:
+                yield tmp
+                _move_model(tmp, folder)
+            finally:
+                os.close(lock)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+        _sync(folder)
+
+
+def _move_model(tmp: Path, folder: Path) -> None:
+    new = [Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names]
+    for name in new:
+        _sync(tmp / name)
+    old = [path for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name)]
+    weights = {str(name) for name in new if re.fullmatch(_WEIGHTS, str(name))}
+    if {path.name for path in old} | weights > weights or len(weights) > 1:
+        for mark in _MARKS:
+            (folder / mark).unlink(missing_ok=True)
+    for path in old:
+        if path.name not in weights:
+            path.unlink()
+    for name in sorted(new, key=lambda name: (name.name in _MARKS, name)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        os.replace(tmp / name, folder / name)

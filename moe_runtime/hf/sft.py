@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from moe_runtime import progress
 from moe_runtime.data import read_rows, require
 from moe_runtime.hf import outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.modeling import register_auto_classes
+from moe_runtime.hf.saving import last_whole_checkpoint
 from moe_runtime.hf.sft_flags import TrainArguments, parse
 from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.training import ROW_ID, _MoETrainer
@@ -96,7 +96,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     name = ours.model or model.model_name_or_path
     _check_model(name)
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
-    # transformers takes True for the last checkpoint, which the command line can only spell
+    # True, the last checkpoint, can only be spelled on a command line
     resume = args.resume_from_checkpoint
     try:
         with stopping_with_a_checkpoint(trainer), _pace(trainer):
@@ -133,7 +133,7 @@ def _pace(trainer) -> Iterator[None]:
 
 def _kept(folder: str) -> str:
     """Say what an interrupted training left, and how it goes on."""
-    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
     return f"{last} is the last checkpoint; the same command with --resume_from_checkpoint true goes on"

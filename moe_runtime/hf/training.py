@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from moe_runtime.files import read_json
 from moe_runtime.hf import adapters, outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
+from moe_runtime.hf.saving import WholeSaves, last_whole_checkpoint
 from moe_runtime.hf.vocabulary import check_rows
 from moe_runtime.modules.moe import Router
 from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
@@ -89,7 +89,7 @@ class RouterStatsCallback(TrainerCallback):
             csv.writer(file).writerows(rows)
 
 
-class _MoETrainer:
+class _MoETrainer(WholeSaves):
     """What both trainers add; before transformers' class in the bases.
 
     `router_stats` puts a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN
@@ -251,7 +251,7 @@ class _MoETrainer:
     def _not_finite(self, what: str, want: str) -> str:
         rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
         folder = Path(self.args.output_dir)
-        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        last = last_whole_checkpoint(folder)
         return (
             f"{what} at step {self.state.global_step + 1}{rows}; want {want}; lower the learning rate or set "
             f"max_grad_norm, look at the data, then resume from {last or 'the start: no checkpoint was saved'}"

@@ -47,6 +47,7 @@ def score_folder(
     prompt: str = "plain",
     pairs: bool = False,
     seed: int = SEED,
+    overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> esft.ExpertScores:
     """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
@@ -58,7 +59,7 @@ def score_folder(
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
     if logs is not None:
-        check_out_dir(logs)
+        check_out_dir(logs, overwrite)
     model, tokenizer = _load(source, prompt)
     longest = n_tokens if packed else max_length
     ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
@@ -70,7 +71,9 @@ def score_folder(
     )  # fmt: skip
     if progress is not None:
         batches = _reported(batches, n_tokens, process.num_processes, progress)
-    scores = esft.score_experts(model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True)
+    scores = esft.score_experts(
+        model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True, overwrite=overwrite
+    )
     if process.is_main_process:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         scores.save(out)

@@ -208,15 +208,16 @@ def score_experts(
     log_dir: str | os.PathLike | None = None,
     pairs: bool = False,
     per_process: bool = False,
+    overwrite: bool = False,
 ) -> ExpertScores:
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
 
     A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens that are no padding count,
     prompt and response, and of the batch that goes beyond `n_tokens` the first ones. `log_dir` also writes the official
-    logs, a new folder; `pairs` counts what `group_size` needs. With torch.distributed every process brings data of its
-    own (as accelerate prepares a loader) and its share of the tokens, with `per_process` up to `n_tokens` each; all
-    return the same scores. Works on stock models and our own, whose shared expert has none. Raises ValueError for a
-    model without experts, and for data without tokens.
+    logs, a new folder unless `overwrite`; `pairs` counts what `group_size` needs. With torch.distributed every
+    process brings data of its own (as accelerate prepares a loader) and its share of the tokens, with `per_process`
+    up to `n_tokens` each; all return the same scores. Works on stock models and our own, whose shared expert has
+    none. Raises ValueError for a model without experts, and for data without tokens.
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
@@ -226,7 +227,7 @@ def score_experts(
     own = n_tokens if per_process else n_tokens // ranks + (rank < n_tokens % ranks)
     modes = [(module, module.training) for module in model.modules()]
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_log_folder(log_dir, ranks, rank))
+        folder = stack.enter_context(_log_folder(log_dir, ranks, rank, overwrite))
         see = None if folder is None else functools.partial(append_logs, folder)
         recorder = stack.enter_context(GateRecorder(model, pairs=pairs, see=see))
         model.eval()
@@ -289,18 +290,18 @@ def _padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[
 
 
 @contextlib.contextmanager
-def _log_folder(log_dir, ranks: int, rank: int) -> Iterator[Path | None]:
+def _log_folder(log_dir, ranks: int, rank: int, overwrite: bool) -> Iterator[Path | None]:
     """Yield the folder of this process's logs, or None; all of `log_dir` appears when the block ends."""
     if log_dir is None:
         yield None
         return
     # in every process, so that no other waits for one that has raised
-    check_out_dir(log_dir)
+    check_out_dir(log_dir, overwrite)
     if ranks == 1:
-        with atomic_folder(log_dir) as folder:
+        with atomic_folder(log_dir, overwrite) as folder:
             yield folder
         return
-    with atomic_folder(log_dir) if rank == 0 else contextlib.nullcontext() as folder:
+    with atomic_folder(log_dir, overwrite) if rank == 0 else contextlib.nullcontext() as folder:
         place = [None if folder is None else str(folder)]
         torch.distributed.broadcast_object_list(place)
         own = Path(place[0], f"rank_{rank}")

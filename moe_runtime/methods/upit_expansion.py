@@ -143,8 +143,8 @@ def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
             raise ValueError(f"out is {out}, whose {path.name} is no expansion's child; want another folder")
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
-        # a killed writer leaves hidden ones
-        if not path.name.removeprefix(".").startswith(begins):
+        # a killed writer leaves hidden ones, of a file in a folder
+        if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
             raise ValueError(
                 f"out is {out}, which holds {path.name}; want a new folder, or one of an earlier expansion"
             )

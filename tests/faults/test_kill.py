@@ -4,12 +4,14 @@ Each command is killed at calls drawn with a seed, half of a write done. What st
 undisturbed run makes, byte for byte; the same command then goes on, or starts anew, and ends with those bytes too.
 """
 
+import json
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
+from moe_runtime.hf.saving import last_whole_checkpoint
 from tests.faults.machine import KILL, strays, tree
 from tests.faults.verbs import VERBS
 from tests.support.stress import scaled
@@ -93,3 +95,73 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
         assert again.code == 0 and killed.kept("old") == killed.want, again.output
         assert not strays(tmp_path / "old"), f"killed at {at}"
         killed.forget("old")
+
+
+# of what goes on: these are what it is for, and the same in every run
+GOES_ON = {
+    "train": (".safetensors", "out/config.json"),
+    "esft train": (".safetensors", "out/expert_cfg.json"),
+    "run": (".safetensors", "model/config.json"),
+    "upit init-routers": (".safetensors",),
+    "upit grow": (".safetensors", ".json"),
+    "fuser train": (".safetensors",),
+    "demo": (".safetensors", "config.json"),
+    "esft score": ("out", ".txt"),
+    "stats": (".csv", ".png"),
+    "tune": ("out",),
+}
+
+
+def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
+    """Return the bytes of what a run makes in `folder`, checkpoints and hidden folders excepted."""
+    files = tree(folder) or {}
+    kept = {name: value for name, value in files.items() if name.endswith(ends)}
+    return {
+        n: value for n, value in kept.items() if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)
+    }
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_what_goes_on(faulty, inputs, tmp_path, name):
+    """What stands after a kill is the undisturbed run's, or nothing; the next run makes the rest."""
+    killed = Killed(faulty, inputs, tmp_path, name)
+    want = made(tmp_path / "undisturbed", GOES_ON[name])
+    assert want
+    for at in killed.points(4 if name in ("train", "tune") else 2, 100):
+        killed.kill("new", at)
+        left = made(tmp_path / "new", GOES_ON[name])
+        left.pop("out/expansion.json", None)  # says how far it came
+        if name != "tune":
+            assert left.items() <= want.items(), f"killed at {at}: {sorted(dict(left.items() - want.items()))}"
+        more = RESUME if name == "train" and resumable(tmp_path / "new" / "out") else ()
+        stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *killed.verb.beside))
+        more = OVERWRITE if killed.verb.whole and stands and name != "esft train" else more
+        again = killed.run("new", *more)
+        assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
+        found = made(tmp_path / "new", GOES_ON[name])
+        if name == "tune":
+            check_tuned(tmp_path / "new" / "out", tmp_path / "undisturbed" / "out")
+        else:
+            assert found == want, f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
+        assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
+        killed.forget("new")
+
+
+def resumable(out: Path) -> bool:
+    """Whether a training has a checkpoint that it can go on from."""
+    return last_whole_checkpoint(out) is not None
+
+
+def check_tuned(found: Path, want: Path) -> None:
+    """Assert that two files of measured configs are alike, but for the one config that was running when the process died."""
+    (found,), (want,) = (json.loads(path.read_text())["devices"].values() for path in (found, want))
+    broken = found.get("broken", {})
+    assert sum(map(len, broken.values())) <= 1
+    for key, entry in want["tiles"].items():
+        if key in found["tiles"]:
+            left_out = [bad["tile"] for bad in broken.get(key, ())]
+            entry = entry | {"candidates": [one for one in entry["candidates"] if one["tile"] not in left_out]}
+            if entry["tile"] not in left_out:
+                assert found["tiles"][key] == entry
+        else:
+            assert broken[key], "a problem is missing, and no config of it ended the process"

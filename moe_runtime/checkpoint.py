@@ -80,6 +80,9 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if not folder.is_dir():
         raise ValueError(f"path is {folder}, which is not a folder; want one with {SINGLE}; hf download makes it")
     index, found = folder / INDEX, sorted(file.name for file in folder.iterdir())
+    for name in {INDEX, SINGLE} & set(found):
+        if not (folder / name).is_file():  # opening a pipe would wait for ever
+            raise ValueError(f"{folder / name} is no file; want {SINGLE} or {INDEX}; get the folder again")
     if INDEX not in found and SINGLE in found:
         return [SINGLE], None
     if INDEX not in found:
@@ -88,11 +91,12 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         only = f"only safetensors is read, as a pickle (.bin, .pt) can run code: {how}"
         raise ValueError(f"path is {folder}, which holds {weights or 'no weights'}; want {SINGLE} or {INDEX}; {only}")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"weight_map of {index} is {str(weight_map)[:80]}; want an object from key to shard")
     for key, shard in weight_map.items():
         if not is_plain_name(shard) or not shard.endswith(".safetensors"):
-            raise ValueError(f"shard of {key} in {index} is {shard!r}; want the plain name of a .safetensors file")
+            shown = f"shard of {key[:200]} in {index} is {repr(shard)[:200]}"
+            raise ValueError(f"{shown}; want the plain name of a .safetensors file")
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
@@ -106,6 +110,8 @@ def _parse_tensor(key: str, fields: Any, file: str) -> tuple[int, int, str, Tens
     try:
         (begin, end), spec = fields["data_offsets"], TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]])
         valid = all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)) and end - begin == spec.nbytes
+        # torch multiplies the sizes of an empty tensor too
+        valid = valid and math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize < 2**63
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid:
@@ -122,8 +128,8 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
         raise ValueError(f"{file} is {size} bytes with a header of {length}; want a whole safetensors file; {again}")
     header = parse_object(stream.read(length), f"header of {file}")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise ValueError(f"__metadata__ of {file} is {metadata!r}; want an object")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"__metadata__ of {file} is {str(metadata)[:200]}; want an object of texts")
     tensors, data, position = {}, 8 + length, 0
     for begin, end, key, spec in sorted(_parse_tensor(key, fields, file) for key, fields in header.items()):
         if begin != position:

@@ -1,7 +1,8 @@
 """What a user may set: frozen, keyword-only dataclasses, checked on construction, one JSON object each."""
 
-import math
-from dataclasses import asdict, dataclass, fields
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 
 GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
@@ -11,29 +12,35 @@ SHARED_MODES = ("group", "dense")
 BALANCE_LOSSES = ("none", "cv2", "switch")
 
 
+def shown(value: object, width: int = 200) -> str:
+    """Return a value as an error shows it: its repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}; want one of {', '.join(choices)}")
+        raise ValueError(f"{name} is {shown(value)}; want one of {', '.join(choices)}")
 
 
 def check_positive(name: str, value: int) -> None:
     """Raise ValueError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; want an integer of at least 1")
+        raise ValueError(f"{name} is {shown(value)}; want an integer of at least 1")
 
 
 def check_number(name: str, value: float, positive: bool = False) -> None:
     """Raise ValueError unless `value` is a finite number of 0 or more, or above 0 if `positive`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf or (positive and value == 0):
-        raise ValueError(f"{name} is {value!r}; want a number {'above 0' if positive else 'of 0 or more'}")
+    if not number or not 0 <= value <= sys.float_info.max or (positive and value == 0):
+        raise ValueError(f"{name} is {shown(value)}; want a number {'above 0' if positive else 'of 0 or more'}")
 
 
 def check_bool(name: str, value: bool) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; want True or False")
+        raise ValueError(f"{name} is {shown(value)}; want True or False")
 
 
 class _Serializable:
@@ -47,13 +54,18 @@ class _Serializable:
 
     @classmethod
     def from_dict(cls, values: dict):
-        """Build the config from `to_dict`'s output; raises ValueError for a key it does not know."""
+        """Build the config from `to_dict`'s output; raises ValueError for a key that it does not know or that is missing."""
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{cls.__name__} is {shown(values)}; want an object with {', '.join(sorted(known))}")
+        unknown = sorted(str(key) for key in set(values) - known)
         if unknown:
             raise ValueError(
-                f"{cls.__name__} has no field {', '.join(unknown)}; want some of {', '.join(sorted(known))}"
+                f"{cls.__name__} has no field {', '.join(unknown)[:200]}; want some of {', '.join(sorted(known))}"
             )
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
+        if missing:
+            raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}; want every size of the layer")
         return cls(**values)
 
 

@@ -10,13 +10,14 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_runtime.config import check_positive
+from moe_runtime.config import check_positive, shown
 from moe_runtime.hf.gate_scores import GateCall, GateSums
 
 TABLES = {"token": "token_scores", "gate": "gate_scores"}  # in the order of the official summary
@@ -202,7 +203,9 @@ def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...]
             scores = {_number(e, where): value for e, value in row.items()}
             bad = next((e for e, value in scores.items() if not _is_score(value)), None)
             if bad is not None:
-                raise ValueError(f"{where} has the score {scores[bad]!r} for expert {bad}; want a number of 0 or more")
+                raise ValueError(
+                    f"{where} has the score {shown(scores[bad])} for expert {bad}; want a number of 0 or more"
+                )
             ids = sorted(scores) if ids is None else ids
             if sorted(scores) != ids or ids != list(range(ids[0], ids[-1] + 1)):
                 raise ValueError(
@@ -221,9 +224,9 @@ def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...]
 
 def _number(text: str, where: str) -> int:
     if not (text.isascii() and text.isdigit()) or str(int(text)) != text:
-        raise ValueError(f"{where} has the key {text!r}; want whole numbers, such as '1'")
+        raise ValueError(f"{where} has the key {shown(text)}; want whole numbers, such as '1'")
     return int(text)
 
 
 def _is_score(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
-import yaml
-
 from moe_runtime import config
-from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
+from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive, shown
 from moe_runtime.data import BUILT_IN, PROMPTS
+from moe_runtime.methods.recipe_files import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHIPPED = RECIPES / "xft"
@@ -40,11 +39,11 @@ class Node:
     def from_dict(cls, values: Mapping, name: str = ""):
         """Build it from a mapping; raises ValueError, with the key's whole `name`, for unknown keys and wrong values."""
         if not isinstance(values, Mapping):
-            raise ValueError(f"{name or 'recipe'} is {values!r}; want keys and values: {', '.join(_names(cls))}")
+            raise ValueError(f"{name or 'recipe'} is {shown(values)}; want keys and values: {', '.join(_names(cls))}")
         dot = f"{name}." if name else ""
         unknown = [str(key) for key in values if key not in _names(cls)]
         if unknown:
-            raise ValueError(f"{dot}{unknown[0]} is no key of a recipe; want some of {', '.join(_names(cls))}")
+            raise ValueError(f"{dot}{unknown[0][:200]} is no key of a recipe; want some of {', '.join(_names(cls))}")
         hints = typing.get_type_hints(cls)
         built = {key: _value(hints[key], value, f"{dot}{key}") for key, value in values.items()}
         missing = [f.name for f in fields(cls) if f.name not in built and _required(f)]
@@ -218,7 +217,9 @@ def resolve_experts(values: Mapping) -> dict:
     known = [f.name for f in fields(MoEConfig) if f.name not in OF_THE_BASE]
     unknown = [str(key) for key in values if key not in known]
     if unknown:
-        raise ValueError(f"experts.{unknown[0]} is no setting of experts; want some of preset, {', '.join(known)}")
+        raise ValueError(
+            f"experts.{unknown[0][:200]} is no setting of experts; want some of preset, {', '.join(known)}"
+        )
     hints = typing.get_type_hints(MoEConfig)
     values = {key: _value(hints[key], value, f"experts.{key}") for key, value in values.items()}
     try:
@@ -244,7 +245,7 @@ def load_recipe(path_or_name: str | Path, kind: type[Node] | None = None):
     """
     kind = kind or Recipe
     path = recipe_path(path_or_name, kind.__dataclass_fields__["method"].default)
-    values = _read(path)
+    values = read_yaml(path)
     try:
         if isinstance(values, Mapping):
             values = {"name": path.stem} | values
@@ -272,15 +273,8 @@ def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
 
 def method_of(path: Path) -> str:
     """Return the method that a recipe's file names, xft unless it does."""
-    values = _read(path)
+    values = read_yaml(path)
     return values.get("method", "xft") if isinstance(values, Mapping) else "xft"
-
-
-def _read(path: Path):
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML ({' '.join(str(error).split())}); want a recipe") from error
 
 
 def _names(cls) -> list[str]:
@@ -315,8 +309,8 @@ def _value(hint, value, name: str):
         if kind is float and isinstance(value, str | int | float) and not isinstance(value, bool):
             try:
                 return float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
             return value
-    raise ValueError(f"{name} is {value!r}; want {_word(hint)}")
+    raise ValueError(f"{name} is {shown(value)}; want {_word(hint)}")

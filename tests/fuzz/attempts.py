@@ -1,0 +1,84 @@
+"""What a reader may do with bad input: read what it says, or refuse it in one error that names what is wrong.
+
+Memory is bounded by RLIMIT_DATA, whose soft limit a process may lower and raise again; time by an alarm.
+"""
+
+import contextlib
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tests.support.limited import memory
+
+EXTRA = 384 << 20  # bytes that one reading of a file of some kB may take
+SECONDS = 20
+LONGEST = 4000  # characters of an error: what is wrong, not the whole input
+
+
+class Hang(BaseException):
+    """A reading took longer than SECONDS; no reader's `except Exception` takes it for a fault of the file."""
+
+
+class Verdict(NamedTuple):
+    """What became of one reading: `value` if it was read, `error` if it was refused."""
+
+    value: Any = None
+    error: str | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self.error is None
+
+
+@contextlib.contextmanager
+def bounded(extra: int = EXTRA, seconds: int = SECONDS) -> Iterator[None]:
+    """Allow the block `extra` bytes of memory beyond what is held, and `seconds`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    before = signal.signal(signal.SIGALRM, _ring)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + extra, hard))
+        signal.alarm(seconds)
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _ring(*_) -> None:
+    raise Hang(f"no answer within {SECONDS} s")
+
+
+def attempt(read: Callable[[], Any], *names: str) -> Verdict:
+    """Run `read` within bounds; an error must be a ValueError, or an OSError, that names one of `names`, or says what it wants.
+
+    Anything else fails with what it was: a KeyError, a JSONDecodeError, a MemoryError, a hang.
+    """
+    try:
+        with bounded():
+            return Verdict(value=read())
+    except Hang as error:
+        raise AssertionError(f"hangs: {error}") from error
+    except (ValueError, OSError) as error:
+        message = str(error)
+        naked = type(error) is not ValueError and not isinstance(error, OSError)
+        named = "; want " in message or any(name in message for name in names)
+        if naked or not named or len(message) > LONGEST:
+            what = "too long" if len(message) > LONGEST else "naked"
+            raise AssertionError(f"{what}: {type(error).__name__}: {message[:300]}") from error
+        return Verdict(error=message)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {str(error)[:300]}") from error
+
+
+def run_seeds(count: int, case: Callable[[random.Random], None]) -> None:
+    """Run `case` with a generator of each seed below `count`; fails with every kind of fault and a seed that shows it."""
+    faults: dict[str, int] = {}
+    for seed in range(count):
+        try:
+            case(random.Random(seed))
+        except AssertionError as error:
+            faults.setdefault(str(error)[:400], seed)
+    assert not faults, "\n".join(f"seed {seed}: {what}" for what, seed in faults.items())

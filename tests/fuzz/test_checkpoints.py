@@ -1,0 +1,202 @@
+"""Model folders with broken weights: read as the safetensors package does, or refused; never more memory than the file."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save
+
+from moe_runtime.checkpoint import INDEX, SINGLE, Checkpoint
+from tests.fuzz.attempts import Verdict, attempt, run_seeds
+from tests.fuzz.mutations import HOSTILE, mutate_bytes, mutate_value, to_json
+from tests.support.stress import scaled
+
+TENSORS = {
+    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "model.b": torch.arange(6, dtype=torch.bfloat16),
+    "model.c": torch.zeros(0, 4),
+    "model.d": torch.tensor(7, dtype=torch.int64),
+    "model.e": torch.tensor([True, False, True]),
+}
+FIELDS = ("dtype", "shape", "data_offsets")
+SHARDS = {"model-00001-of-00002.safetensors": ("model.a", "model.b"), "model-00002-of-00002.safetensors": None}
+
+
+def parts(data: bytes) -> tuple[dict, bytes]:
+    """Return the header and the tensors' bytes of a file."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def joined(header: bytes, body: bytes, length: int | None = None) -> bytes:
+    """Return a file of a header and tensors' bytes; `length` stands for the header's."""
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + body
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(folder) as checkpoint:
+        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of tensors are the same, NaN equal to NaN."""
+
+    def told(tensor):
+        return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
+
+    return {key: told(t) for key, t in a.items()} == {key: told(t) for key, t in b.items()}
+
+
+def plain(data: bytes) -> bytes:
+    """Return a file without the fields that say nothing of a tensor, where JSON's NaN may stand, which safetensors cannot."""
+    header, body = parts(data)
+    header = {k: v if k == "__metadata__" else {n: v[n] for n in FIELDS} for k, v in header.items()}
+    return joined(json.dumps(header).encode(), body)
+
+
+def judge(folder: Path, data: bytes) -> Verdict:
+    """Write a single file, read it, and compare what was read with what the safetensors package reads."""
+    (folder / SINGLE).write_bytes(data)
+    verdict = attempt(lambda: read(folder), SINGLE)
+    if verdict.is_read:
+        try:
+            theirs = load_bytes(plain(data))
+        except SafetensorError as error:
+            raise AssertionError(f"read, where safetensors refuses: {error}") from error
+        assert same(verdict.value, theirs), "read otherwise than safetensors does"
+    return verdict
+
+
+def test_mutated_files(tmp_path):
+    data, refused = save(TENSORS, metadata={"format": "pt"}), []
+    header, body = parts(data)
+
+    def case(rng: random.Random) -> None:
+        kind = rng.random()
+        if kind < 0.45:
+            changed = joined(to_json(rng, mutate_value(rng, header)), body)
+        elif kind < 0.55:
+            length = rng.choice((0, 1, 7, len(data), 2**31, 2**63, 2**64 - 1, 99_999_999, 100_000_001))
+            changed = joined(json.dumps(header).encode(), body, length)
+        else:
+            changed = mutate_bytes(rng, data)
+        refused.append(not judge(tmp_path, changed).is_read)
+
+    run_seeds(scaled(400, 4000), case)
+    assert sum(refused) > 200  # most of what is broken is seen
+
+
+def test_every_truncation(tmp_path):
+    data = save(TENSORS, metadata={"format": "pt"})
+    assert judge(tmp_path, data).is_read
+    for end in range(0, len(data), scaled(7, 1)):
+        assert not judge(tmp_path, data[:end]).is_read, end
+
+
+SPEC = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "I64", "F4", "F64", "", "f32", 3, None, "F8_E8M0"]),
+        "shape": st.lists(st.sampled_from([0, 1, 2, 3, 4, 2**31, 2**62, 2**64, -1, 1.0, None, True]), max_size=4),
+        "data_offsets": st.lists(st.sampled_from([0, 1, 4, 8, 16, 48, 60, 68, 2**63, -4, None, 4.0]), max_size=3),
+    }
+)
+
+
+@settings(max_examples=scaled(150, 1500), deadline=None, database=None, derandomize=True)
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "", "é", "__metadata__"]), SPEC | st.none(), max_size=3),
+    st.integers(0, 80),
+)
+def test_generated_headers(tmp_path_factory, header, size):
+    folder = tmp_path_factory.getbasetemp() / "headers"
+    folder.mkdir(exist_ok=True)
+    judge(folder, joined(json.dumps(header).encode(), bytes(size)))
+
+
+@pytest.mark.parametrize("shape", [[2**40], [2**31, 2**31], [2**62, 4], [10**400], [2**32, 2**32, 0], [0] * 5000])
+def test_shapes_beyond_the_file_take_no_memory(tmp_path, shape):
+    header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0 if 0 in shape else 2**42]}}
+    judge(tmp_path, joined(json.dumps(header).encode(), b""))
+
+
+def write_shards(folder: Path) -> dict:
+    """Write TENSORS as two shards and their index; return the index."""
+    folder.mkdir()
+    index = {"metadata": {"total_size": 1}, "weight_map": {}}
+    first, second = SHARDS
+    for shard, keys in ((first, SHARDS[first]), (second, TENSORS.keys() - set(SHARDS[first]))):
+        (folder / shard).write_bytes(save({key: TENSORS[key] for key in keys}))
+        index["weight_map"] |= {key: shard for key in keys}
+    (folder / INDEX).write_text(json.dumps(index))
+    return index
+
+
+def test_mutated_indexes(tmp_path):
+    folder, outside = tmp_path / "model", tmp_path / "outside.safetensors"
+    index = write_shards(folder)
+    outside.write_bytes(save({"model.a": TENSORS["model.a"] + 1}))
+    names = [*SHARDS, "../outside.safetensors", str(outside), "missing.safetensors", "a\0.safetensors", ".safetensors"]
+
+    def case(rng: random.Random) -> None:
+        changed = mutate_value(rng, index)
+        if rng.random() < 0.5:
+            changed = json.loads(json.dumps(index))
+            changed["weight_map"][rng.choice([*TENSORS, "model.x", ""])] = rng.choice([*names, *HOSTILE])
+        (folder / INDEX).write_bytes(to_json(rng, changed))
+        verdict = attempt(lambda: read(folder), INDEX, folder.name)
+        if verdict.is_read:  # then the index says just what the shards that it names hold
+            named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+            held = {key: tensor for key, tensor in TENSORS.items() if index["weight_map"][key] in named}
+            assert held and same(verdict.value, held), "read other tensors than the shards hold"
+
+    run_seeds(scaled(300, 2000), case)
+
+
+@pytest.mark.parametrize("target", ["shard", "index", "single"])
+@pytest.mark.parametrize("kind", ["folder", "empty", "missing", "loop", "fifo", "swapped"])
+def test_what_stands_in_place_of_a_file(tmp_path, target, kind):
+    folder = tmp_path / "model"
+    write_shards(folder)
+    if target == "single":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / SINGLE).write_bytes(save(TENSORS))
+    file = folder / {"shard": next(iter(SHARDS)), "index": INDEX, "single": SINGLE}[target]
+    other = folder / list(SHARDS)[1]
+    data = other.read_bytes() if target == "shard" else b"[]"
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "loop":
+        file.symlink_to(file.name)
+    elif kind == "fifo":
+        os.mkfifo(file)
+    elif kind != "missing":
+        file.write_bytes(b"" if kind == "empty" else data)
+    verdict = attempt(lambda: read(folder), folder.name)
+    assert not verdict.is_read
+
+
+def test_a_link_of_the_hub_cache_is_read(tmp_path):
+    folder, blob = tmp_path / "model", tmp_path / "blobs" / "0123"
+    folder.mkdir()
+    blob.parent.mkdir()
+    blob.write_bytes(save(TENSORS))
+    (folder / SINGLE).symlink_to("../blobs/0123")
+    assert same(attempt(lambda: read(folder)).value, TENSORS)
+
+
+def test_one_key_in_two_shards(tmp_path):
+    folder = tmp_path / "model"
+    write_shards(folder)
+    second = folder / list(SHARDS)[1]
+    second.write_bytes(save({**load_bytes(second.read_bytes()), "model.a": TENSORS["model.a"] + 1}))
+    assert "model.a" in attempt(lambda: read(folder)).error

@@ -120,7 +120,8 @@ def _split_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int],
     return tuple(torch.stack((sent.sum(1), received.sum(1))).tolist())
 
 
-@torch.compiler.disable  # the split sizes are numbers that a graph cannot hold
+# the split sizes are numbers that a graph cannot hold; torch.compiler.disable would import the compiler here, for a second
+@torch._disable_dynamo
 def run_at_owners(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, owners: Owners, run: Run
 ) -> tuple[torch.Tensor, torch.Tensor]:

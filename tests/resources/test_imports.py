@@ -1,0 +1,153 @@
+"""What importing costs and does: every module of the package, in a fresh process, watched by an audit hook."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# an import reads files and compiles; it writes no file, starts no program and no thread, and asks no network
+WATCH = """
+import json, os, signal, sys, threading, time, warnings
+
+sys.dont_write_bytecode = True
+done = []
+WATCHED = {
+    "subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "socket.connect", "socket.getaddrinfo", "os.mkdir",
+    "os.rename", "os.remove", "os.putenv", "os.unsetenv", "os.chdir", "shutil.rmtree", "tempfile.mkstemp",
+}
+
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        done.append(f"open {arguments[0]} {arguments[1]}")
+    elif event in WATCHED:
+        done.append(f"{event} {str(arguments)[:200]}")
+
+def state():
+    found = {
+        "environment": dict(os.environ), "folder": os.getcwd(), "threads": threading.active_count(),
+        "tasks": len(os.listdir("/proc/self/task")), "hook": repr(sys.excepthook), "umask": os.umask(0o22),
+        "signals": {n: repr(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)},
+        "path": list(sys.path), "recursion": sys.getrecursionlimit(),
+    }
+    os.umask(found["umask"])
+    if "logging" in sys.modules:
+        import logging
+        root = logging.getLogger()
+        found["logging"] = [repr(root.handlers), root.level, logging.root.manager.disable]
+    if "torch" in sys.modules:
+        import torch
+        found["torch"] = [
+            str(torch.get_default_dtype()), torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.initial_seed(),
+            int(torch.get_rng_state().sum()), torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32,
+            torch.is_autocast_enabled("cpu"), torch.utils.deterministic.fill_uninitialized_memory,
+            torch.cuda.is_initialized(), str(torch.get_default_device()), torch._C._is_torch_function_enabled(),
+        ]
+    return found
+"""
+
+
+def child(code: str, **env) -> dict:
+    """Run WATCH and `code` in a fresh process, where a warning is an error; return the json that it prints."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MOE_", "TRITON_", "PYTEST"))}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH + code],
+        capture_output=True, text=True, cwd=ROOT, env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+LIGHT = """
+warnings.simplefilter("error")
+before, names = state(), set(sys.modules)
+sys.addaudithook(hook)
+start = time.process_time()
+{code}
+seconds = time.process_time() - start
+after = state()
+brought = sorted({{name.partition(".")[0] for name in set(sys.modules) - names}} - set(sys.stdlib_module_names))
+changed = [name for name in before if before[name] != after[name]]
+print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brought": brought}}))
+"""
+
+
+@pytest.mark.parametrize(
+    "code, brought",
+    [
+        pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
+        pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
+        pytest.param(
+            "import moe_runtime.cli", {"moe_runtime", "typer", "annotated_doc", "shellingham"}, id="command line"
+        ),
+        pytest.param("import moe_runtime; dir(moe_runtime), moe_runtime.__version__", {"moe_runtime"}, id="names"),
+    ],
+)
+def test_what_is_light(code, brought):
+    """No torch, so no CUDA context and none of its threads; CPU time, for a busy machine is no slow import."""
+    told = child(LIGHT.format(code=code))
+    assert told["done"] == [] and told["changed"] == []
+    assert set(told["brought"]) <= brought
+    assert told["seconds"] < 1
+
+
+# transformers and torch write caches and start threads of their own when they are imported; what is ours comes after
+ALL = """
+import importlib, pathlib
+import torch, transformers, transformers.models.llama.modeling_llama, transformers.modeling_utils, transformers.trainer
+import peft, accelerate, datasets, trl, triton, triton.language
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.get_rng_state(), torch.get_num_interop_threads()
+root = pathlib.Path("moe_runtime").resolve()
+names = sorted(
+    "moe_runtime" + "".join(f".{part}" for part in path.relative_to(root).with_suffix("").parts if part != "__init__")
+    for path in [*root.rglob("*.py"), *(root / "kernels").glob("*.py")] if "bench" not in path.relative_to(root).parts
+)
+before = state()
+sys.addaudithook(hook)
+for name in dict.fromkeys(names):
+    importlib.import_module(name)
+after = state()
+changed = {name: [str(before[name])[:300], str(after[name])[:300]] for name in before if before[name] != after[name]}
+print(json.dumps({"done": done, "changed": changed, "modules": len(names)}))
+"""
+
+
+def test_every_module_of_ours_changes_nothing():
+    told = child(ALL, HF_HUB_OFFLINE="1")
+    assert told["modules"] > 120
+    assert told["done"] == [] and told["changed"] == {}
+
+
+PUBLIC = """
+import moe_runtime
+for name in ("merge_experts", "mixing", "route", "moe_mlp", "MoE", "doctor"):
+    getattr(moe_runtime, name)
+print(json.dumps(sorted({"transformers", "triton", "datasets", "accelerate", "matplotlib", "peft", "trl"} & set(sys.modules))))
+"""
+
+
+def test_the_layer_and_its_ops_bring_torch_alone():
+    assert child(PUBLIC) == []
+
+
+@pytest.mark.parametrize(
+    "code, found",
+    [
+        pytest.param("open(os.devnull, 'w').close()", "open /dev/null w", id="a file"),
+        pytest.param("os.environ['A'] = 'b'", "os.putenv", id="the environment"),
+        pytest.param("import subprocess; subprocess.run(['true'])", "subprocess.Popen", id="a program"),
+    ],
+)
+def test_the_watcher_sees(code, found):
+    told = child(LIGHT.format(code=code))
+    assert any(line.startswith(found) for line in told["done"])
+
+
+def test_the_watcher_sees_a_thread_and_a_module():
+    told = child(LIGHT.format(code="import numpy; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"))
+    assert {"threads", "tasks"} <= set(told["changed"]) and "numpy" in told["brought"]

@@ -3,13 +3,30 @@
 Nothing that may be broken is imported with this module, torch neither: a broken setup is what it is asked about.
 """
 
-import importlib.metadata
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from moe_runtime.surroundings import (
+    asking,
+    cache,
+    compiler,
+    devices,
+    driver,
+    driver_version,
+    explain,
+    find_torch,
+    first_line,
+    guarded,
+    has_gpu,
+    is_hidden,
+    launch_configs,
+    library,
+    package,
+    version_of,
+)
 
 SUPPORTED = {  # package: versions that the test suite runs on
     "torch": ">=2.11",
@@ -32,44 +49,53 @@ NEEDED_BY = {
 VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 # the oldest driver for a CUDA version's programs, of NVIDIA's release notes
 DRIVERS = {12: 525, 13: 580}
-NVIDIA = Path("/proc/driver/nvidia/version")
-DEVICES = Path("/dev")  # of GPUs: a container without one sees the host's driver all the same
 
 
 def report() -> dict[str, dict[str, str]]:
     """Return what a bug report needs: versions, devices, each op's backend and why; and under "problems" each mend."""
-    torch, reason = _torch()
+    torch, reason = find_torch()
     lines = {
         "system": {
             "python": platform.python_version,
             "platform": platform.platform,
-            "driver": _driver,
+            "driver": driver,
             "nvcc": lambda: shutil.which("nvcc") or "none; only python -m moe_runtime.build_cuda needs it",
-            "compiler": _compiler,
-            "cuda library": lambda: _library("cuda"),
-            "cpu library": lambda: _library("cpp"),
-            "cache": lambda: str(_cache()),
+            "compiler": compiler,
+            "cuda library": lambda: library("cuda"),
+            "cpu library": lambda: library("cpp"),
+            "cache": lambda: str(cache()),
         },
-        "packages": {name: _asking(_package, name, spec) for name, spec in SUPPORTED.items()}
-        | {name: _asking(_package, name, "", extra) for extra, names in EXTRAS.items() for name in names},
+        "packages": {name: asking(package, name, spec, _mend(name, torch)) for name, spec in SUPPORTED.items()}
+        | {
+            name: asking(package, name, "", f"{NEEDED_BY[extra]} need it; pip install 'moe-runtime[{extra}]'")
+            for extra, names in EXTRAS.items()
+            for name in names
+        },
         "devices": {},
-        "settings": {name: _asking(os.environ.get, name, "not set") for name in VARIABLES}
-        | {"launch configs": _launch_configs},
+        "settings": {name: asking(os.environ.get, name, "not set") for name in VARIABLES}
+        | {"launch configs": launch_configs},
         "backends": {},
     }
-    found = {title: {name: _guarded(ask) for name, ask in rows.items()} for title, rows in lines.items()}
+    found = {title: {name: guarded(ask) for name, ask in rows.items()} for title, rows in lines.items()}
     if torch is None:
         found["devices"] = found["backends"] = {"all": f"none: torch cannot be imported ({reason})"}
     else:
-        found["devices"], found["backends"] = _rows("devices", _devices, torch), _rows("backends", _backends, torch)
+        found["devices"], found["backends"] = _rows("devices", devices, torch), _rows("backends", _backends, torch)
     try:
         problems = dict(_problems(found, torch, reason))
     except Exception as error:
-        problems = {"doctor": f"what is broken could not be found: {_first_line(error)}; please report it"}
+        problems = {"doctor": f"what is broken could not be found: {first_line(error)}; please report it"}
     for part in ("devices", "backends"):
         if (text := found[part].get(part, "")).startswith("unknown: "):
             problems[part] = f"{part} cannot be asked: {text.removeprefix('unknown: ')}; see what nvidia-smi says"
     return found | {"problems": problems}
+
+
+def _mend(name: str, torch) -> str:
+    """Return how a package that is missing is installed."""
+    if name == "triton" and torch is not None and torch.version.hip is not None:
+        return "install torch's ROCm build again, which brings its own, as pytorch.org says"
+    return f"pip install '{name}{SUPPORTED[name]}'"
 
 
 def _rows(name: str, ask: Callable[..., dict[str, str]], *args) -> dict[str, str]:
@@ -77,14 +103,14 @@ def _rows(name: str, ask: Callable[..., dict[str, str]], *args) -> dict[str, str
     try:
         return ask(*args)
     except Exception as error:
-        return {name: f"unknown: {_first_line(error)}"}
+        return {name: f"unknown: {first_line(error)}"}
 
 
 def _backends(torch) -> dict[str, str]:
     from moe_runtime import backends
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {op: _guarded(_asking(_explain, op, device)) for op in backends.OPS}
+    return {op: guarded(asking(explain, op, device)) for op in backends.OPS}
 
 
 def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
@@ -92,7 +118,7 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
     for name, spec in SUPPORTED.items():
         text = found["packages"][name]
         if text.startswith(("missing", "unreadable")) or "; want " in text:
-            mend = "" if "pip install" in text else f"; pip install -U {name if not spec else repr(name + spec)}"
+            mend = "" if "install" in text else f"; pip install -U {name if not spec else repr(name + spec)}"
             yield name, f"{name} is {text}{mend}"
     if torch is None:
         yield "torch", f"torch cannot be imported: {reason}; pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
@@ -115,16 +141,16 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
 
 def _device_problems(found: dict, torch) -> Iterator[tuple[str, str]]:
     """Yield what keeps a GPU that is there from being used."""
-    if os.environ.get("TRITON_INTERPRET") == "1" and (torch.cuda.is_available() or _has_gpu()):
+    if os.environ.get("TRITON_INTERPRET") == "1" and (torch.cuda.is_available() or has_gpu()):
         text = "TRITON_INTERPRET is 1, and there is a GPU; want the kernels to run on it; unset TRITON_INTERPRET"
         yield "TRITON_INTERPRET", text
-    if torch.cuda.is_available() or not _has_gpu() or _is_hidden():
+    if torch.cuda.is_available() or not has_gpu() or is_hidden():
         return
     if torch.version.cuda is None and torch.version.hip is None:
         text = f"torch {torch.__version__} has no CUDA, and there is an NVIDIA GPU; want torch's CUDA build"
         yield "devices", f"{text}; install it as pytorch.org says"
         return
-    driver, needed = _driver_version(), DRIVERS.get(int((torch.version.cuda or "0").split(".")[0]), 0)
+    driver, needed = driver_version(), DRIVERS.get(int((torch.version.cuda or "0").split(".")[0]), 0)
     if driver is not None and driver < needed:
         yield (
             "driver",
@@ -144,9 +170,9 @@ def _numpy_problems(torch) -> Iterator[tuple[str, str]]:
     try:
         torch.zeros(1).numpy()
     except Exception as error:
-        yield "numpy", f"torch cannot use numpy ({_first_line(error)}); pip install -U numpy"
+        yield "numpy", f"torch cannot use numpy ({first_line(error)}); pip install -U numpy"
         return
-    triton, numpy = _version("triton"), _version("numpy")
+    triton, numpy = version_of("triton"), version_of("numpy")
     if os.environ.get("TRITON_INTERPRET") == "1" and triton and numpy and triton < (3, 7) and numpy >= (2, 4):
         text = "numpy is 2.4 or newer, triton is older than 3.7; want numpy<2.4 for its interpreter; pip install 'numpy<2.4'"
         yield "numpy", text
@@ -154,7 +180,7 @@ def _numpy_problems(torch) -> Iterator[tuple[str, str]]:
 
 def _cache_problems() -> Iterator[tuple[str, str]]:
     """Yield folders that cannot be written, where kernels are built and configs kept."""
-    folders = {"cache": (_cache(), "XDG_CACHE_HOME")}
+    folders = {"cache": (cache(), "XDG_CACHE_HOME")}
     triton = os.environ.get("TRITON_CACHE_DIR")
     folders["triton's cache"] = Path(triton or os.path.expanduser("~/.triton")), "TRITON_CACHE_DIR"
     for name, (folder, variable) in folders.items():
@@ -165,145 +191,3 @@ def _cache_problems() -> Iterator[tuple[str, str]]:
             writable = False
         if not writable:
             yield name, f"{name} is {folder}, which cannot be written; want a writable folder; export {variable}=FOLDER"
-
-
-def _torch() -> tuple:
-    """Return torch and "", or None and why it cannot be imported."""
-    try:
-        import torch
-
-        torch.zeros(1)
-    except Exception as error:  # a broken install raises whatever it likes
-        return None, _first_line(error)
-    return torch, ""
-
-
-def _guarded(ask: Callable[[], str]) -> str:
-    """Return what `ask` says, or what it raised: one broken part hides no other."""
-    try:
-        return ask()
-    except Exception as error:
-        return f"unknown: {_first_line(error)}"
-
-
-def _asking(function: Callable, *args) -> Callable[[], str]:
-    return lambda: function(*args)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _version(name: str) -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version(name))[:2])
-    except Exception:
-        return None
-
-
-def _package(name: str, spec: str, extra: str | None = None) -> str:
-    """Return a package's version, and what is wanted where it is another or none."""
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        if extra:
-            return f"missing; {NEEDED_BY[extra]} need it; pip install 'moe-runtime[{extra}]'"
-        return f"missing; pip install '{name}{spec}'"
-    except Exception as error:
-        return f"unreadable ({_first_line(error)}); pip install --force-reinstall '{name}{spec}'"
-    if not isinstance(version, str):
-        return f"unreadable (no version); pip install --force-reinstall '{name}{spec}'"
-    if not spec:
-        return version
-    from packaging.specifiers import SpecifierSet
-
-    return version if SpecifierSet(spec).contains(version, prereleases=True) else f"{version}; want {spec}"
-
-
-def _compiler() -> str:
-    found = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
-    return found or "none; only python -m moe_runtime.build_cpu needs one: g++ or clang++"
-
-
-def _library(module: str) -> str:
-    import importlib
-
-    try:
-        return importlib.import_module(f"moe_runtime.{module}").describe()
-    except ImportError as error:
-        return f"none: {_first_line(error)}"
-
-
-def _driver_version() -> int | None:
-    try:
-        found = re.search(r"Module.*?\s(\d+)\.\d+", NVIDIA.read_text())
-    except OSError:
-        return None
-    return int(found[1]) if found else None
-
-
-def _driver() -> str:
-    version = _driver_version()
-    return "none" if version is None and not _has_gpu() else f"NVIDIA {version or 'of unknown version'}"
-
-
-def _has_gpu() -> bool:
-    """Whether an NVIDIA GPU can be reached from here, whatever torch makes of it; a driver alone is the host's."""
-    return any(DEVICES.glob("nvidia[0-9]*"))
-
-
-def _is_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES shows no GPU: somebody wants that, or a scheduler (NoDevFiles)."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
-    return not first.startswith(("GPU-", "MIG-")) and not first.isdecimal()
-
-
-def _devices(torch) -> dict[str, str]:
-    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        devices[f"cuda:{i}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory >> 30} GiB"
-    if len(devices) > 1:
-        return devices
-    why = f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}" if _is_hidden() else ""
-    return devices | {"cuda": f"none: {why or 'torch.cuda.is_available() is False'}"}
-
-
-def _cache() -> Path:
-    """Return the folder of measured configs and built libraries."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_runtime"
-
-
-def _launch_configs() -> str:
-    """Say where the experts' kernels get their tiles from."""
-    try:
-        import torch
-
-        from moe_runtime.kernels import tiles  # imports triton
-    except ImportError as error:
-        return f"none: {_first_line(error)}"
-    path = tiles.tuned_path()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        count = len(tiles.read_tuned().get(tiles.device_name(device), {}))
-    except ValueError as error:
-        return f"error: {error}"
-    return f"{path}: {count} measured here" if count else f"built in; {path} has none for this device"
-
-
-def _explain(op: str, device) -> str:
-    """Return the backend of `op` on `device`, and why not another."""
-    import torch
-
-    from moe_runtime import backends
-
-    try:
-        chosen = backends.pick(op, torch.empty(0, device=device))
-    except ValueError as error:
-        return f"error: {error}"
-    others = [other for other in backends.BACKENDS if other not in (chosen, "torch")]
-    reasons = [f"not {other}: {why}" for other in others if (why := backends.why_not(other, op, device))]
-    reasons = [reason for reason in reasons if "has no cpp kernel" not in reason]  # few ops have, and gain by one
-    if chosen == "triton" and backends.why_not("cuda", op, device) is None:
-        reasons.append("cuda when asked for: not measured faster here")
-    return "; ".join([chosen, *reasons])

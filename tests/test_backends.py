@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_runtime import backends, cpp, cuda, diagnosis
+from moe_runtime import backends, cpp, cuda, surroundings
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops import moe_mlp as experts_op
 from moe_runtime.ops.averaging import average_experts_
@@ -393,8 +393,8 @@ def test_asking_for_the_library_does_not_break_a_graph(library, table):
 
 def test_doctor_says_that_cuda_is_there(library, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *_, **__: library)
-    assert diagnosis._explain("dispatch", library.device) == "triton; cuda when asked for: not measured faster here"
-    assert diagnosis._explain("gram", library.device) == "triton; not cuda: gram has no cuda kernel"
+    assert surroundings.explain("dispatch", library.device) == "triton; cuda when asked for: not measured faster here"
+    assert surroundings.explain("gram", library.device) == "triton; not cuda: gram has no cuda kernel"
 
 
 def test_doctor_names_the_library(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import backends, cli, cuda, diagnosis
+from moe_runtime import backends, build_cpu, cli, cpp, cuda, diagnosis, surroundings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,8 +22,8 @@ def sound(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(diagnosis, "NVIDIA", tmp_path / "version")
-    monkeypatch.setattr(diagnosis, "DEVICES", tmp_path)
+    monkeypatch.setattr(surroundings, "NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(surroundings, "DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     from moe_runtime.kernels import tiles
 
@@ -239,3 +239,64 @@ cli.main()
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     line = done.stdout.split("problems\n")[1].splitlines()[0]
     assert "torch cannot be imported: " in line and "pip install --force-reinstall 'torch>=2.11'" in line
+
+
+def test_triton_of_torchs_rocm_build_has_another_name(versions, monkeypatch):
+    versions(triton=GONE, pytorch_triton_rocm="3.6.0")
+    report = backends.doctor()
+    assert report["packages"]["triton"] == "3.6.0" and report["problems"] == {}
+    versions(triton=GONE, triton_rocm="3.2.0")
+    assert problems()["triton"].startswith("triton is 3.2.0; want >=3.6,<4")
+    versions(triton=GONE)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert problems() == {
+        "triton": "triton is missing; install torch's ROCm build again, which brings its own, as pytorch.org says"
+    }
+
+
+def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
+    mine = tmp_path / "my c++"
+    mine.write_text("#!/bin/sh\necho mine 1.0\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{mine}' -O1")
+    assert backends.doctor()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
+    assert build_cpu.find_compiler()[0] == [str(mine), "-O1"]
+    monkeypatch.setenv("CXX", "none-such")
+    says = backends.doctor()["system"]["compiler"]
+    assert says.startswith(
+        "none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only "
+    )
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert backends.doctor()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
+
+
+def test_a_cpu_library_of_other_sources(monkeypatch):
+    text = "lib.so is broken; rebuild it: python -m moe_runtime.build_cpu"
+    monkeypatch.setattr(cpp, "_find", lambda: text)
+    assert problems() == {"cpu library": text}
+
+
+def test_a_cache_of_tritons_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    assert list(problems()) == ["triton's cache"]
+    assert problems()["triton's cache"].endswith("want a writable folder; export TRITON_CACHE_DIR=FOLDER")
+
+
+def test_backends_that_cannot_be_asked(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(diagnosis, "_backends", fail)
+    assert problems() == {"backends": "backends cannot be asked: CUDA unknown error; see what nvidia-smi says"}
+
+
+def test_a_doctor_that_fails_says_so(monkeypatch):
+    def fail():
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(diagnosis, "has_gpu", fail)
+    assert problems() == {"doctor": "what is broken could not be found: no idea; please report it"}
+    out = CliRunner().invoke(cli.app, ["doctor"])
+    assert out.exit_code == 1 and "no idea" in out.output

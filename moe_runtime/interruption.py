@@ -17,6 +17,11 @@ def code_of(stop: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
+def of(code: int) -> KeyboardInterrupt:
+    """Return what ends in this exit code."""
+    return Terminated() if code == 128 + signal.SIGTERM else KeyboardInterrupt()
+
+
 def word_of(stop: KeyboardInterrupt) -> str:
     """Return what happened, in a word."""
     return "terminated" if isinstance(stop, Terminated) else "interrupted"
@@ -81,7 +86,7 @@ class Stopping:
 
     def handle(self, number, frame) -> None:
         """Take the first signal as a wish, and the second as an order."""
-        stop = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        stop = of(128 + number)
         if self.asked is not None:
             raise stop
         self.asked = stop
@@ -91,13 +96,10 @@ class Stopping:
 
 
 @contextmanager
-def after_the_step(waits: bool = True) -> Iterator[Stopping]:
-    """Collect Ctrl-C and SIGTERM while a training runs that looks at `asked`; unless it `waits`, they act at once."""
+def after_the_step() -> Iterator[Stopping]:
+    """Collect Ctrl-C and SIGTERM while a training runs that looks at `asked`."""
     if (late := _command.get("late")) is not None:
         raise late
     stopping = Stopping()
-    if not waits:
-        yield stopping
-        return
     with _handling((signal.SIGINT, signal.SIGTERM), stopping.handle):
         yield stopping

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.hf.tiny import dense
 from tests.methods.test_xft_stages import make_recipe
+from tests.support.dist_launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,6 +71,44 @@ def test_a_conversion_leaves_nothing(tmp_path, number, word):
     assert done.returncode == 128 + number and done.stdout == ""
     assert last_line(done) == f"{word}; nothing was written"
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+# moe-runtime, which sends itself a signal while its verbs are imported, or while its words are parsed
+EARLY = """
+import os, signal, sys
+from moe_runtime import cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+place, number = sys.argv[1], int(sys.argv[2])
+sys.argv = ["moe-runtime", "doctor"]
+
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == place:
+            os.kill(os.getpid(), number)
+
+if place == "parsing":
+    from typer.core import TyperGroup
+    parse = TyperGroup.parse_args
+
+    def parse_args(self, context, args):
+        os.kill(os.getpid(), number)
+        return parse(self, context, args)
+
+    TyperGroup.parse_args = parse_args
+sys.meta_path.insert(0, Importing())
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize("place", ["typer", "moe_runtime.cli_verbs", "parsing", "moe_runtime.diagnosis"])
+def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
+    command = [sys.executable, "-c", EARLY, place, str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + number and done.stdout == ""
+    # within the verb it is known that it writes nothing
+    assert done.stderr == (f"{word}; nothing was written\n" if place == "moe_runtime.diagnosis" else f"{word}\n")
 
 
 def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
@@ -272,3 +311,37 @@ def test_signals_that_are_ignored_stay_ignored():
             assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What each of two processes says of signals that reach them in different steps (tests/support/dist_interruption.py)."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(ROOT / "tests" / "support" / "dist_interruption.py", 2, folder, str(folder))
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "case, how, steps",
+    [
+        pytest.param("one of them", "Terminated", 2, id="a signal to one"),
+        pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
+    ],
+)
+def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, steps):
+    for one in ranks:
+        found, whole = one[case], one["whole"]["weights"]
+        assert (found["how"], found["steps"]) == (how, list(range(1, steps + 1)))
+        assert found["saved"] == [f"checkpoint-{steps}"]
+        assert found["next"] == "done" and found["again"] == list(range(steps + 1, 5))
+        assert all(found["weights"][name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("case, how", [("last step", "Terminated"), ("behind the last step", "KeyboardInterrupt")])
+def test_what_comes_too_late_for_one_training_ends_all_processes_before_the_next(ranks, case, how):
+    for one in ranks:
+        found = one[case]
+        assert found["how"] == "done" and found["steps"] == [1, 2, 3, 4] and found["saved"] == []
+        assert found["next"] == how and found["again"] == []

@@ -38,6 +38,15 @@ def gather(values: list) -> list:
     return gather_object(values) if state().num_processes > 1 else values
 
 
+def largest(value: int) -> int:
+    """Return the largest value of all processes. Every process must call."""
+    if state().num_processes == 1:
+        return value
+    found = torch.tensor(value, device=state().device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return int(found)
+
+
 def engine() -> str:
     """Return what accelerate trains with, as its DistributedType says: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
     from accelerate import Accelerator

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM in a training of transformers' Trainer: the step ends, a checkpoint is written, and it can go on."""
+"""Ctrl-C and SIGTERM in a training of transformers' Trainer: the step ends, a checkpoint is written, and it can go on.
+
+The processes of a run agree behind each step: a signal that reaches one of them, or all in different steps, ends all in the
+same step.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +10,7 @@ from contextlib import contextmanager
 from transformers import TrainerCallback
 
 from moe_runtime import interruption
-from moe_runtime.hf.ranks import state
+from moe_runtime.hf import ranks
 
 
 class StopCallback(TrainerCallback):
@@ -14,9 +18,19 @@ class StopCallback(TrainerCallback):
 
     def __init__(self, stopping: interruption.Stopping):
         self.stopping = stopping
+        self.agreed: KeyboardInterrupt | None = None
+
+    def agree(self) -> None:
+        """Take what a process was asked for all of them; every process must call."""
+        asked = self.stopping.asked
+        # one number more per step, where the loss is read on the host anyway
+        code = ranks.largest(interruption.code_of(asked) if asked is not None else 0)
+        if code and self.agreed is None:
+            self.agreed = interruption.of(code)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.stopping.asked is not None and state.global_step < state.max_steps:
+        self.agree()
+        if self.agreed is not None and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 
 
@@ -25,16 +39,17 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
     """Let `trainer` train in the block; raise the interruption behind it, if there was one.
 
     That of a training which is done is raised where the next one begins, so that what calls this writes its result first.
-
-    In a run of several processes signals act at once: not all of them would see one in the same step.
     """
-    with interruption.after_the_step(waits=state().num_processes == 1) as stopping:
+    with interruption.after_the_step() as stopping:
         callback = StopCallback(stopping)
         trainer.add_callback(callback)
         yield
         trainer.remove_callback(callback)
-    if stopping.asked is None:
+        callback.agree()  # what came behind the last step
+    if callback.agreed is None:
+        if stopping.asked is not None:  # since then, and in this process alone: at once, as between trainings
+            raise stopping.asked
         return
     if trainer.state.global_step < trainer.state.max_steps:
-        raise stopping.asked
-    interruption.raise_later(stopping.asked)
+        raise callback.agreed
+    interruption.raise_later(callback.agreed)

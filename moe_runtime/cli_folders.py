@@ -129,6 +129,34 @@ def merge(
     return receipt
 
 
+@verb(app, example="moe-runtime export moe mixtral", kept=Whole("target"))
+def export(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="mixtral (transformers' own), or official (the code of the XFT paper).",
+            autocompletion=choices("mixtral", "official"),
+        ),
+    ] = "mixtral",
+    max_shard_size: ShardSize = "2GB",
+    overwrite: ReplaceTarget = False,
+):
+    """Write a mixture as others read it, without this package; to a dense model, merge does."""
+    from moe_runtime.config import check_choice
+
+    check_choice("to", to, ("mixtral", "official"))
+    if to == "mixtral":
+        from moe_runtime.methods.upit_mixtral import export_mixtral as write
+    else:
+        from moe_runtime.methods.xft_official import export_official as write
+    with progress.bar("writing", "B") as update:
+        receipt = write(source, target, max_shard_size=max_shard_size, overwrite=overwrite, progress=update)
+    typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
+    return receipt
+
+
 def _alpha(text: str | None) -> str | list[float] | None:
     if text is None or text == "uniform":
         return text

@@ -135,6 +135,10 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     ids = torch.arange(6, 26)[None]
     stock = MixtralForCausalLM.from_pretrained(tmp_path / "mixtral")
     torch.testing.assert_close(stock(ids).logits, moe(ids).logits, rtol=1e-4, atol=1e-5)
+    out = CliRunner().invoke(cli.app, ["export", str(tmp_path / "moe"), str(tmp_path / "same")])
+    assert out.exit_code == 0 and out.output.startswith(f"wrote {tmp_path / 'same'}: "), out.exception
+    for path in (tmp_path / "mixtral").iterdir():
+        assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,20 @@ NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in A
 def test_the_tree_is_whole():
     groups = {words for words in ALL if words not in VERBS}
     assert groups == {(), ("xft",), ("esft",), ("upit",), ("fuser",)}
-    verbs = ["demo", "upcycle", "to-mergeable", "merge", "train", "stats", "run", "doctor", "tune", "fuse", "bench"]
+    verbs = [
+        "demo",
+        "upcycle",
+        "to-mergeable",
+        "merge",
+        "export",
+        "train",
+        "stats",
+        "run",
+        "doctor",
+        "tune",
+        "fuse",
+        "bench",
+    ]
     assert {words[0] for words in VERBS if len(words) == 1} == set(verbs) and len(VERBS) > 40
 
 

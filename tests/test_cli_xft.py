@@ -1,12 +1,13 @@
 """moe-runtime xft as a user types it: every verb's help, what reaches the tables, and one clear error for bad input."""
 
+import json
 import re
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import cli_xft
+from moe_runtime import cli, cli_xft
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import read_json
 from moe_runtime.methods import xft_tables
@@ -89,6 +90,27 @@ def test_official_folders_in_and_out(tmp_path):
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     with Checkpoint(tmp_path / "back") as back:
         assert set(back.keys()) == set(tensors) and all(torch.equal(back.get(k), v) for k, v in tensors.items())
+
+
+def test_export_is_of_the_form_that_is_asked_for(tmp_path):
+    official_xft.write_moe(tmp_path / "theirs")
+    assert invoke("import-official", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
+    assert invoke("export-official", tmp_path / "ours", tmp_path / "back").exit_code == 0
+
+    def export(*arguments):
+        return CliRunner().invoke(cli.app, ["export", str(tmp_path / "ours"), str(tmp_path / "out"), *arguments])
+
+    for arguments, match in (
+        ((), "gate is 'xft'; want .*Mixtral"),
+        (("--to", "gguf"), "to is 'gguf'; want one of mixtral, "),
+    ):
+        out = export(*arguments)
+        assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception))
+        assert not (tmp_path / "out").exists()
+    out = export("--to", "official", "--json")
+    assert out.exit_code == 0 and json.loads(out.stdout)["path"] == str(tmp_path / "out"), out.exception
+    for path in (tmp_path / "back").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_a_weighted_model_with_its_experts_in_another_folder(tmp_path):

@@ -44,6 +44,7 @@ VERBS: dict[str, Verb] = {
     "upcycle": _verb("upcycle {in}/dense out --num-experts 4 --top-k 2 --max-shard-size 50KB", reads=f"dense/{WEIGHTS}"),
     "to-mergeable": _verb("to-mergeable {in}/moe out --max-shard-size 50KB", reads=f"moe/{WEIGHTS}"),
     "merge": _verb("merge {in}/mergeable out --max-shard-size 50KB", reads=f"mergeable/{WEIGHTS}"),
+    "export": _verb("export {in}/upit/moe out", reads=f"upit/moe/{WEIGHTS}"),
     "train": _verb(
         "train --model {in}/moe --data {in}/rows.jsonl --output_dir out --max_steps 4 --save_steps 2 --max_length 32 "
         "--per_device_train_batch_size 2 --logging_steps 1 --seed 3",

@@ -1,10 +1,7 @@
 """What a model's routers do: how the tokens' slots fall on the experts, layer by layer, and pictures of it.
 
-    load           count_e / sum_e count_e                      share of the slots
-    max violation  max_e count_e / mean_e count_e               1 when balanced
-    entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
-
-The last two are over the routed experts: a shared one (gates xft, nonorm) sees every token and would only dilute them.
+Max violation and entropy (`moe_runtime.ops.router_load`) are over the routed experts: a shared one (gates xft, nonorm) sees
+every token and would only dilute them.
 Our own layers count, and the stock ones of transformers whose experts go through its experts interface, whoever computes
 them. Where experts_implementation is "moe_runtime" and the call has no attention mask, the counts are those the dispatch
 makes anyway; else counting costs one small integer scatter per layer on the device. Nothing is read back before somebody asks.
@@ -24,34 +21,11 @@ from torch import nn
 from moe_runtime.files import atomic_file
 from moe_runtime.hf.experts import NAME
 from moe_runtime.hf.layers import OpenCall, RoutedLayer, forget_compiled, plain_name, routed_layers, token_mask
+from moe_runtime.ops.router_load import dead_experts, expert_load, load_entropy, max_violation
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
 ENOUGH = 10  # balanced slots per expert below which an unused expert says nothing
-
-
-def expert_load(counts: torch.Tensor) -> torch.Tensor:
-    """Share of the slots per expert, `counts` [..., E] -> [..., E] float64; zeros where nothing was routed."""
-    return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
-
-
-def dead_experts(counts: torch.Tensor) -> torch.Tensor:
-    """Which experts got no slot, `counts` [..., E] -> [..., E] bool."""
-    return counts == 0
-
-
-def max_violation(counts: torch.Tensor) -> torch.Tensor:
-    """Largest load over mean load, `counts` [..., E] -> [...] float64: 1 when balanced, E when one expert takes all."""
-    E = counts.shape[-1]
-    return expert_load(counts).amax(-1) * E if E else counts.new_ones(counts.shape[:-1], dtype=torch.float64)
-
-
-def load_entropy(counts: torch.Tensor) -> torch.Tensor:
-    """Entropy of the load over that of a balanced one, `counts` [..., E] -> [...] float64 from 0 to 1; 1 for E < 2."""
-    E = counts.shape[-1]
-    if E < 2:
-        return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
-    return torch.special.entr(expert_load(counts)).sum(-1) / math.log(E)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moe_runtime.methods.pictures import COLOURS, GREY, figure_of
-from moe_runtime.stats import collect_router_stats, expert_load
+from moe_runtime.ops.router_load import expert_load
+from moe_runtime.stats import collect_router_stats
 
 BATCH = 16
 LAYERS = 4  # drawn at most, evenly spaced with the first and the last

@@ -23,7 +23,8 @@ from moe_runtime.hf import ranks
 from moe_runtime.methods.recipe import Recipe
 from moe_runtime.methods.reports import environment, finite
 from moe_runtime.methods.stage_folders import fingerprint
-from moe_runtime.stats import collect_router_stats, load_entropy
+from moe_runtime.ops.router_load import load_entropy
+from moe_runtime.stats import collect_router_stats
 
 TOKENS = 16384
 BATCH = 8

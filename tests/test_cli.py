@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moe_runtime import cli
+from moe_runtime import cli, progress
 from moe_runtime.backends import OPS
 from moe_runtime.config import PRESETS
 from tests.hf.tiny import dense
@@ -51,10 +51,13 @@ def base(tmp_path_factory):
     return folder
 
 
-def test_the_way_of_folders(run, base, tmp_path):
+def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     out = run("upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3, "--check")
     assert out.returncode == 0, out.stderr
     assert "relative error" in out.stdout and "next: moe-runtime train" in out.stdout
+    assert "checking: 50% of 2 models" in out.stderr and "upcycling: 100% of " in out.stderr
     out = run("to-mergeable", tmp_path / "moe", tmp_path / "mix", "--shared-rate", 0.6)
     assert out.returncode == 0, out.stderr
     out = run("merge", tmp_path / "mix", tmp_path / "merged")

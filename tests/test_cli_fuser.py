@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime import cli
+from moe_runtime import cli, progress
 from moe_runtime.methods import fuser_stages, fuser_tables, ultrafuser
 from tests.hf import fusers
 from tests.support import cli_tables
@@ -93,10 +93,14 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     assert out.stdout == "".join(f"{text}\n" for text in want)
 
 
-def test_fuse_copies_and_names(sources, tmp_path):
+def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     out = invoke("fuse", *sources, "--name", "x", "--name", "y", "--copy", "--seed", 1, "--out", tmp_path / "f")
     assert out.exit_code == 0, out.exception
     assert (tmp_path / "f" / "specialists" / "y" / "model.safetensors").is_file()
+    copied = [line for line in out.stderr.splitlines() if line.startswith("copying: ")]
+    assert [line.partition("% of ")[0] for line in copied[:2]] == ["copying: 50", "copying: 100"]
     assert ultrafuser.load(tmp_path / "f").names == ("x", "y")
 
 

@@ -7,6 +7,7 @@
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import random
@@ -16,6 +17,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from moe_runtime.row_files import check_lines, check_row, line_source, render
 
 # the first layout whose columns are all there counts, and only its columns are kept
 LAYOUTS = (
@@ -90,17 +93,37 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
     if path.is_file() and (path.suffix not in BUILDERS or path.stat().st_size == 0):
         problem = "is empty" if path.suffix in BUILDERS else f"ends in {path.suffix!r}"
         raise ValueError(f"data is {str(path_or_id)!r}, which {problem}; want {_WANTED_SOURCE}, with rows")
-    want = f"want {_WANTED_SOURCE}"
-    try:
+    with _one_line(path_or_id):
+        check_lines(path)
         if path.is_file():
             rows = datasets.load_dataset(BUILDERS[path.suffix], data_files={split: str(path)}, split=split)
         else:
             rows = datasets.load_dataset(str(path_or_id), split=split)
+    rows = _known_columns(rows, str(path_or_id))
+    dates = [name for name, kind in rows.features.items() if "timestamp" in str(kind)]
+    if not dates:
+        return rows
+    # a column whose every text looks like a date: what it was is lost
+    if path.suffix != ".jsonl":
+        name = f"data is {str(path_or_id)!r}, whose {dates[0]} was read as dates"
+        raise ValueError(f"{name}; want texts; a .jsonl file keeps them")
+    with _one_line(path_or_id):
+        columns = {name for names in (*LAYOUTS, *KEPT_WITH.values()) for name in names}
+        rows = datasets.Dataset.from_generator(**line_source(path, columns))
+    return _known_columns(rows, str(path_or_id))
+
+
+@contextlib.contextmanager
+def _one_line(path_or_id: str | Path) -> Iterator[None]:
+    """Turn what `datasets` raises into one ValueError."""
+    try:
+        yield
     except Exception as error:  # every reader behind it has exceptions of its own
         cause = error.__cause__ or error
-        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
-        raise ValueError(f"data is {str(path_or_id)!r}, which cannot be read: {reason}; {want}") from error
-    return _known_columns(rows, str(path_or_id))
+        reason = str(cause).strip().partition("\n")[0][:500] or type(cause).__name__
+        raise ValueError(
+            f"data is {str(path_or_id)!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}"
+        ) from error
 
 
 _WANTED_SOURCE = "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set on the Hub"
@@ -335,7 +358,7 @@ def tokenize_pairs(
     for place, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
-        _check_text(row, place)
+        check_row(row, place)
         ids, labels = (values[:max_length] for values in _tokenize(tokenizer, row))
         if any(label != -100 for label in labels[1:]):
             columns["input_ids"].append(ids)
@@ -350,22 +373,16 @@ def tokenize_pairs(
 def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int) -> Iterator[list[int]]:
     """Yield the ids of each row that has any, as `tokenize_pairs` makes them, those without a label too."""
     for place, row in enumerate(rows):
-        _check_text(row, place)
+        check_row(row, place)
         ids = _tokenize(tokenizer, row, want_labels=False)[0][:max_length]
         if ids:
             yield ids
 
 
-def _check_text(row: Mapping, place: int) -> None:
-    for name in ("prompt", "completion", "text"):
-        if name in row and not isinstance(row[name], str):
-            raise ValueError(f"row {place} has {name} {row[name]!r}; want text")
-
-
 def _tokenize(tokenizer, row: Mapping, want_labels: bool = True) -> tuple[list[int], list[int]]:
     """Return the ids and labels of one row, not truncated; raise ValueError for a chat without a label if they are wanted."""
     if "messages" in row:
-        out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        out = render(tokenizer, row["messages"])
         if want_labels and not any(out["assistant_masks"]):
             raise ValueError("the chat template marks nothing as generated; want {% generation %} in it, and an answer")
         ids = out["input_ids"]

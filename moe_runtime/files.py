@@ -28,10 +28,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object, each key once; raises ValueError naming `source` and the position."""
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def parse_object(text: bytes, source: str, *, finite: bool = False) -> dict[str, Any]:
+    """Parse one JSON object, each key once; raises ValueError naming `source` and the position.
+
+    `finite` refuses NaN and Infinity, which Python writes and other readers do not know.
+    """
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_once)
+        value = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant if finite else None)
         if re.search(rb"\\u[dD][89a-fA-F]", text):  # half a surrogate pair is no text: nobody could write it again
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -62,7 +69,8 @@ def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None
     if isinstance(error, OSError):
         return None
     found = re.search(r"\(os error (\d+)\)", str(error))  # Rust's: safetensors, tokenizers
-    if found is None and "PytorchStreamWriter" not in str(error):
+    # torch.save's
+    if found is None and not re.search("PytorchStreamWriter|basic_ios|iostream error", str(error)):
         return None
     code = int(found[1]) if found else errno.EIO
     return OSError(code, os.strerror(code) if found else "a file cannot be written, is the disk full?", str(path))
@@ -92,6 +100,37 @@ def _lock(folder: Path) -> int:
     return handle
 
 
+def _remove(folder: Path) -> None:
+    """Remove a folder to the end, also where a signal comes in between; what cannot be removed stays."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _hidden(tmp: Path) -> Iterator[Path]:
+    """Make the hidden folder `tmp`, locked, and remove it when the block ends."""
+    lock = None
+    try:
+        tmp.mkdir()
+    except Exception:  # another's
+        raise
+    except BaseException:  # a signal that came while it was made
+        _remove(tmp)
+        raise
+    try:
+        lock = _lock(tmp)
+        yield tmp
+    finally:
+        try:
+            _remove(tmp)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path of the same name in a hidden folder beside; move what was written there to `path` when the block ends.
@@ -103,18 +142,11 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
     with naming(path, tmp):
         _sweep(path)
-        tmp.mkdir()
-        try:
-            lock = _lock(tmp)
-            try:
-                beside = tmp / path.name
-                yield beside
-                _sync(beside)
-                os.replace(beside, path)
-            finally:
-                os.close(lock)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+        with _hidden(tmp):
+            beside = tmp / path.name
+            yield beside
+            _sync(beside)
+            os.replace(beside, path)
         _sync(path.parent)
 
 
@@ -187,8 +219,10 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
             if old.exists() and not path.exists():
                 os.rename(old, path)
             raise
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        _sync(path.parent)
+    finally:
+        _remove(old)
 
 
 @contextlib.contextmanager
@@ -201,27 +235,21 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
     """
     path = check_out_dir(path, overwrite)
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        _sweep(path)
-        check_out_dir(path, overwrite)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp.mkdir()
-    except OSError as error:
-        reason = f"beside which {tmp.name} cannot be made ({error.strerror})"
-        raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
-    lock = _lock(tmp)
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            _sweep(path)
+            check_out_dir(path, overwrite)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_hidden(tmp))
+        except OSError as error:
+            reason = f"beside which {tmp.name} cannot be made ({error.strerror})"
+            raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
         with naming(path, tmp):
             yield tmp
             for folder, _, names in os.walk(tmp):
                 for name in (*names, "."):
                     _sync(Path(folder, name))
             _move_in(tmp, path, overwrite)
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
 
 
 # a folder without its mark is loaded by nobody
@@ -241,16 +269,9 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
     with naming(folder, tmp):
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder / "model")
-        tmp.mkdir()
-        try:
-            lock = _lock(tmp)
-            try:
-                yield tmp
-                _move_model(tmp, folder)
-            finally:
-                os.close(lock)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+        with _hidden(tmp):
+            yield tmp
+            _move_model(tmp, folder)
         _sync(folder)
 
 

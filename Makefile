@@ -17,7 +17,7 @@ DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress test-triton test-transformers lint bench docs wheel wheel-cuda clean
+.PHONY: help demo test stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -72,6 +72,10 @@ test-transformers: $(TRANSFORMERS:%=$(VENV)/transformers/%) $(VENV)/deepspeed  #
 	@for v in $(TRANSFORMERS); do echo "transformers $$v"; PYTHONPATH=$(VENV)/transformers/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q \
 		-n $(WORKERS) tests/hf/test_experts*.py tests/hf/test_stack.py tests/hf/test_engines.py tests/hf/test_replay.py \
 		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/test_docs.py tests/test_stats.py $(ARGS) || exit 1; done
+
+# the table in docs/dependencies.md; .venv-matrix holds an environment while its tests run, up to 6 GB with torch's CUDA build
+test-matrix: $(INSTALLED)  ## part of the suite on each Python with the oldest, the pinned and the newest versions
+	nice -n 19 $(PY) -m tests.support.matrix $(ARGS)
 
 lint: $(INSTALLED)  ## ruff check and ruff format --check
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,119 @@
+"""`main(FOLDER, LIMIT)`: each way of a folder to a folder in a process of its own, which may take LIMIT bytes more than it has.
+
+Every source of a way holds more than twice the limit. What a way needs comes from those before it. A way prints a line of
+json: its name, whether the limit held to the end, and what went wrong.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.hf.expert_checkpoints import fingerprint, save_expert
+from moe_runtime.methods import esft_folders, upit_assembly, upit_mixtral, xft_folders, xft_official
+from tests.hf import tiny
+from tests.support import esft_adapter, limited, stock_moe
+
+SIZE = {"max_shard_size": "2MB"}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 18}
+NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+MOE = {"num_experts": 2, "top_k": 2}
+
+
+def prepare(place: Path, sizes: dict) -> None:
+    """Write what the ways begin with: a dense model, another of its kind, a stock mixture with an adapter."""
+    model = tiny.dense("llama", mlp_bias=None, **sizes)
+    model.save_pretrained(place / "dense", **SIZE)
+    with Checkpoint(place / "dense") as base:
+        record = {"base": str(place / "dense"), "base_hash": fingerprint(base)}
+    for e in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + (e + 1) / 64)
+        model.save_pretrained(place / f"expert-{e}", **SIZE)
+        save_expert(model, place / f"delta-{e}", base=place / "dense", record=record, **SIZE)
+    sizes = {"hidden_size": sizes["hidden_size"], "num_hidden_layers": -(-4 * sizes["num_hidden_layers"] // 9)}
+    for family in ("qwen3_moe", "gpt_oss"):  # a tensor for each expert, and stacks
+        stock = stock_moe.stock(family, **sizes, intermediate_size=256, moe_intermediate_size=256)
+        stock.save_pretrained(place / family, **SIZE)
+        esft_adapter.random_adapter(stock).save(place / f"{family}-adapter")
+
+
+# a way: the folder that it reads, whose size counts, and what it does in the folder of all of them
+WAYS = {
+    "upcycle": ("dense", lambda f: xft_folders.upcycle_folder(f / "dense", f / "moe", **MOE, **SIZE)),
+    "to-mergeable": ("moe", lambda f: xft_folders.mergeable_folder(f / "moe", f / "mergeable", **SIZE)),
+    "merge": ("mergeable", lambda f: xft_folders.merge_folder(f / "mergeable", f / "merged", **SIZE)),
+    "export-official": ("moe", lambda f: xft_official.export_official(f / "moe", f / "theirs", keep_rope=True, **SIZE)),
+    "export-official, weighted": (
+        "mergeable",
+        lambda f: xft_official.export_official(f / "mergeable", f / "weighted", keep_rope=True, **SIZE),
+    ),
+    "import-official": ("theirs", lambda f: xft_official.import_official(f / "theirs", f / "ours", **SIZE)),
+    "assemble": (
+        "expert-0",
+        lambda f: upit_assembly.assemble([f / "expert-0", f / "expert-1"], None, f / "upit", top_k=1, **SIZE),
+    ),
+    "assemble of deltas, the base's backbone": (
+        "delta-0",
+        lambda f: upit_assembly.assemble(
+            [f / "delta-0", f / "delta-1"], None, f / "upit-base", base=f / "dense", backbone="base", top_k=1, **SIZE
+        ),
+    ),
+    "export-mixtral": ("upit", lambda f: upit_mixtral.export_mixtral(f / "upit", f / "mixtral", **SIZE)),
+    "esft merge": (
+        "qwen3_moe",
+        lambda f: esft_folders.merge_folder(f / "qwen3_moe", f / "qwen3_moe-adapter", f / "esft", **SIZE),
+    ),
+    "esft merge of stacks": (
+        "gpt_oss",
+        lambda f: esft_folders.merge_folder(f / "gpt_oss", f / "gpt_oss-adapter", f / "esft-stacks", **SIZE),
+    ),
+    "esft apply": ("qwen3_moe", lambda f: esft_folders.check_fit(f / "qwen3_moe", f / "qwen3_moe-adapter")),
+}  # fmt: skip
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def main(folder: str, limit: str) -> None:
+    torch.set_num_threads(1)
+    wide, limit = Path(folder, "wide"), int(limit)
+    warm = Path(folder, "warm")
+    prepare(warm, NARROW)
+    with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
+        for _, way in WAYS.values():  # what a way imports is no part of it
+            way(warm)
+    _in_a_child(lambda: prepare(wide, WIDE))
+    for name, (source, way) in WAYS.items():
+        _in_a_child(lambda name=name, source=source, way=way: _limited(name, wide, source, way, limit))
+
+
+def _limited(name: str, wide: Path, source: str, way, limit: int) -> None:
+    told = {"way": name, "size": size(wide / source), "limit": limit}
+    limited.limit_data(limit)
+    try:
+        way(wide)
+        told["held"] = limited.is_held(limit + (16 << 20))
+    except Exception:
+        told["error"] = traceback.format_exc()[-2000:]
+    print(json.dumps(told), flush=True)
+
+
+def _in_a_child(function) -> None:
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    os.waitpid(child, 0)

@@ -150,6 +150,8 @@ def _check_free(out: Path, overwrite: bool) -> None:
     """Raise ValueError if a file is there that should not be replaced."""
     if out.exists() and (out.is_dir() or not overwrite):
         raise ValueError(f"out is {out}, which exists; want a new file; or pass overwrite=True")
+    if above := next((one for one in out.parents if one.exists() and not one.is_dir()), None):
+        raise ValueError(f"out is {out}, below {above}, which is a file; want it in a folder")
 
 
 def _say_sums(sums: list[float], p: float) -> None:

@@ -68,12 +68,12 @@ def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None
     """Return the OSError, with `path` in it, that a library's own exception tells of; None where it tells of none."""
     if isinstance(error, OSError):
         return None
-    found = re.search(r"\(os error (\d+)\)", str(error))  # Rust's: safetensors, tokenizers
-    # torch.save's
-    if found is None and not re.search("PytorchStreamWriter|basic_ios|iostream error", str(error)):
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # Rust's: safetensors, tokenizers
+        return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+    if not re.search("inline_container|PytorchStreamWriter|basic_ios|iostream error", str(error)):  # torch.save's
         return None
-    code = int(found[1]) if found else errno.EIO
-    return OSError(code, os.strerror(code) if found else "a file cannot be written, is the disk full?", str(path))
+    said = re.search(r"strerror: ([^\n.]+)", str(error))
+    return OSError(errno.EIO, said[1] if said else "a file cannot be written, is the disk full?", str(path))
 
 
 @contextlib.contextmanager

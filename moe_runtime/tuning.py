@@ -122,6 +122,10 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
     return device, EventTimer(device)
 
 
+class Unwritten(OSError):
+    """What is measured cannot be kept: no fault of the config that was to run."""
+
+
 class ContextLost(RuntimeError):
     """A config broke the CUDA context: nothing runs any more in this process."""
 
@@ -142,6 +146,8 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
             with trying(tile), _poisoned():
                 got = _comparable(problem, run(tile))
                 error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
+        except Unwritten:
+            raise
         except Exception as failure:
             notes[tile] = _one_line(failure)
             _check_context(tile, notes[tile])
@@ -259,12 +265,19 @@ class Results:
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Leave a mark that stays if the process dies in this block, and only then."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
         try:
+            self._mark(key, tile)
             yield
         finally:
-            self.marker.unlink(missing_ok=True)
+            if self.marker.exists():
+                self.marker.unlink()
+
+    def _mark(self, key: str, tile: Tile | None) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
+        except OSError as error:
+            raise Unwritten(error.errno, error.strerror, str(self.path)) from error
 
     def _load(self) -> dict:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
@@ -353,6 +366,8 @@ def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n:
         entry = measure(run, problem, pool, timer, trying)
     except ContextLost as lost:
         results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
+        raise
+    except Unwritten:
         raise
     except Exception as failure:  # out of memory, or a built-in config that this GPU does not take
         return Step("failed", title, n, of, note=_one_line(failure))

@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -90,7 +91,7 @@ def routing_of(source: str | Path) -> tuple[int | None, int | None]:
 def _load(kind: type, source: str | Path, name: str, **settings):
     try:
         return kind.from_pretrained(source, **settings)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".:")
         raise ValueError(
             f"{name} is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"

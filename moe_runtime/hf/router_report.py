@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.data import read_rows
@@ -38,7 +39,10 @@ def router_report(
     rows = read_rows(data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
+    except SafetensorError as error:
+        raise ValueError(f"model is {str(source)!r}, whose weights cannot be read: {error}; get them again") from error
     patch(model)
     with bar("routing", "token") as update:
         batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)

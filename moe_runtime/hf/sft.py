@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from moe_runtime import progress
@@ -149,16 +150,19 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         "dtype": model.dtype,
     } | (args.model_init_kwargs or {})
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
-    return _sft_trainer()(
-        model=name,
-        args=args,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        quantization_config=trl.get_quantization_config(model),
-        peft_config=trl.get_peft_config(model),
-        router_stats=ours.router_stats,
-        stop_on_nan=ours.stop_on_nan,
-    )
+    try:
+        return _sft_trainer()(
+            model=name,
+            args=args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            quantization_config=trl.get_quantization_config(model),
+            peft_config=trl.get_peft_config(model),
+            router_stats=ours.router_stats,
+            stop_on_nan=ours.stop_on_nan,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
 
 
 def _check_model(name: str | None) -> None:

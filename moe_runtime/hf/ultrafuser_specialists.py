@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -37,7 +38,7 @@ def open_model(source, dtype="auto") -> PreTrainedModel:
         return source
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".:")
         raise ValueError(
             f"specialist is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"

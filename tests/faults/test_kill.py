@@ -42,10 +42,9 @@ class Killed:
         """Return the bytes of what the verb is for."""
         return tree(self.folder / place / self.verb.out, self.verb.volatile)
 
-    def points(self, few: int, many: int, calls: int | None = None) -> list[int]:
+    def points(self, few: int, many: int) -> list[int]:
         """Draw different calls."""
-        calls = calls or self.calls
-        return sorted(self.draw.sample(range(1, calls + 1), min(scaled(few, many), calls)))
+        return sorted(self.draw.sample(range(1, self.calls + 1), min(scaled(few, many), self.calls)))
 
     def kill(self, place: str, at: int, *more: str) -> None:
         done = self.run(place, *more, fault=KILL, at=at)
@@ -63,7 +62,7 @@ WHOLE = ("upcycle", "merge", "esft merge", "fuse", "esft select")
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_appears_whole(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
-    for at in killed.points(2, 100):
+    for at in killed.points(1, 100):
         killed.kill("new", at)
         assert killed.kept("new") in (None, killed.want), f"killed at {at}: half a target"
         again = killed.run("new", *OVERWRITE)
@@ -77,8 +76,7 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
     """In the place of an older target: the old one whole, then the new one whole."""
     killed = Killed(faulty, inputs, tmp_path, name)
     is_file = (tmp_path / "undisturbed" / killed.verb.out).is_file()
-    calls = None
-    for at in killed.points(2, 100, killed.calls):
+    for at in killed.points(1, 100):
         out = tmp_path / "old" / killed.verb.out
         out.parent.mkdir()
         if is_file:
@@ -91,7 +89,6 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
         killed.kill("old", at, *OVERWRITE)
         assert killed.kept("old") in (old, killed.want), f"killed at {at}: neither the old target nor the new"
         again = killed.run("old", *OVERWRITE)
-        calls = calls or again.calls
         assert again.code == 0 and killed.kept("old") == killed.want, again.output
         assert not strays(tmp_path / "old"), f"killed at {at}"
         killed.forget("old")
@@ -127,7 +124,7 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
     want = made(tmp_path / "undisturbed", GOES_ON[name])
     assert want
-    for at in killed.points(4 if name in ("train", "tune") else 2, 100):
+    for at in killed.points(3 if name in ("train", "tune") else 1, 100):
         killed.kill("new", at)
         left = made(tmp_path / "new", GOES_ON[name])
         left.pop("out/expansion.json", None)  # says how far it came

@@ -42,6 +42,8 @@ def _quiet() -> None:
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # datasets would tell the Hub of each local file that is read
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 
 def __getattr__(name: str):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.row_files import check_lines, check_row, line_source, render
+from moe_runtime.row_files import check_lines, check_row, line_source, render, uncounted
 
 # the first layout whose columns are all there counts, and only its columns are kept
 LAYOUTS = (
@@ -93,7 +93,7 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
     if path.is_file() and (path.suffix not in BUILDERS or path.stat().st_size == 0):
         problem = "is empty" if path.suffix in BUILDERS else f"ends in {path.suffix!r}"
         raise ValueError(f"data is {str(path_or_id)!r}, which {problem}; want {_WANTED_SOURCE}, with rows")
-    with _one_line(path_or_id):
+    with _one_line(path_or_id), uncounted(datasets, path.exists()):
         check_lines(path)
         if path.is_file():
             rows = datasets.load_dataset(BUILDERS[path.suffix], data_files={split: str(path)}, split=split)

@@ -8,6 +8,7 @@ import glob
 import importlib
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -233,6 +234,12 @@ def reason_of(words: list[str]) -> str | None:
     line = " ".join(words)
     found = [key for key in NOT_RUN if line == key or line.startswith(key if key.endswith("=") else f"{key} ")]
     return max(found, key=len, default=None)
+
+
+def wants_a_compiler(words: list[str]) -> bool:
+    """Whether a command compiles, and this machine has no compiler."""
+    has_one = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    return "moe_runtime.build_cpu" in words and not has_one
 
 
 def run(words: list[str], monkeypatch) -> str:

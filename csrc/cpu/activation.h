@@ -1,8 +1,11 @@
 // The activations of moe_runtime/ops/activation.py and their slopes, on vectors; `act` counts as moe_runtime/cpp.py's ACTS.
 #pragma once
+#include "kernels.h"
 #include "vector.h"
 
 namespace {
+
+using moert::Form;
 
 inline vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
@@ -57,6 +60,38 @@ inline Point activation(vf x) {
     vf positive = x <= 0.0f ? vf{} : x;
     if (ACT == 4) return {positive, x <= 0.0f ? vf{} : all(1.0f)};
     return {positive * positive, 2.0f * positive};
+}
+
+struct Pair {
+    vf gate, up;
+};
+
+// LANES of gate and up from element i on of a row z [2I], `n` of them, the others zero
+template <class T>
+inline Pair load_pair(const T* z, int64_t I, int64_t i, int64_t n, bool in_turns) {
+    if (!in_turns)
+        return n == LANES ? Pair{load(z + i), load(z + I + i)} : Pair{load_part(z + i, n), load_part(z + I + i, n)};
+    T gate[LANES] = {}, up[LANES] = {};
+    for (int64_t j = 0; j < n; j++) gate[j] = z[2 * (i + j)], up[j] = z[2 * (i + j) + 1];
+    return {load(gate), load(up)};
+}
+
+template <class T>
+inline void store_pair(T* z, int64_t I, int64_t i, int64_t n, bool in_turns, Pair pair) {
+    if (!in_turns) {
+        if (n == LANES) return store(z + i, pair.gate), store(z + I + i, pair.up);
+        return store_part(z + i, pair.gate, n), store_part(z + I + i, pair.up, n);
+    }
+    T gate[LANES], up[LANES];
+    store(gate, pair.gate), store(up, pair.up);
+    for (int64_t j = 0; j < n; j++) z[2 * (i + j)] = gate[j], z[2 * (i + j) + 1] = up[j];
+}
+
+inline vf clamp(vf v, float limit) { return max(min(v, limit), -limit); }
+
+template <int ACT>
+inline vf gated(vf gate, vf up, Form form) {
+    return activation<ACT>(min(gate, form.limit)).value * (clamp(up, form.limit) + form.up_offset);
 }
 
 }  // namespace

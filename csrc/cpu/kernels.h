@@ -35,17 +35,24 @@ struct Combine {
     void* out;
 };
 
-// Few tokens. Units of `up` are (expert with rows, block of COLUMNS columns of h); of `down` blocks of COLUMNS columns of out.
-struct Few {
-    static constexpr int64_t COLUMNS = 32, ROWS = 64;
+// Rows of one expert.
+struct Piece {
+    int32_t expert, begin, end;
+};
+
+// Units of `up` are (piece, block of COLUMNS columns of h); of `down` blocks of a panel's columns of out.
+struct Experts {
+    static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64;
+    static constexpr int64_t PIECE = 1024;  // rows; so many, and who lays out the weights anew for each piece loses nothing
     Form form;
     const void *x, *up, *down, *up_bias, *down_bias;
     int64_t up_stride_e, up_stride, down_stride_e, down_stride;
     const float* weight;
-    const int32_t *offsets, *row_slot, *active;  // active: the experts that have rows
-    int64_t actives, T, H, I, K;
+    const int32_t* row_slot;
+    const Piece* pieces;
+    int64_t n_pieces, T, H, I, K;
     void *h, *z, *out;  // z may be null
-    float* sums;  // [T, H]
+    float* sums;        // [blocks of out, T, PANEL]
 };
 
 struct Kernels {
@@ -53,8 +60,9 @@ struct Kernels {
     void (*activate[2])(const Forward&, int64_t begin, int64_t end);
     void (*activate_backward[2])(const Backward&, int64_t begin, int64_t end);
     void (*combine[2])(const Combine&, int64_t begin, int64_t end);
-    void (*few_up[2])(const Few&, int64_t begin, int64_t end);
-    void (*few_down[2])(const Few&, int64_t begin, int64_t end);
+    // a unit's; `panel` is the thread's own, PANEL columns of the longer of H and I, in whole vectors
+    void (*experts_up[2])(const Experts&, int64_t unit, float* panel);
+    void (*experts_down[2])(const Experts&, int64_t unit, float* panel);
 };
 
 extern const Kernels generic;

@@ -13,7 +13,9 @@
 
 namespace {
 
+using moert::Experts;
 using moert::Kernels;
+using moert::Piece;
 
 struct Variant {
     const char* name;
@@ -62,39 +64,54 @@ typedef int (*Number)();
 Parallel omp_parallel = nullptr;
 Number omp_thread = nullptr, omp_threads = nullptr;
 
-struct Split {
-    void (*run)(const void*, int64_t, int64_t);
-    const void* work;
-    int64_t n, parts;
-};
-
-void share(void* data) {
-    const Split& split = *(const Split*)data;
-    const int64_t mine = omp_thread(), team = omp_threads();  // fewer than asked for inside another region
-    const int64_t threads = split.parts < team ? split.parts : team;
-    if (mine < threads) split.run(split.work, split.n * mine / threads, split.n * (mine + 1) / threads);
+// How many of a team of `threads` have a piece of work worth one. The others of the team, which is torch's, return at once:
+// libgomp ends the threads that a smaller team leaves out, and the next larger one makes them anew.
+int64_t parts_of(int64_t n, double bytes, int threads) {
+    const double worth = 1 << 15;  // bytes: a thread wakes in the time that one core moves so many
+    const int64_t parts = bytes < worth * threads ? (int64_t)(bytes / worth) : threads;
+    return omp_parallel ? (parts < n ? parts : n) : 1;
 }
 
-// Calls run(work, begin, end) for parts of 0..n, in as many threads as there are pieces of work worth one. The others
-// of the team of `threads`, which is torch's, return at once: libgomp ends the threads that a smaller team leaves out, and the
-// next larger one makes them anew.
+// Calls run(work, begin, end) for equal parts of 0..n.
 template <class Work>
 void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int64_t n, double bytes, int threads) {
-    if (n <= 0) return;
-    const double worth = 1 << 15;  // bytes: a thread wakes in the time that one core moves so many
-    int64_t parts = bytes < worth * threads ? (int64_t)(bytes / worth) : threads;
-    if (parts > n) parts = n;
-    if (parts <= 1 || !omp_parallel) return run(work, 0, n);
-    struct Erased {
+    struct Split {
         void (*run)(const Work&, int64_t, int64_t);
-        const Work* work;
-        static void call(const void* self, int64_t begin, int64_t end) {
-            const Erased& e = *(const Erased*)self;
-            e.run(*e.work, begin, end);
+        const Work& work;
+        int64_t n, parts;
+        static void share(void* data) {
+            const Split& split = *(const Split*)data;
+            const int64_t mine = omp_thread(), team = omp_threads();  // fewer than asked for inside another region
+            const int64_t threads = split.parts < team ? split.parts : team;
+            if (mine < threads) split.run(split.work, split.n * mine / threads, split.n * (mine + 1) / threads);
         }
-    } erased = {run, &work};
-    Split split = {Erased::call, &erased, n, parts};
-    omp_parallel(share, &split, (unsigned)threads, 0);
+    } split = {run, work, n, parts_of(n, bytes, threads)};
+    if (n <= 0) return;
+    if (split.parts <= 1) return run(work, 0, n);
+    omp_parallel(Split::share, &split, (unsigned)threads, 0);
+}
+
+// Calls run(work, unit, panel) for each unit of 0..n, which take their time: a thread takes the next when it is done with one.
+template <class Work>
+void in_turns(
+    void (*run)(const Work&, int64_t, float*), const Work& work, int64_t n, double bytes, int threads, char* panels,
+    int64_t panel_bytes) {
+    struct Turns {
+        void (*run)(const Work&, int64_t, float*);
+        const Work& work;
+        int64_t n, parts, next;
+        char* panels;
+        int64_t panel_bytes;
+        static void share(void* data) {
+            Turns& turns = *(Turns*)data;
+            const int64_t mine = omp_parallel ? omp_thread() : 0;
+            if (mine >= turns.parts) return;
+            for (int64_t unit; (unit = __atomic_fetch_add(&turns.next, 1, __ATOMIC_RELAXED)) < turns.n;)
+                turns.run(turns.work, unit, (float*)(turns.panels + mine * turns.panel_bytes));
+        }
+    } turns = {run, work, n, parts_of(n, bytes, threads), 0, panels, panel_bytes};
+    if (turns.parts > 1) return omp_parallel(Turns::share, &turns, (unsigned)threads, 0);
+    for (int64_t unit = 0; unit < n; unit++) run(work, unit, (float*)panels);
 }
 
 template <class T>
@@ -127,7 +144,31 @@ void gather(const Gather& g, int64_t begin, int64_t end) {
 }
 
 int64_t size_of(int dtype) { return dtype ? 2 : 4; }
+int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// the experts that have rows, in pieces of nearly the same size each; returns how many
+int64_t cut(const int32_t* offsets, int64_t E, Piece* pieces) {
+    int64_t count = 0;
+    for (int64_t e = 0; e < E; e++) {
+        const int64_t begin = offsets[e], rows = offsets[e + 1] - begin, n = blocks(rows, Experts::PIECE);
+        for (int64_t i = 0; i < n; i++)
+            pieces[count++] = {(int32_t)e, (int32_t)(begin + rows * i / n), (int32_t)(begin + rows * (i + 1) / n)};
+    }
+    return count;
+}
+
+// where in the scratch memory of one call what lies, after h
+struct Parts {
+    int64_t sums, pieces, panels, panel_bytes;
+};
+
+Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K) {
+    const int64_t most_pieces = E + T * K / Experts::PIECE, longest = (H > I ? H : I) + 31;  // a bfloat16 vector more
+    const int64_t sums = aligned(T * K * I * size_of(dtype)), pieces = sums + aligned(T * blocks(H, Experts::PANEL) * Experts::PANEL * 4);
+    const int64_t panels = pieces + aligned(most_pieces * sizeof(Piece));
+    return {sums, pieces, panels, aligned(longest * Experts::PANEL * 4)};
+}
 
 }  // namespace
 
@@ -163,7 +204,7 @@ void moert_cpu_plan(
     uint8_t* everyone) {
     for (int64_t r = 0; r < T * K; r++) {
         row_token[r] = row_slot[r] / (int32_t)K;
-        if (slot_row) slot_row[row_slot[r]] = (int32_t)r;
+        slot_row[row_slot[r]] = (int32_t)r;
     }
     for (int64_t e = 0; e < E; e++) {
         const int32_t first = offsets[e];
@@ -197,28 +238,26 @@ void moert_cpu_combine(
     parallel(variant->kernels->combine[dtype / 2], c, T, (double)size_of(dtype) * T * (K + 1) * H, threads);
 }
 
-int64_t moert_cpu_few_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K) {
-    return aligned(T * K * I * size_of(dtype)) + aligned(T * H * 4) + aligned(E * 4);
+int64_t moert_cpu_experts_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads) {
+    const Parts parts = parts_of_scratch(dtype, T, H, I, E, K);
+    return parts.panels + threads * parts.panel_bytes;
 }
 
-void moert_cpu_few(
+void moert_cpu_experts(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
     int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
-    const void* down_bias, const float* weight, const void* topk_idx, int idx_kind, int64_t T, int64_t H, int64_t I,
-    int64_t E, int64_t K, void* scratch, void* z, void* out, int32_t* offsets, int32_t* row_slot, int threads) {
-    moert_cpu_sort(topk_idx, idx_kind, T * K, E, offsets, row_slot, nullptr);
-    char* h = (char*)scratch;
-    char* sums = h + aligned(T * K * I * size_of(dtype));
-    int32_t* active = (int32_t*)(sums + aligned(T * H * 4));
-    int64_t actives = 0;
-    for (int64_t e = 0; e < E; e++)
-        if (offsets[e] < offsets[e + 1]) active[actives++] = (int32_t)e;
-    const moert::Few f = {
+    const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
+    int64_t I, int64_t E, int64_t K, void* scratch, void* z, void* out, int threads) {
+    const Parts parts = parts_of_scratch(dtype, T, H, I, E, K);
+    char *h = (char*)scratch, *panels = h + parts.panels;
+    Piece* pieces = (Piece*)(h + parts.pieces);
+    const int64_t n_pieces = cut(offsets, E, pieces);
+    const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
-        weight, offsets, row_slot, active, actives, T, H, I, K, h, z, out, (float*)sums,
+        weight, row_slot, pieces, n_pieces, T, H, I, K, h, z, out, (float*)(h + parts.sums),
     };
-    const int64_t C = moert::Few::COLUMNS;
-    const double bytes = (double)size_of(dtype) * actives * I * H;
-    parallel(variant->kernels->few_up[dtype / 2], f, actives * ((I + C - 1) / C), 2 * bytes, threads);
-    parallel(variant->kernels->few_down[dtype / 2], f, (H + C - 1) / C, bytes, threads);
+    const double bytes = (double)size_of(dtype) * n_pieces * I * H;
+    const int64_t ups = n_pieces * blocks(I, Experts::COLUMNS), downs = blocks(H, Experts::PANEL);
+    in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.panel_bytes);
+    in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.panel_bytes);
 }

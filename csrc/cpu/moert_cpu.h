@@ -1,9 +1,9 @@
-// C interface of libmoert_cpu.so: what stands around the matmuls of the experts on a CPU. moe_runtime/cpp.py reads the argument
+// C interface of libmoert_cpu.so: the experts on a CPU, and what stands around their matmuls where torch has those. moe_runtime/cpp.py reads the argument
 // types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 1
+#define MOERT_CPU_ABI_VERSION 2
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
@@ -17,11 +17,11 @@ MOERT_API int moert_cpu_limit(const char* name);
 MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);
 
 // Stable counting sort of the slots of topk_idx [T, K], `idx_kind` its bytes, negative for signed ints: offsets [E + 1],
-// row_slot and slot_row [T * K]. Ids outside 0..E-1 sort behind every expert.
+// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 sort behind every expert.
 MOERT_API void moert_cpu_sort(
     const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row);
 
-// From offsets and row_slot: row_token [R], slot_row [R] (may be null), and for each expert whether it sees every one of T tokens
+// From offsets and row_slot: row_token [R], slot_row [R], and for each expert whether it sees every one of T tokens
 // once, in order.
 MOERT_API void moert_cpu_plan(
     const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t K, int64_t E, int32_t* row_token, int32_t* slot_row,
@@ -44,11 +44,12 @@ MOERT_API void moert_cpu_combine(
     int dtype, const void* y, const float* weight, const int32_t* slot_row, int64_t T, int64_t K, int64_t H, int64_t rows,
     void* out, int threads);
 
-// The whole forward pass for few tokens: every weight of an expert that has tokens is read once. Strides in elements; the last
-// dim of both stacks is contiguous, biases may be null, and so may z [T * K, 2I or I], which is written. `scratch` has moert_cpu_few_bytes bytes, aligned to 64.
-MOERT_API int64_t moert_cpu_few_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K);
-MOERT_API void moert_cpu_few(
+// The whole forward pass: every weight of an expert that has tokens is read once, or once for many rows. Strides in elements; the
+// last dim of both stacks is contiguous, biases may be null, and so may z [T * K, 2I or I], which is written. `scratch` has
+// moert_cpu_experts_bytes bytes, aligned to 64.
+MOERT_API int64_t moert_cpu_experts_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads);
+MOERT_API void moert_cpu_experts(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
     int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
-    const void* down_bias, const float* weight, const void* topk_idx, int idx_kind, int64_t T, int64_t H, int64_t I,
-    int64_t E, int64_t K, void* scratch, void* z, void* out, int32_t* offsets, int32_t* row_slot, int threads);
+    const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
+    int64_t I, int64_t E, int64_t K, void* scratch, void* z, void* out, int threads);

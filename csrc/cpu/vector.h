@@ -22,6 +22,14 @@ struct bf16 {
     uint16_t bits;
 };
 
+inline float scalar(float x) { return x; }
+inline float scalar(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 inline vf wide(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 
 // to nearest, ties to even; a NaN stays one
@@ -61,6 +69,16 @@ inline void store_part(T* p, vf v, int64_t n) {
     store(some, v);
     memcpy(p, some, n * sizeof(T));
 }
+
+template <class T>
+inline vf load_up_to(const T* p, int64_t n) {
+    return n == LANES ? load(p) : load_part(p, n);
+}
+template <class T>
+inline void store_up_to(T* p, vf v, int64_t n) {
+    n == LANES ? store(p, v) : store_part(p, v, n);
+}
+inline int64_t lanes(int64_t rest) { return rest < LANES ? rest : LANES; }
 
 inline vf all(float x) { return x - vf{}; }
 

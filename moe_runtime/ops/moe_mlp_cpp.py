@@ -1,8 +1,8 @@
-"""The cpp backend of `moe_mlp`: torch's matmuls with csrc/cpu around them, and csrc/cpu alone where tokens are few.
+"""The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around them.
 
-The way is that of `moe_mlp_torch`; sorting, gathering, the activation with its gradient, and the weighted sum are one pass
-each, in float32 between what it reads and what it writes. For few tokens the weights are all that counts: each one that is
-needed is read once, in one call.
+The forward pass is one call where that is measured to be faster, and everywhere for experts of few rows, where each weight is
+read once and that decides. What is left, and the backward pass, goes the way of `moe_mlp_torch`; sorting, gathering, the
+activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
 """
 
 import math
@@ -13,31 +13,31 @@ from moe_runtime import cpp
 from moe_runtime.ops.moe_mlp_torch import Experts, Gradients, groups, new_gradients, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
-# rows of an expert, on average, up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
+ANY = 1 << 62
+# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
 FEW = {
-    "avx512_bf16": {torch.float32: 160, torch.bfloat16: 64},
-    "avx512": {torch.float32: 160, torch.bfloat16: 16},
+    "avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY},
+    "avx512": {torch.float32: ANY, torch.bfloat16: 16},
 }
-FEW_ELSEWHERE = dict.fromkeys(
-    (torch.float32, torch.bfloat16), 16
-)  # where one call reads the weights once and that decides
+# where one call reads the weights once and that decides
+FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
 class _Plan:
     """Index arrays of one call, and the library's functions on them."""
 
-    def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot, slot_row=None):
+    def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot):
         (self.T, self.K), (self.E, self.Z, self.H) = topk_weight.shape, experts.up.shape
         self.R, self.I = self.T * self.K, experts.down.shape[2]
         self.calls, self.threads, self.weight = cpp.library().handle, torch.get_num_threads(), topk_weight
         self.dtype, self.form = cpp.DTYPES[x.dtype], form_of(experts)
         self.row_slot = row_slot
         self.row_token = scratch("row_token", (self.R,), row_slot)
-        self.slot_row = scratch("slot_row", (self.R,), row_slot) if slot_row is None else slot_row
+        self.slot_row = scratch("slot_row", (self.R,), row_slot)
         everyone = scratch("everyone", (self.E,), row_slot, torch.uint8)
         self.calls.moert_cpu_plan(
             offsets.data_ptr(), row_slot.data_ptr(), self.T, self.K, self.E, self.row_token.data_ptr(),
-            self.slot_row.data_ptr() if slot_row is None else None, everyone.data_ptr(),
+            self.slot_row.data_ptr(), everyone.data_ptr(),
         )  # fmt: skip
         self.bounds = offsets.tolist()
         self.rows = self.bounds[-1]  # those of experts; dropped slots' lie behind
@@ -86,17 +86,13 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     E, Z, H = experts.up.shape
     R, I = topk_idx.numel(), experts.down.shape[2]
     offsets, row_slot = (topk_idx.new_empty(n, dtype=torch.int32) for n in (E + 1, R))
-    if _few(experts, R):
-        z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
-        out = _forward_few(x, experts, topk_weight, topk_idx, offsets, row_slot, z_all)
-        return out, z_all, offsets, row_slot
-    slot_row = scratch("slot_row", (R,), row_slot)
     cpp.library().handle.moert_cpu_sort(
-        topk_idx.data_ptr(), cpp.IDX_KINDS[topk_idx.dtype], R, E, offsets.data_ptr(), row_slot.data_ptr(),
-        slot_row.data_ptr(),
-    )  # fmt: skip
-    plan = _Plan(experts, x, topk_weight, offsets, row_slot, slot_row)
+        topk_idx.data_ptr(), cpp.IDX_KINDS[topk_idx.dtype], R, E, offsets.data_ptr(), row_slot.data_ptr(), None
+    )
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
+    if _in_one_call(experts, offsets):
+        return _forward_in_one_call(x, experts, topk_weight, offsets, row_slot, z_all), z_all, offsets, row_slot
+    plan = _Plan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
     up, down = _transposed(experts, 0), _transposed(experts, 1)
     for group in plan.groups:
@@ -111,10 +107,12 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     return plan.combine(y, weighted=True), z_all, offsets, row_slot
 
 
-def _few(experts: Experts, R: int) -> bool:
-    """Whether the experts have so few rows each that one call of the library does it all; each row of weights in one piece."""
-    contiguous = experts.up_trained is None and experts.up.stride(2) == 1 == experts.down.stride(2)
-    return contiguous and _few_rows(experts.up.dtype) * experts.up.shape[0] >= R
+def _in_one_call(experts: Experts, offsets: torch.Tensor) -> bool:
+    """Whether one call of the library is to do it all, by the rows of each expert; each row of weights in one piece."""
+    if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
+        return False
+    few = _few_rows(experts.up.dtype)
+    return few == ANY or int(offsets.diff().max()) <= few
 
 
 def _few_rows(dtype: torch.dtype) -> int:
@@ -123,27 +121,21 @@ def _few_rows(dtype: torch.dtype) -> int:
     return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
 
 
-def _forward_few(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, z):
-    """`forward` in one call; z [R, 2I or I] is written, or [0, ...] and is not."""
-    (T, K), (E, _, H), I = topk_idx.shape, experts.up.shape, experts.down.shape[2]
+def _forward_in_one_call(x, experts: Experts, topk_weight, offsets, row_slot, z):
+    """Return out [T, H]; z [R, 2I or I] is written, or [0, ...] and is not."""
+    (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
     calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
-    space = scratch("few", (calls.moert_cpu_few_bytes(dtype, T, H, I, E, K),), x, torch.uint8)
+    threads = torch.get_num_threads()
+    space = scratch("one call", (calls.moert_cpu_experts_bytes(dtype, T, H, I, E, K, threads),), x, torch.uint8)
     biases = [None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)]
     out = x.new_empty(T, H)
-    calls.moert_cpu_few(
+    calls.moert_cpu_experts(
         dtype, *form_of(experts), x.data_ptr(), up.data_ptr(), up.stride(0), up.stride(1), down.data_ptr(),
         down.stride(0), down.stride(1), *(None if bias is None else bias.data_ptr() for bias in biases),
-        topk_weight.data_ptr(), topk_idx.data_ptr(), cpp.IDX_KINDS[topk_idx.dtype], T, H, I, E, K, space.data_ptr(),
-        z.data_ptr() if z.shape[0] else None, out.data_ptr(), offsets.data_ptr(), row_slot.data_ptr(), torch.get_num_threads(),
+        topk_weight.data_ptr(), offsets.data_ptr(), row_slot.data_ptr(), T, H, I, E, K, space.data_ptr(),
+        z.data_ptr() if z.shape[0] else None, out.data_ptr(), threads,
     )  # fmt: skip
     return out
-
-
-def _topk_idx(plan: _Plan) -> torch.Tensor:
-    """Return the ids [T, K] int32 that the plan was made from; E for dropped slots."""
-    counts = [b - a for a, b in zip(plan.bounds, [*plan.bounds[1:], plan.R])]
-    expert = torch.arange(plan.E + 1, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-    return torch.empty_like(expert).index_copy_(0, plan.row_slot.long(), expert).view(plan.T, plan.K)
 
 
 def _weights(experts: Experts, part: int) -> list[torch.Tensor]:
@@ -181,9 +173,9 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     each = [None if grad is None else grad.unbind(0) for grad in (up, down)]
     row_weight = None if down_bias is None else topk_weight.reshape(-1)[row_slot]
     weights = [_weights(experts, part) for part in (0, 1)]
-    if R and not z_all.shape[0] and _few(experts, R):  # by the way that the forward pass went, to the last bit
-        z_all = scratch("few z", (R, Z), x)
-        _forward_few(x, experts, topk_weight, _topk_idx(plan), offsets.clone(), row_slot.clone(), z_all)
+    if R and not z_all.shape[0] and _in_one_call(experts, offsets):  # as the forward pass, to the last bit
+        z_all = scratch("z again", (R, Z), x)
+        _forward_in_one_call(x, experts, topk_weight, offsets, row_slot, z_all)
     again = None if z_all.shape[0] else _transposed(experts, 0)
     dx = scratch("y", (R, H), x) if needs[0] else None
     for group in plan.groups:

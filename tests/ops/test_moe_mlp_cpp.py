@@ -237,20 +237,42 @@ def test_sort_is_stable_and_drops_what_is_outside(dtype):
     assert torch.equal(slot_row[row_slot.long()].long(), torch.arange(500))
 
 
-def test_few_tokens_take_one_call_and_many_do_not(monkeypatch):
+def test_the_largest_expert_decides_who_multiplies(monkeypatch):
     taken = []
-    few = moe_mlp_cpp._forward_few
-    monkeypatch.setattr(moe_mlp_cpp, "_forward_few", lambda *args: taken.append(1) or few(*args))
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 48)
-    for T, want in ((96, 1), (97, 0)):
+    one_call = moe_mlp_cpp._forward_in_one_call
+    monkeypatch.setattr(moe_mlp_cpp, "_forward_in_one_call", lambda *args: taken.append(1) or one_call(*args))
+    for T, few, want in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):  # a quarter of them each on average
         taken.clear()
-        case = make_case(T, 33, 17, 4, 2)
+        monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype, few=few: few)
+        case = make_case(T, 33, 17, 4, 1)
+        case.topk_idx.fill_(2)
         no_grad(case)
         assert len(taken) == want
+    taken.clear()
     case = make_case(5, 33, 17, 4, 2)
     layouts.transposed_weights(case)  # whose rows are not in one piece
     no_grad(case)
     assert not taken
+
+
+# rows of the experts: below and above where weights are laid out anew, a tile's rest of each length, more than one piece
+SKEWED = [
+    pytest.param([1, 15, 16, 17, 0, 23], id="about the threshold"),
+    pytest.param([0, 300, 1, 0, 2, 5], id="one has nearly all"),
+    pytest.param([0, 0, 0, 0, 0, 49], id="one has all"),
+    pytest.param([1030, 4, 0, 20, 0, 0], id="two pieces"),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("H, I", [(33, 17), (96, 128), (130, 70)])
+@pytest.mark.parametrize("counts", SKEWED)
+def test_skewed_routing_both_ways(counts, H, I, gated, dtype, way, tolerance):
+    case = make_case(sum(counts), H, I, len(counts), 1, dtype, gated=gated, bias=True)
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    case.topk_idx.copy_(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None])
+    assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
 
 
 @pytest.mark.parametrize("way_of", [0, 1 << 20], ids=["matmuls", "one call"])
@@ -276,8 +298,9 @@ def test_compiles_without_a_graph_break(recompute):
 
 def test_how_few_are_few_depends_on_the_machine(variant):
     rows = [moe_mlp_cpp._few_rows(dtype) for dtype in FLOATS]
-    want = [160 if variant.startswith("avx512") else 16, 64 if variant == "avx512_bf16" else 16]
-    assert rows == (want if not torch.cpu._is_amx_tile_supported() else [want[0], 16])
+    any_, tiles = moe_mlp_cpp.ANY, torch.cpu._is_amx_tile_supported()
+    want = [any_ if variant.startswith("avx512") else 16, any_ if variant == "avx512_bf16" and not tiles else 16]
+    assert rows == want
 
 
 def test_the_process_has_one_openmp():

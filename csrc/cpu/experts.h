@@ -1,0 +1,137 @@
+// The whole forward pass of the experts: up with the activation, then down with the weighted sum, on units that no two threads share.
+#pragma once
+#include "activation.h"
+#include "kernels.h"
+#include "tiles.h"
+
+namespace {
+
+using moert::Experts;
+using moert::Piece;
+
+constexpr int64_t LINE = 16;  // floats of a cache line
+
+template <class T>
+inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_t columns) {
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t n = 0; n < columns; n++) z[m * PANEL + n] += scalar(bias[n * step]);
+}
+
+// `columns` rows of w, from vector `at` of a panel on, if the rows that they meet are so many that it pays
+template <class T>
+inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
+#if defined(__AVX512F__)
+    for (int64_t n = 0; n < columns; n += LANES) pack(w + n * stride, stride, lanes(columns - n), length, panel + n);
+#endif
+}
+
+inline bool many(int64_t rows) {
+#if defined(__AVX512F__)
+    return rows >= PACK_FROM;
+#else
+    return false;
+#endif
+}
+
+// rows of h [.., I], and of z where it is kept, from those of gate and up
+template <class T, int ACT>
+inline void finish_up(const Experts& f, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {
+    constexpr int64_t C = Experts::COLUMNS;
+    const bool turns = f.form.form == 2;
+    const int64_t Z = f.form.form ? 2 * f.I : f.I;
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            const int64_t n = lanes(columns - j), at = m * PANEL + j;
+            const Pair pair = {load_up_to(gate + at, n), f.form.form ? load_up_to(gate + C + at, n) : vf{}};
+            if (f.z) {
+                T* z = (T*)f.z + (row + m) * Z;
+                if (f.form.form) store_pair(z, f.I, i + j, n, turns, pair);
+                else store_up_to(z + i + j, pair.gate, n);
+            }
+            vf h = f.form.form ? gated<ACT>(pair.gate, pair.up, f.form) : activation<ACT>(pair.gate).value;
+            store_up_to((T*)f.h + (row + m) * f.I + i + j, h, n);
+        }
+}
+
+template <class T, int ACT>
+void experts_up_act(const Experts& f, int64_t unit, float* panel) {
+    constexpr int64_t C = Experts::COLUMNS;
+    const int64_t blocks = (f.I + C - 1) / C;
+    const Piece piece = f.pieces[unit / blocks];
+    const bool form = f.form.form, turns = f.form.form == 2, packed = many(piece.end - piece.begin);
+    const int64_t step = turns ? 2 : 1, up_from = turns ? 1 : f.I, Z = form ? 2 * f.I : f.I, stride = step * f.up_stride;
+    const int64_t e = piece.expert, i = unit % blocks * C, columns = f.I - i < C ? f.I - i : C;
+    const T* w = (const T*)f.up + e * f.up_stride_e + i * step * f.up_stride;
+    const T* bias = f.up_bias ? (const T*)f.up_bias + e * Z + i * step : nullptr;
+    alignas(64) float gate[Experts::ROWS * PANEL], *up = gate + C;
+    if (packed) lay_out(w, stride, columns, f.H, panel);
+    if (packed && form) lay_out(w + up_from * f.up_stride, stride, columns, f.H, panel + C);
+    for (int64_t r = piece.begin; r < piece.end; r += Experts::ROWS) {
+        const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
+        const T* x[Experts::ROWS];
+        for (int64_t m = 0; m < rows; m++) x[m] = (const T*)f.x + f.row_slot[r + m] / f.K * f.H;
+#if defined(__AVX512F__)
+        if (packed) form ? packed_rows<T, 4>(x, rows, panel, f.H, gate) : packed_rows<T, 2>(x, rows, panel, f.H, gate);
+#endif
+        if (!packed) dots(x, rows, w, stride, columns, f.H, gate);
+        if (!packed && form) dots(x, rows, w + up_from * f.up_stride, stride, columns, f.H, up);
+        if (bias) add_bias(gate, rows, bias, step, columns);
+        if (bias && form) add_bias(up, rows, bias + up_from, step, columns);
+        finish_up<T, ACT>(f, r, rows, i, columns, gate);
+    }
+}
+
+template <class T>
+void experts_up(const Experts& f, int64_t unit, float* panel) {
+    void (*const of[])(const Experts&, int64_t, float*) = {
+        experts_up_act<T, 0>, experts_up_act<T, 1>, experts_up_act<T, 2>,
+        experts_up_act<T, 3>, experts_up_act<T, 4>, experts_up_act<T, 5>,
+    };
+    of[f.form.act](f, unit, panel);
+}
+
+// rows of y onto the sums [T][PANEL] of their tokens
+inline void add_weighted(const Experts& f, int64_t row, int64_t rows, int64_t columns, const float* y, float* sums) {
+    for (int64_t m = 0; m < rows; m++, y += PANEL) {
+        const int32_t slot = f.row_slot[row + m];
+        const float w = f.weight[slot];
+        float* total = sums + slot / f.K * PANEL;
+        int64_t n = 0;
+        for (; n + LANES <= columns; n += LANES) store(total + n, load(total + n) + w * load(y + n));
+        for (; n < columns; n++) total[n] += w * y[n];
+    }
+}
+
+template <class T>
+void experts_down(const Experts& f, int64_t unit, float* panel) {
+    const int64_t c = unit * PANEL, columns = f.H - c < PANEL ? f.H - c : PANEL;
+    alignas(64) float y[Experts::ROWS * PANEL];
+    float* sums = f.sums + unit * f.T * PANEL;
+    memset(sums, 0, f.T * PANEL * sizeof *sums);
+    for (const Piece* piece = f.pieces; piece != f.pieces + f.n_pieces; piece++) {
+        const int64_t e = piece->expert;
+        const T* w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
+        const bool packed = many(piece->end - piece->begin);
+        if (packed) lay_out(w, f.down_stride, columns, f.I, panel);
+        for (int64_t r = piece->begin; r < piece->end; r += Experts::ROWS) {
+            const int64_t rest = piece->end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
+            const T* h[Experts::ROWS];
+            for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (r + m) * f.I;
+            for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
+                for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + f.row_slot[r + m] / f.K * PANEL + n, 1);
+#if defined(__AVX512F__)
+            if (packed) packed_rows<T, VECTORS>(h, rows, panel, f.I, y);
+#endif
+            if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
+            if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
+            add_weighted(f, r, rows, columns, y, sums);
+        }
+    }
+    for (int64_t t = 0; t < f.T; t++, sums += PANEL)
+        for (int64_t n = 0; n < columns; n += LANES) {
+            const int64_t some = lanes(columns - n);
+            store_up_to((T*)f.out + t * f.H + c + n, load_up_to(sums + n, some), some);
+        }
+}
+
+}  // namespace

@@ -5,7 +5,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -91,8 +90,10 @@ def routing_of(source: str | Path) -> tuple[int | None, int | None]:
 def _load(kind: type, source: str | Path, name: str, **settings):
     try:
         return kind.from_pretrained(source, **settings)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".:")
+    except (MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # a config class falls over whatever it meets, tokenizers' Rust raises Exception itself
+        reason = str(error).strip().partition("\n")[0].rstrip(".:")[:500] or type(error).__name__
         raise ValueError(
             f"{name} is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
         ) from error

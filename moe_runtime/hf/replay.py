@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import atomic_file
 from moe_runtime.hf.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, plain_name, routed_layers
 
@@ -54,17 +54,20 @@ class RoutingRecord:
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":
         """Read what `save` wrote; raise ValueError for another file, and for ids that no expert has."""
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"format of {path} is {metadata.get('format')!r}; want {FORMAT!r}")
+        path = Path(path)
+        with Checkpoint(path.parent, path.name) as file:
+            if file.metadata.get("format") != FORMAT:
+                raise ValueError(f"format of {path} is {file.metadata.get('format')!r}; want {FORMAT!r}")
             sizes = {
-                k.removeprefix("num_experts/"): int(v) for k, v in metadata.items() if k.startswith("num_experts/")
+                k.removeprefix("num_experts/"): v for k, v in file.metadata.items() if k.startswith("num_experts/")
             }
-            record = cls({}, sizes)
             names = [name.rpartition("/") for name in file.keys()]
+            wrong = [n for n in (*sizes.values(), *(name[2] for name in names)) if not (n.isascii() and n.isdigit())]
+            if wrong:
+                raise ValueError(f"a number of {path} is {wrong[0][:80]!r}; want a file that save wrote")
+            record = cls({}, {layer: int(size) for layer, size in sizes.items()})
             for layer, _, call in sorted(names, key=lambda name: int(name[2])):
-                record.ids.setdefault(layer, []).append(file.get_tensor(f"{layer}/{call}"))
+                record.ids.setdefault(layer, []).append(file.get(f"{layer}/{call}"))
         record.check()
         return record
 

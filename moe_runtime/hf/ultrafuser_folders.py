@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.config import check_choice
-from moe_runtime.files import atomic_folder, atomic_write_json, check_out_dir, read_json
+from moe_runtime.files import atomic_folder, atomic_write_json, check_out_dir, is_plain_name, read_json
 from moe_runtime.hf.rope import write_legacy_rope
 from moe_runtime.hf.ultrafuser import UltraFuser
 from moe_runtime.hf.ultrafuser_inputs import check_tokenizers
@@ -145,8 +145,16 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"format of {path} is {values.get('format')}; want {FORMAT}; upgrade moe_runtime")
     keys = {"name", "path", "template", "dtype", "weights"}
     wrong = [key for key in ("gate", "loss_reduction", "specialists") if key not in values]
-    if wrong or any(keys - one.keys() for one in values["specialists"]):
+    parts = values.get("specialists")
+    if wrong or not isinstance(parts, list) or any(not isinstance(one, dict) or keys - one.keys() for one in parts):
         raise ValueError(f"{path} lacks {', '.join(wrong) or 'fields of a specialist'}; want a file that save wrote")
+    for one in parts:
+        odd = [key for key in keys if not isinstance(one[key], str if key in ("name", "path", "dtype") else str | None)]
+        if odd or not is_plain_name(one["name"]):
+            raise ValueError(f"{(odd or ['name'])[0]} of a specialist in {path} is none; want a file that save wrote")
+    gate = values["gate"]
+    if not isinstance(gate, dict) or not {"kind", "joint"} <= gate.keys():
+        raise ValueError(f"gate of {path} is {str(gate)[:80]}; want an object with kind and joint, as save wrote it")
     return values
 
 

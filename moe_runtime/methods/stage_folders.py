@@ -70,8 +70,12 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
 def read_result(stage: Path, kind: type = Result, **changes):
     """Read the result.json of a stage's folder as the NamedTuple `kind`; `changes` replace what is in it."""
     values = read_json(stage / "result.json")
-    values["history"] = [tuple(point) for point in values["history"]]
-    return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
+    try:
+        values["history"] = [tuple(point) for point in values["history"]]
+        return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
+    except (KeyError, TypeError) as error:
+        how = "remove the folder, and the stage is made anew"
+        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}); want a file of a stage; {how}") from error
 
 
 def remove(folder: Path) -> None:

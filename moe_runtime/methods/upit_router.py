@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moe_runtime import progress
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import check_bool, check_choice, check_number, check_positive
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
@@ -212,15 +213,22 @@ def load_routed(folder: str | Path) -> RoutedExpert:
         raise ValueError(
             f"folder is {folder}, with format {record.get('format')!r}; want {FORMAT}, and {VECTORS} beside it"
         )
-    return RoutedExpert(
-        vectors=load_file(folder / VECTORS)["vectors"],
-        folder=folder / record["expert"],
-        router_init=record["router_init"],
-        before=Measured(**record["before"]),
-        after=Measured(**record["after"]),
-        steps=record["steps"],
-        seconds=record["seconds"],
-    )
+    with Checkpoint(folder, VECTORS) as checkpoint:
+        vectors = checkpoint.get("vectors")
+    try:
+        return RoutedExpert(
+            vectors=vectors,
+            folder=folder / record["expert"],
+            router_init=record["router_init"],
+            before=Measured(**record["before"]),
+            after=Measured(**record["after"]),
+            steps=record["steps"],
+            seconds=record["seconds"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / RECORD} lacks fields ({error}); want a file of upit init-routers; run it again"
+        ) from error
 
 
 def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype: str | None) -> None:

@@ -81,9 +81,9 @@ def tune(
 
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
-    """Return name -> tuning.Layer of --shape, or of --model and the sizes given beside it."""
+    """Return name -> Layer of --shape, or of --model and the sizes given beside it."""
     from moe_runtime.config import check_choice
-    from moe_runtime.tuning import LAYERS, Layer, read_layer
+    from moe_runtime.layer_sizes import LAYERS, Layer, read_layer
 
     if shape is not None:
         if model is not None or sizes:

@@ -8,7 +8,6 @@ A process reads the file at its first launch and keeps its configs from then on.
 
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import json
 import os
@@ -24,43 +23,14 @@ import triton
 from triton.runtime.jit import KernelInterface
 
 from moe_runtime import backends, files
-from moe_runtime.config import MoEConfig, check_positive
 from moe_runtime.kernels import dispatch, tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
 from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
 from moe_runtime.kernels.tiles import Problem, Tile
+from moe_runtime.layer_sizes import Layer
 from moe_runtime.timing import EventTimer, time_all, worst_row
 
-
-class Layer(NamedTuple):
-    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
-    shared: bool = False
-    gated: bool = True
-
-    def check(self) -> None:
-        """Raise ValueError for sizes that are none."""
-        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            check_positive(name, getattr(self, name))
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
-
-
-LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
-    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
-    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
-    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
-    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
-    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
-    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
-    "OLMoE": Layer(2048, 1024, 64, 8),
-    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
-}
 DTYPES = ("bfloat16", "float16", "float32")
 PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
 # largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
@@ -389,24 +359,9 @@ def versions() -> dict[str, str]:
         driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         driver = "unknown"
-    triton_version = importlib.metadata.version("triton")
-    return {"torch": torch.__version__, "triton": triton_version, "driver": driver, "date": time.strftime("%Y-%m-%d")}
-
-
-def read_layer(folder: Path) -> Layer:
-    """Return the MoE layers' sizes from a model folder's config.json, ours or transformers'; 0 for what a dense one lacks."""
-    values = files.read_json(Path(folder) / "config.json")
-    if isinstance(block := values.get("moe_runtime"), dict):
-        c = MoEConfig.from_dict(block["config"])
-        return Layer(c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated)
-    values = values.get("text_config") or values
-
-    def first(*names: str) -> int:
-        return next((values[name] for name in names if values.get(name)), 0)
-
-    return Layer(
-        first("hidden_size"),
-        first("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
-        first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        first("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"),
-    )
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "driver": driver,
+        "date": time.strftime("%Y-%m-%d"),
+    }

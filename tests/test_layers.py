@@ -21,6 +21,7 @@ RANK = {
     "cuda": 1,
     "diagnosis": 1,
     "interruption": 1,
+    "layer_sizes": 1,
     "progress": 1,
     "surroundings": 1,
     "terminal": 1,

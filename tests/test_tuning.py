@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime import timing, tuning
+from moe_runtime import layer_sizes, timing, tuning
 from moe_runtime.bench import shapes
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
+from moe_runtime.layer_sizes import Layer
 from moe_runtime.ops.moe_mlp import moe_mlp
-from moe_runtime.tuning import Layer
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_bad_sizes_are_named(clock, layer):
 @pytest.mark.parametrize("dtype", tuning.DTYPES)
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120, 121])
 def test_candidates_fit_the_gpu(arch, dtype):
-    for layer in tuning.LAYERS.values():
+    for layer in layer_sizes.LAYERS.values():
         for T in (1, 64, 512, 4096, 65536):
             for product in tuning.PRODUCTS:
                 problem = tuning.problem_of(product, layer, T, dtype, CPU)._replace(arch=arch)
@@ -262,13 +262,13 @@ def test_candidates_fit_the_gpu(arch, dtype):
 
 def test_layers_are_those_of_the_benchmarks():
     assert {name: (s.H, s.I, s.E, s.K, s.shared) for name, s in shapes.GPU.items()} == {
-        name: layer[:5] for name, layer in tuning.LAYERS.items()
+        name: layer[:5] for name, layer in layer_sizes.LAYERS.items()
     }
 
 
 def config(folder, **values):
     (folder / "config.json").write_text(json.dumps(values))
-    return tuning.read_layer(folder)
+    return layer_sizes.read_layer(folder)
 
 
 def test_layers_of_model_folders(tmp_path):

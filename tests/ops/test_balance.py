@@ -74,6 +74,8 @@ def test_cv2_is_the_squared_coefficient_of_variation():
     for values in ([1.0, 2.0, 4.0], [3.0, 3.0], [0.0, 0.0, 0.0], [5.0]):
         assert cv2(torch.tensor(values)).item() == pytest.approx(cv2_oracle(values), rel=1e-5, abs=1e-9)
     assert cv2(torch.tensor([2, 4, 9])).item() == pytest.approx(cv2_oracle([2, 4, 9]), rel=1e-5)  # counts are integers
+    tiny = [1e-6, 5e-6, 9e-6]  # their mean's square is a quarter of the 1e-10 that is added to it
+    assert cv2(torch.tensor(tiny)).item() == pytest.approx(cv2_oracle(tiny), rel=1e-5)
 
 
 @pytest.mark.parametrize("gate", GATES)

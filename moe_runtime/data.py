@@ -287,10 +287,11 @@ def _is_stub(body: list[ast.stmt]) -> bool:
 def _is_body(completion: str, body: list[ast.stmt]) -> bool:
     """Whether the text is one function with just that body: no statement and no string's blanks went with the cut."""
     try:
-        function = ast.parse(completion).body[0]
+        function, *others = ast.parse(completion).body
     except SyntaxError:
         return False
-    if len(function.body) != len(body):
+    # a form feed ends a line to splitlines, not to the parser: then what was cut lies lines beside the function
+    if others or not isinstance(function, Function) or len(function.body) != len(body):
         return False
     # only a string over several lines can have changed; comparing all bodies would take seconds
     strings = '"""' in completion or "'''" in completion

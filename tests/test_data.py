@@ -255,6 +255,13 @@ def test_what_a_train_file_defines_is_not_held_out(monkeypatch, copy, leaks):
     assert len(library(monkeypatch, ("held.py", held), ("b.py", copy)).held_out) == (not leaks)
 
 
+def test_a_function_behind_a_form_feed_is_left_out(monkeypatch):
+    """Such a line counts as one to the parser and as two to splitlines; Python 3.10's own library has one."""
+    text = 'def f(x):\n    """Doc."""\n    value = x * 2  # twice\n    other = value + 1\n    return other * value\n'
+    assert len(library(monkeypatch, ("b.py", text)).train) == 1
+    assert library(monkeypatch, ("b.py", "x = 1\n\f\n" + text)).train == []
+
+
 def test_library_pairs_repeat_and_limit(pairs):
     again = data.standard_library_pairs(limit=50)
     assert again.train == pairs.train[:50] and again.held_out == pairs.held_out[:50]

@@ -147,7 +147,7 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
             name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()}
             for name, device in devices.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a file of `moe-runtime tune` ({error}); want it removed or written anew"
         ) from None

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moe_runtime.config import MoEConfig
+from moe_runtime.config import MoEConfig, shown
 from moe_runtime.hf.rope import legacy_rope
 
 FORMAT = 1
@@ -59,8 +59,13 @@ def moe_fields(
 
 
 def moe_config(hf_config) -> MoEConfig:
-    """Return the layers' MoEConfig of an upcycled model's config."""
-    return MoEConfig.from_dict(hf_config.moe_runtime["config"])
+    """Return the layers' MoEConfig of an upcycled model's config; raises ValueError for one without it."""
+    block = getattr(hf_config, "moe_runtime", None)
+    if not isinstance(block, dict) or "config" not in block:
+        raise ValueError(
+            f"moe_runtime of config.json is {shown(block)}; want the block that upcycling wrote, with config"
+        )
+    return MoEConfig.from_dict(block["config"])
 
 
 class ConfigMixin:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
-from moe_runtime.config import MoEConfig
+from moe_runtime.config import MoEConfig, shown
 from moe_runtime.files import read_json
 from moe_runtime.hf.configuration import SHIM, moe_fields
 from moe_runtime.hf.families import FAMILIES, family_of, moe_shape, write_mlp
@@ -19,6 +19,7 @@ from moe_runtime.hf.modeling import model_classes
 from moe_runtime.hf.rope import legacy_rope
 from moe_runtime.hf.swap import check_layers, mlp_error, stock_config
 
+MAX_LAYERS = 10_000
 # weights, and what is written anew
 _LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
@@ -30,10 +31,19 @@ def read_config(folder: str | Path):
         raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
     read_json(folder / "config.json")
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # a config class checks little, and falls over whatever it meets
         why = str(error).strip()[:1000] or type(error).__name__
         raise ValueError(f"{folder / 'config.json'} is not a config that transformers reads: {why}") from error
+    _check_depth(config)
+    return config
+
+
+def _check_depth(config) -> None:
+    """Raise ValueError for more layers than a model has: what is made for each would fill the memory."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers of config.json is {shown(layers)}; want at most {MAX_LAYERS}")
 
 
 def config_for_folder(config, **settings) -> MoEConfig:
@@ -44,6 +54,7 @@ def config_for_folder(config, **settings) -> MoEConfig:
 def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None):
     """Return the config of the upcycled model, as `swap.dense_to_moe` would leave it."""
     classes = model_classes(family_of(config).model_type)
+    _check_depth(config)
     new = copy.deepcopy(config)
     new.__class__ = classes.config
     architecture = classes.base_causal_lm.__name__

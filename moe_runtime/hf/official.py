@@ -10,14 +10,14 @@ weighted and the merged model are Llama's and read both.
 """
 
 import json
-import math
+import sys
 import warnings
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from moe_runtime.config import MoEConfig, check_bool
+from moe_runtime.config import MoEConfig, check_bool, shown
 from moe_runtime.files import read_json
 from moe_runtime.hf import folders
 from moe_runtime.hf.configuration import moe_config
@@ -86,7 +86,7 @@ def read_values(source: str | Path) -> dict:
     model_type = values.get("model_type")
     if "moe_runtime" in values or model_type not in (MODEL_TYPE, "llama"):
         raise ValueError(
-            f"model_type of {path} is {model_type!r}; want {MODEL_TYPE!r}, or 'llama' of a weighted model; "
+            f"model_type of {path} is {shown(model_type)}; want {MODEL_TYPE!r}, or 'llama' of a weighted model; "
             "a folder of ours needs no import"
         )
     return values
@@ -117,7 +117,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
     if not _is_number(rate) or not 0 <= rate <= 1:
-        raise ValueError(f"shared_expert_weight is {rate!r}; want 0 to 1, the shared expert's mixing coefficient")
+        raise ValueError(f"shared_expert_weight is {shown(rate)}; want 0 to 1, the shared expert's mixing coefficient")
     return folders.mergeable_config(new, rate, soup=False) if stage == "mergeable" else new
 
 
@@ -125,12 +125,12 @@ def _moe_settings(values: dict) -> dict:
     """Return MoEConfig's settings; ValueError for an option whose value we have no equation for."""
     for key, want in _FIXED.items():
         if values[key] != want:
-            raise ValueError(f"{key} is {values[key]!r}; want {want!r}, all that is computed here")
+            raise ValueError(f"{key} is {shown(values[key])}; want {want!r}, all that is computed here")
     factors = values["score_scale_factor"]
     if any(factor != 1 for factor in (factors if isinstance(factors, list) else [factors])):
-        raise ValueError(f"score_scale_factor is {factors}; want 1.0: the gates' weights are not scaled here")
+        raise ValueError(f"score_scale_factor is {shown(factors)}; want 1.0: the gates' weights are not scaled here")
     if not isinstance(values["gate_type"], str) or values["gate_type"] not in GATES:
-        raise ValueError(f"gate_type is {values['gate_type']!r}; want one of {', '.join(GATES)}")
+        raise ValueError(f"gate_type is {shown(values['gate_type'])}; want one of {', '.join(GATES)}")
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
         "num_experts": values["num_experts"],
@@ -148,11 +148,11 @@ def _moe_settings(values: dict) -> dict:
 
 def _extra_settings(extra: dict) -> dict:
     if not isinstance(extra, dict) or not isinstance(extra.get("config", {}), dict):
-        raise ValueError(f"{EXTRA} is {extra}; want an object with config and method")
+        raise ValueError(f"{EXTRA} is {shown(extra)}; want an object with config and method")
     fields = extra.get("config", {})
     unknown = sorted(set(fields) - set(_EXTRA_FIELDS)) + sorted(set(extra) - {"config", "method"})
     if unknown:
-        raise ValueError(f"{EXTRA} has {', '.join(unknown)}; want some of {', '.join(_EXTRA_FIELDS)}, method")
+        raise ValueError(f"{EXTRA} has {', '.join(unknown)[:200]}; want some of {', '.join(_EXTRA_FIELDS)}, method")
     return fields
 
 
@@ -169,8 +169,8 @@ def _llama_config(values: dict, stage: str, rope_theta: float | None):
         stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
         rope = _import_rope(values, stage, rope_theta)
         return AutoConfig.for_model("llama", rope_parameters=rope, **stock)
-    except (StrictDataclassError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"config.json is not a Llama's: {error}") from error
+    except (StrictDataclassError, KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"config.json is not a Llama's: {str(error)[:1000]}") from error
 
 
 def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
@@ -186,14 +186,16 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
             stacklevel=5,
         )
     if not _is_number(base) or base <= 0:
-        raise ValueError(f"rope_theta is {base!r}; want a number above 0")
+        raise ValueError(f"rope_theta is {shown(base)}; want a number above 0")
     rope = {"rope_theta": base, "rope_type": "default"}
     scaling = values.get("rope_scaling")
     if scaling is not None:
         known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
         known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
         if not known or scaling["factor"] <= 1:
-            raise ValueError(f"rope_scaling is {scaling}; want null, or type linear or dynamic and a factor above 1")
+            raise ValueError(
+                f"rope_scaling is {shown(scaling)}; want null, or type linear or dynamic and a factor above 1"
+            )
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
     kept = values.get("rope_parameters")
     same = isinstance(kept, dict) and {key: value for key, value in kept.items() if key != "type"} == rope
@@ -201,7 +203,7 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool = False) -> dict:

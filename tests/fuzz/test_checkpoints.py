@@ -19,6 +19,7 @@ from tests.fuzz.attempts import Verdict, attempt, run_seeds
 from tests.fuzz.mutations import HOSTILE, mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled
 
+pytestmark = pytest.mark.stress
 TENSORS = {
     "model.a": torch.arange(12, dtype=torch.float32).view(3, 4),
     "model.b": torch.arange(6, dtype=torch.bfloat16),

@@ -16,7 +16,7 @@ from moe_runtime.hf.configuration import moe_config
 from moe_runtime.hf.official import import_config, read_values
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.kernels import tiles
-from moe_runtime.methods import esft_adapters, upit_router, xft_official_files
+from moe_runtime.methods import esft_adapters, upit_router, xft_folders, xft_official_files
 from moe_runtime.methods.stage_folders import read_result
 from moe_runtime.methods.upit_experts import open_expert
 from moe_runtime.modules import lora_adapters
@@ -24,6 +24,9 @@ from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.hf import tiny
 from tests.support.stress import scaled
+
+
+pytestmark = pytest.mark.stress
 
 
 class Kind(NamedTuple):
@@ -175,3 +178,14 @@ def test_mutated_folders(tmp_path, kind):
 
     run_seeds(scaled(KINDS[kind].few // 3, 10 * KINDS[kind].few), case)
     assert any(refused)
+
+
+@pytest.mark.parametrize("layers", [2**31, 10**400])
+def test_more_layers_than_a_model_has_take_no_memory(tmp_path, layers):
+    write_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": layers}))
+    error = attempt(
+        lambda: xft_folders.upcycle_folder(tmp_path, tmp_path / "out", num_experts=4, top_k=2), path.name
+    ).error
+    assert "num_hidden_layers" in error and not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value
 from tests.support.stress import scaled
 
+pytestmark = pytest.mark.stress
 PAIRS = [
     {"prompt": "Add 1 and 2.\n", "completion": "3"},
     {"prompt": "2026-11-22", "completion": "2026-11-22T07:00:00Z"},

@@ -19,6 +19,7 @@ from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled
 
+pytestmark = pytest.mark.stress
 SELECTION = {
     "experts": {"0": [3, 1], "2": [0]},
     "shared_experts": False,

@@ -17,6 +17,7 @@ from tests.fuzz.attempts import attempt
 from tests.hf import tiny
 from tests.support.stress import STRESS
 
+pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
 UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}

@@ -25,7 +25,6 @@ from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.hf import tiny
 from tests.support.stress import scaled
 
-
 pytestmark = pytest.mark.stress
 
 

@@ -15,14 +15,14 @@ from tests.support.oracle import ACT, make_case, moe_mismatches
 from tests.support.stress import STRESS
 
 MUTANTS = [  # file, what is there, what takes its place, what it is
-    ("kernels.cpp", "+= f.weight[slot] * y", "+= y", "weights forgotten where tokens are few"),
+    ("experts.h", "+ w * load(y + n)", "+ load(y + n)", "weights forgotten where one call does it all"),
     ("kernels.cpp", "dots += h * grad", "dots += at.value * grad", "up forgotten in the weight's gradient"),
     ("kernels.cpp", "absolute(pair.up) > limit ? vf{} : at", "at", "gradient through up's clamp"),
     ("kernels.cpp", "pair.gate > limit ? vf{} : grad", "grad", "gradient through the gate's clamp"),
-    ("kernels.cpp", "for (; n < columns; n++)", "for (; n + 1 < columns; n++)", "the last column of a product"),
-    ("kernels.cpp", "    if (i < length)", "    if (i + 1 < length)", "the last element of a sum"),
-    ("kernels.cpp", "add_bias(up, rows, bias + up_from", "add_bias(up, rows, bias", "the gate's bias for up"),
-    ("kernels.cpp", "scalar(bias[n * step])", "scalar(bias[n])", "biases in turns taken for one after the other"),
+    ("tiles.h", "for (; n < columns; n++)", "for (; n + 1 < columns; n++)", "the last column of a product"),
+    ("tiles.h", "    if (i < length)", "    if (i + 1 < length)", "the last element of a sum"),
+    ("experts.h", "add_bias(up, rows, bias + up_from", "add_bias(up, rows, bias", "the gate's bias for up"),
+    ("experts.h", "scalar(bias[n * step])", "scalar(bias[n])", "biases in turns taken for one after the other"),
     ("activation.h", "half + x * 0.39894228f", "half + x * 0.3989f", "a constant off by five hundred thousandths"),
     ("activation.h", "(1.0f + c * x", "(1.0f + x", "slope of quick_gelu"),
     ("activation.h", "2.0f * positive}", "positive}", "slope of relu2"),

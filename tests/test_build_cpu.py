@@ -247,7 +247,7 @@ def test_a_compiler_that_is_too_old_is_an_error(tmp_path, old):
 def test_the_sources_want_nothing_of_g_plus_plus_12():
     text = "".join(path.read_text() for path in build_cpu.csrc_dir().glob("*.[ch]*"))
     assert set(re.findall(r"__builtin_\w+", text.replace("has no __builtin_shufflevector", ""))) == {
-        "__builtin_convertvector", "__builtin_cpu_supports",
+        "__builtin_convertvector", "__builtin_cpu_supports", "__builtin_prefetch",
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.machine import DENIED, FULL, READ_ONLY, Done, strays, tree
 from tests.faults.verbs import QUICK, TABLES, VERBS, shipped
-from tests.support.stress import STRESS, scaled
+from tests.support.stress import STRESS, scaled, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -57,7 +57,7 @@ def run(faulty, inputs, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", share(WRITERS, 0))
 def test_a_full_disk(run, inputs, tmp_path, name):
     """From a drawn write on there is no space: of a verb that makes a folder nothing stays, and later it runs through."""
     before = tree(inputs)
@@ -76,7 +76,7 @@ def test_a_full_disk(run, inputs, tmp_path, name):
     assert tree(inputs) == before, "a fault reached what was only to be read"
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", share(WRITERS, 1))
 def test_a_folder_that_may_not_be_written(run, tmp_path, name):
     for word in FORBIDS if STRESS else list(FORBIDS)[len(name) % 2 :][:1]:
         done = run(name, "here", fault=FORBIDS[word], at=1)
@@ -85,7 +85,7 @@ def test_a_folder_that_may_not_be_written(run, tmp_path, name):
         assert list((tmp_path / "here").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK if VERBS[name].reads])
+@pytest.mark.parametrize("name", share([name for name in QUICK if VERBS[name].reads], 2))
 def test_a_file_that_is_gone(faulty, inputs, tmp_path, name):
     """A shard that vanished, or was cut: named, and nothing is written."""
     verb = VERBS[name]
@@ -110,7 +110,7 @@ def test_a_file_that_is_gone(faulty, inputs, tmp_path, name):
         assert not list((tmp_path / "here").rglob("*.safetensors")) and not strays(tmp_path / "here")
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", share(FOLDERS, 2))
 def test_a_target_that_cannot_be(run, tmp_path, name):
     """A file where a folder should come, a folder where a file should, a file as the parent, a name too long."""
     verb = VERBS[name]
@@ -140,9 +140,10 @@ def run_with(run, name: str, argv: list[str]) -> Done:
         VERBS[name] = verb
 
 
-@pytest.mark.parametrize(
-    "name", ["upcycle", "to-mergeable", "merge", "xft export-official", "esft merge", "upit export-mixtral"]
-)
+CONVERSIONS = ["upcycle", "to-mergeable", "merge", "xft export-official", "esft merge", "upit export-mixtral"]
+
+
+@pytest.mark.parametrize("name", share(CONVERSIONS, 1))
 def test_a_target_that_is_the_source(faulty, inputs, tmp_path, name):
     """Without --overwrite it is refused; with it the source is read to its end before it is replaced."""
     verb, place = VERBS[name], tmp_path / "here"

@@ -14,7 +14,7 @@ import pytest
 from moe_runtime.hf.saving import last_whole_checkpoint
 from tests.faults.machine import KILL, strays, tree
 from tests.faults.verbs import VERBS
-from tests.support.stress import scaled
+from tests.support.stress import STRESS, scaled, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -59,7 +59,7 @@ class Killed:
 WHOLE = ("upcycle", "merge", "esft merge", "fuse", "esft select")
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", share(WHOLE, 0))
 def test_what_appears_whole(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
     for at in killed.points(1, 100):
@@ -71,7 +71,7 @@ def test_what_appears_whole(faulty, inputs, tmp_path, name):
         killed.forget("new")
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", share(WHOLE, 1))
 def test_what_is_replaced(faulty, inputs, tmp_path, name):
     """In the place of an older target: the old one whole, then the new one whole."""
     killed = Killed(faulty, inputs, tmp_path, name)
@@ -118,13 +118,13 @@ def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", GOES_ON)
+@pytest.mark.parametrize("name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo"])
 def test_what_goes_on(faulty, inputs, tmp_path, name):
     """What stands after a kill is the undisturbed run's, or nothing; the next run makes the rest."""
     killed = Killed(faulty, inputs, tmp_path, name)
     want = made(tmp_path / "undisturbed", GOES_ON[name])
     assert want
-    for at in killed.points(3 if name in ("train", "tune") else 1, 100):
+    for at in killed.points(2 if name in ("train", "tune") else 1, 100):
         killed.kill("new", at)
         left = made(tmp_path / "new", GOES_ON[name])
         left.pop("out/expansion.json", None)  # says how far it came

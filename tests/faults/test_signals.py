@@ -10,7 +10,7 @@ import pytest
 from moe_runtime.hf.saving import last_whole_checkpoint
 from tests.faults.machine import INTERRUPTS, NONE, Done, sends, strays, tree
 from tests.faults.verbs import QUICK, VERBS
-from tests.support.stress import STRESS, scaled
+from tests.support.stress import STRESS, scaled, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def weights(folder: Path) -> dict[str, str]:
     return {name: value for name, value in files.items() if name.endswith(".safetensors") and "checkpoint" not in name}
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", share(WRITERS, 2))
 def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
     verb, draw = VERBS[name], random.Random(f"signal {name}")
     argv = verb.arguments(inputs)
@@ -84,7 +84,7 @@ def check_word(name: str, line: str, out: Path, whole: dict | None) -> None:
 
 
 @pytest.mark.parametrize("number", list(INTERRUPTS), ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", share(READERS, 1))
 def test_a_signal_in_a_verb_that_writes_nothing(faulty, inputs, tmp_path, name, number):
     """A moment by the clock: it ends so, or it was done before."""
     argv, draw = VERBS[name].arguments(inputs), random.Random(f"{name} {number}")

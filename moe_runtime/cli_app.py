@@ -141,7 +141,7 @@ def run(
     """
     if "LOCAL_RANK" not in os.environ:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # as in demo
-    from moe_runtime.methods import runs
+    from moe_runtime.studies import runs
 
     return {"out": out, "results": runs.run(recipe, out, seed=seed)}
 

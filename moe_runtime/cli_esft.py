@@ -93,9 +93,9 @@ def train(
     from moe_runtime.config import check_choice
     from moe_runtime.hf import fit
     from moe_runtime.methods.esft_adapters import load_selection
-    from moe_runtime.methods.esft_recipe import Tuning
-    from moe_runtime.methods.esft_runs import train_folder
-    from moe_runtime.methods.recipe import DTYPES
+    from moe_runtime.studies.esft_recipe import Tuning
+    from moe_runtime.studies.esft_runs import train_folder
+    from moe_runtime.studies.recipe import DTYPES
 
     if dtype is not None:
         check_choice("dtype", dtype, tuple(DTYPES))
@@ -136,7 +136,7 @@ def apply(
         from moe_runtime.data import require
 
         require("datasets")
-    from moe_runtime.methods.esft_runs import check_folder
+    from moe_runtime.studies.esft_runs import check_folder
 
     found = check_folder(
         model, adapter, data, limit=limit, max_length=max_length, batch_size=batch_size, prompt=prompt,

@@ -61,7 +61,7 @@ def score(
     from moe_runtime.data import require
 
     require("datasets")
-    from moe_runtime.methods.esft_runs import score_folder
+    from moe_runtime.studies.esft_runs import score_folder
 
     with progress.bar("scoring", "token") as update:
         scores = score_folder(

@@ -103,7 +103,7 @@ def mix_data(
 
 def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
-    from moe_runtime.methods import esft_tables
-    from moe_runtime.methods.esft_recipe import shipped_recipes
+    from moe_runtime.studies import esft_tables
+    from moe_runtime.studies.esft_recipe import shipped_recipes
 
     return table(esft_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)

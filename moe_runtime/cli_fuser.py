@@ -63,7 +63,7 @@ def train(
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli fuser train --config FILE --out OUT.
     """
     prepare(None, config)
-    from moe_runtime.methods import fuser_stages
+    from moe_runtime.studies import fuser_stages
 
     return {"out": out, "results": fuser_stages.run(config, out, seed=seed)}
 
@@ -83,7 +83,7 @@ def generate(
     check_positive("max_new_tokens", max_new_tokens)
     check_number("temperature", temperature)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    from moe_runtime.methods import fuser_folders
+    from moe_runtime.studies import fuser_folders
 
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     answers = fuser_folders.answer(folder, prompt, system=system, seed=seed, max_new_tokens=max_new_tokens, **sampling)
@@ -121,7 +121,7 @@ def fuse(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")] = False,
 ):
     """Put specialists of one tokenizer behind a gate that is yet to be trained: the folder of a fused model."""
-    from moe_runtime.methods import fuser_folders
+    from moe_runtime.studies import fuser_folders
 
     receipt = fuser_folders.fuse_folders(
         specialists,
@@ -141,7 +141,7 @@ def fuse(
 
 def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
-    from moe_runtime.methods import fuser_tables
-    from moe_runtime.methods.fuser_recipe import shipped_recipes
+    from moe_runtime.studies import fuser_tables
+    from moe_runtime.studies.fuser_recipe import shipped_recipes
 
     return table(fuser_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)

@@ -145,7 +145,7 @@ def init_routers(
 ):  # fmt: skip
     """Give each expert the rows that it is best at, and tune it and its routing vectors on them. A killed run goes on."""
     prepare(None, None)
-    from moe_runtime.methods.upit_folders import route_folders
+    from moe_runtime.studies.upit_folders import route_folders
 
     done = route_folders(
         experts, data, out, base=base, share=share, at_least=at_least, capacity=capacity, tokens=tokens, buckets=buckets,
@@ -193,7 +193,7 @@ def assemble(
     overwrite: Replace = False,
 ):
     """Put experts side by side behind a router made of their routing vectors: a model to tune as any other."""
-    from moe_runtime.methods.upit_folders import assemble_folders
+    from moe_runtime.studies.upit_folders import assemble_folders
 
     with progress.bar("assembling", "B") as update:
         done = assemble_folders(

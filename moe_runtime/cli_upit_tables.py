@@ -104,7 +104,7 @@ def _pair(text: str) -> tuple[float, ...]:
 
 def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
-    from moe_runtime.methods import upit_tables
-    from moe_runtime.methods.upit_recipe import shipped_recipes
+    from moe_runtime.studies import upit_tables
+    from moe_runtime.studies.upit_recipe import shipped_recipes
 
     return table(upit_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)

@@ -116,8 +116,8 @@ def export_official(
 
 def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
     prepare(preset, recipe)
-    from moe_runtime.methods import xft_tables
-    from moe_runtime.methods.recipe import shipped_recipes
+    from moe_runtime.studies import xft_tables
+    from moe_runtime.studies.recipe import shipped_recipes
 
     return table(xft_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
 

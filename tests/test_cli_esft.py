@@ -17,9 +17,10 @@ from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import read_json
 from moe_runtime.hf.layers import numbered_layers
 from moe_runtime.hf.tokenizer import train_tokenizer
-from moe_runtime.methods import esft, esft_runs
-from moe_runtime.methods.esft_recipe import Tuning
+from moe_runtime.methods import esft
 from moe_runtime.methods.esft_scores import ExpertScores
+from moe_runtime.studies import esft_runs
+from moe_runtime.studies.esft_recipe import Tuning
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_runtime import cli
-from moe_runtime.methods import esft_tables, runs
+from moe_runtime.studies import esft_tables, runs
 from tests.support import cli_tables
 
 TABLES = tuple(esft_tables.COMMANDS)

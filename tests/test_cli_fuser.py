@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_runtime import cli, progress
-from moe_runtime.methods import fuser_stages, fuser_tables, ultrafuser
+from moe_runtime.methods import ultrafuser
+from moe_runtime.studies import fuser_stages, fuser_tables
 from tests.hf import fusers
 from tests.support import cli_tables
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from moe_runtime import cli
-from moe_runtime.methods import runs, upit_router, upit_tables
+from moe_runtime.methods import upit_router
+from moe_runtime.studies import runs, upit_tables
 from tests.support import cli_tables
 from tests.support.upit_study import write_study
 

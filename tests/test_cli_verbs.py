@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from moe_runtime import cli, cli_verbs, config
 from moe_runtime.cli_verbs import Ends, Kept, choices, verb
 from moe_runtime.data import PROMPTS
-from moe_runtime.methods.recipe import shipped_recipes
+from moe_runtime.studies.recipe import shipped_recipes
 from moe_runtime.terminal import jsonable, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,7 +244,7 @@ def test_a_script_for_the_shell_is_shown(shell):
 
 def test_words_that_are_offered_are_those_that_are_taken():
     from moe_runtime import demo
-    from moe_runtime.methods import esft_recipe, fuser_recipe, upit_recipe
+    from moe_runtime.studies import esft_recipe, fuser_recipe, upit_recipe
 
     assert tuple(PROMPTS) == cli_verbs.PROMPTS
     assert sorted(choices(cli_verbs.recipes("xft"))("")) == sorted(shipped_recipes())

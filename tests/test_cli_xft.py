@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from moe_runtime import cli, cli_xft
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.files import read_json
-from moe_runtime.methods import xft_tables
+from moe_runtime.studies import xft_tables
 from tests.support import cli_tables, official_xft
 
 TABLES = tuple(xft_tables.COMMANDS)

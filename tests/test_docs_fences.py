@@ -29,15 +29,15 @@ ELSEWHERE = {
     ("docs/drop-in.md", "json"): (1, "tests/test_docs.py::test_the_zero3_config_is_one"),
     ("docs/expert-parallel.md", "python"): (2, "tests/hf/test_expert_parallel_docs.py::test_example"),
     ("docs/routers.md", "python"): (3, "tests/hf/test_routers.py::test_the_examples_of_the_docs_run"),
-    ("docs/esft.md", "python"): (1, "tests/methods/test_esft_stages.py::test_the_python_of_the_docs_runs"),
-    ("docs/esft.md", "yaml"): (1, "tests/methods/test_esft_stages.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/upit.md", "python"): (1, "tests/methods/test_upit_stages.py::test_the_python_of_the_docs_runs"),
-    ("docs/upit.md", "yaml"): (1, "tests/methods/test_upit_stages.py::test_the_recipe_of_the_docs_is_one"),
+    ("docs/esft.md", "python"): (1, "tests/studies/test_esft_stages.py::test_the_python_of_the_docs_runs"),
+    ("docs/esft.md", "yaml"): (1, "tests/studies/test_esft_stages.py::test_the_recipe_of_the_docs_is_one"),
+    ("docs/upit.md", "python"): (1, "tests/studies/test_upit_stages.py::test_the_python_of_the_docs_runs"),
+    ("docs/upit.md", "yaml"): (1, "tests/studies/test_upit_stages.py::test_the_recipe_of_the_docs_is_one"),
     ("docs/ultrafuser.md", "python"): (3, "tests/methods/test_ultrafuser.py::test_the_examples_of_the_docs_run"),
-    ("docs/recipes.md", "python"): (1, "tests/methods/test_xft_stages.py::test_the_python_of_the_docs_runs"),
-    ("docs/recipes.md", "yaml"): (1, "tests/methods/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/evaluation.md", "python"): (1, "tests/methods/test_xft_stages.py::test_the_samples_of_the_docs"),
-    ("docs/evaluation.md", "yaml"): (1, "tests/methods/test_recipe.py::test_the_task_of_the_docs_is_yaml"),
+    ("docs/recipes.md", "python"): (1, "tests/studies/test_xft_stages.py::test_the_python_of_the_docs_runs"),
+    ("docs/recipes.md", "yaml"): (1, "tests/studies/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
+    ("docs/evaluation.md", "python"): (1, "tests/studies/test_xft_stages.py::test_the_samples_of_the_docs"),
+    ("docs/evaluation.md", "yaml"): (1, "tests/studies/test_recipe.py::test_the_task_of_the_docs_is_yaml"),
 }
 # of those pages, the blocks that are run here
 HERE = {("docs/upit.md", "save_experts.py")}
@@ -221,7 +221,7 @@ def test_configs_are_loaded_by_what_reads_them(fence, tmp_path):
     method = yaml.safe_load(fence.text).get("method")
     (tmp_path / "mine.yaml").write_text(fence.text)
     assert method == "ultrafuser", f"{fence.place}: nothing reads this"
-    from moe_runtime.methods.fuser_recipe import load_recipe
+    from moe_runtime.studies.fuser_recipe import load_recipe
 
     recipe = load_recipe(tmp_path / "mine.yaml")
     assert recipe.stage1.steps == yaml.safe_load(fence.text)["stage1"]["steps"]

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.hf.tiny import dense
-from tests.methods.test_xft_stages import make_recipe
+from tests.studies.test_xft_stages import make_recipe
 from tests.support.dist_launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]

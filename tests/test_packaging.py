@@ -317,7 +317,7 @@ def test_installed_wheel_imports(installed, tmp_path):
 
 
 RECIPES = """
-from moe_runtime.methods.recipe import load_recipe, shipped_recipes
+from moe_runtime.studies.recipe import load_recipe, shipped_recipes
 print(*[load_recipe(name).name for name in shipped_recipes()])
 """
 

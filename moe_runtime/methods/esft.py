@@ -12,7 +12,7 @@
     trainer.train()
     esft.save_adapter(model, "law")
 
-From folders and files of rows, as the command line does it: `moe_runtime.methods.esft_runs`.
+From folders and files of rows, as the command line does it: `moe_runtime.studies.esft_runs`.
 """
 
 from collections.abc import Callable

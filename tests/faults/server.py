@@ -41,16 +41,16 @@ IMPORTED = [
     "moe_runtime.hf.fit",
     "moe_runtime.hf.router_report",
     "moe_runtime.hf.sft",
-    "moe_runtime.methods.esft_runs",
-    "moe_runtime.methods.esft_tables",
-    "moe_runtime.methods.fuser_tables",
-    "moe_runtime.methods.runs",
+    "moe_runtime.studies.esft_runs",
+    "moe_runtime.studies.esft_tables",
+    "moe_runtime.studies.fuser_tables",
+    "moe_runtime.studies.runs",
     "moe_runtime.methods.upit",
     "moe_runtime.methods.upit_mixtral",
-    "moe_runtime.methods.upit_tables",
+    "moe_runtime.studies.upit_tables",
     "moe_runtime.methods.xft_folders",
     "moe_runtime.methods.xft_official",
-    "moe_runtime.methods.xft_tables",
+    "moe_runtime.studies.xft_tables",
 ]
 IDLE = 120.0  # seconds without a request after which nobody will ask any more
 

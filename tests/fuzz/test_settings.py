@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.methods import esft_recipe, fuser_recipe, recipe, upit_recipe
 from moe_runtime.methods.esft_scores import ExpertScores
 from moe_runtime.methods.esft_selection import ExpertSelection
+from moe_runtime.studies import esft_recipe, fuser_recipe, recipe, upit_recipe
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled

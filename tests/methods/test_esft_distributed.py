@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft_recipe import load_recipe
-from moe_runtime.methods.esft_stages import Stages
+from moe_runtime.studies.esft_recipe import load_recipe
+from moe_runtime.studies.esft_stages import Stages
 from tests.hf.tiny import distance
 from tests.support import dist_esft_stages
 from tests.support.dist_launch import launch

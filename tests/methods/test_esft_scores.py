@@ -7,8 +7,8 @@ import torch
 
 from moe_runtime.hf.gate_scores import GateSums
 from moe_runtime.hf.tokenizer import train_tokenizer
-from moe_runtime.methods.esft_runs import score_folder
 from moe_runtime.methods.esft_scores import ExpertScores, sample_batches, score_experts
+from moe_runtime.studies.esft_runs import score_folder
 from tests.hf import tiny
 from tests.hf.test_stack import ids, stock
 from tests.support import dist_scores

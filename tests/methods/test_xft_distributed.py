@@ -9,9 +9,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.methods.xft_stages import Stages
+from moe_runtime.studies.xft_stages import Stages
 from tests.hf.tiny import distance
-from tests.methods.test_xft_stages import make_recipe
+from tests.studies.test_xft_stages import make_recipe
 from tests.support import dist_stages
 from tests.support.dist_launch import launch
 

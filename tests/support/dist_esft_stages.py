@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_runtime.methods.esft_stages import Stages
+from moe_runtime.studies.esft_stages import Stages
 from tests.support.dist_launch import leave, start
 from tests.support.dist_stages import use_fsdp2
 

@@ -6,8 +6,8 @@ import sys
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from moe_runtime.methods.esft_runs import score_folder
 from moe_runtime.methods.esft_scores import score_experts
+from moe_runtime.studies.esft_runs import score_folder
 from tests.hf.test_stack import ids, stock
 from tests.support.dist_launch import leave, start
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from moe_runtime.hf import fit as trainers
-from moe_runtime.methods.recipe import load_recipe
-from moe_runtime.methods.xft_stages import Stages
+from moe_runtime.studies.recipe import load_recipe
+from moe_runtime.studies.xft_stages import Stages
 from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)

@@ -66,7 +66,7 @@ NOT_RUN = {
         "runs tests for hundreds of mutants",
         "tests/stress/test_mutants.py::test_every_mutant_is_one_changed_line_of_python",
     ),
-    "python humaneval.py": NotRun("reads HumanEval", "tests/methods/test_xft_stages.py::test_the_samples_of_the_docs"),
+    "python humaneval.py": NotRun("reads HumanEval", "tests/studies/test_xft_stages.py::test_the_samples_of_the_docs"),
     "evalplus.evaluate": NotRun("is another project's, and reads its data"),
     "lm_eval": NotRun("is another project's, and reads its data"),
 }

@@ -1,0 +1,245 @@
+"""The base of an ESFT study and what its routers say of the tasks, by stages that are kept.
+
+base --scores-->     how much each task uses each expert, from which selections and groups follow
+     --halves-->     the same of two samples of a task
+     --sizes-->      what samples of several sizes share
+"""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from moe_runtime import data
+from moe_runtime.files import atomic_write_json, read_json
+from moe_runtime.hf import experts, ranks
+from moe_runtime.hf import fit as trainers
+from moe_runtime.hf.expert_groups import group_routing
+from moe_runtime.hf.small_moe import small_deepseek
+from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.methods import esft
+from moe_runtime.methods.esft_scores import SEED, sample_batches
+from moe_runtime.methods.esft_selection import group_experts
+from moe_runtime.methods.stage_folders import fingerprint, hash_of
+from moe_runtime.studies import stage_rows
+from moe_runtime.studies.esft_analyses import SampleSizes, sample_sizes, two_samples
+from moe_runtime.studies.esft_recipe import EsftRecipe, Tuning, load_recipe
+from moe_runtime.studies.esft_results import Base, Scored, Tuned, join
+from moe_runtime.studies.esft_tasks import BUILT_IN, task_rows
+from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_layers", "num_experts", "top_k", "expert_size", "shared_experts", "dense_layers",
+)  # fmt: skip
+GENERAL = "general"  # the name of the general rows among the tasks'
+SMALLEST, LARGEST = 512, 131072  # tokens of a sample whose size is studied
+
+
+def sizes_for(tokens: int) -> list[int]:
+    """Return the powers of two, from SMALLEST to LARGEST, that a sample of `tokens` can be cut to."""
+    return [2**n for n in range(SMALLEST.bit_length() - 1, LARGEST.bit_length()) if 2**n <= tokens]
+
+
+class ScoredStages(KeptStages):
+    """The stages of a study that need no tuning; `esft_stages.Stages` has the others."""
+
+    FORMAT = 1
+    result = Tuned
+
+    def __init__(
+        self, recipe: EsftRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
+    ):
+        super().__init__(recipe if isinstance(recipe, EsftRecipe) else load_recipe(recipe), out, seed, say)
+
+    def trainings(self) -> tuple[Tuning, ...]:
+        """Return the recipe's trainings."""
+        return self.recipe.fft, self.recipe.lora.training, self.recipe.esft
+
+    def base(self) -> Tuned:
+        """Return the model that all others start from: pre-trained here, or the recipe's, joined over the tasks."""
+        pretrain, r = self.recipe.pretrain, self.recipe
+
+        def make(tmp: Path, folder: Path) -> dict:
+            way = {}
+            if pretrain is not None:
+                model, trained = self._pretrained(folder)
+                way = course_of(trained)
+                self._save(model, trained, tmp / "model")
+                del model, trained
+            elif self.is_main:
+                ranks.save_whole(ranks.load_model(r.base_model, r.dtype), self.tokenizer, tmp / "model", r.dtype)
+            ranks.agree()  # until rank 0 has written it
+            model = self._load(tmp / "model")
+            found = {task: loss_of(*self._losses(model, f"{task}-held_out")) for task in (*r.tasks, GENERAL)}
+            return way | sizes_of(model) | {"found": found, "trained_parameters": 0, "optimizer_bytes": 0}
+
+        settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
+        stage = self._stage("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base)
+        general = {f"{GENERAL}_{of}": value for of, value in stage.found[GENERAL].items()}
+        kept = {of: getattr(stage, of) for of in Base._fields if of in Tuned._fields}
+        return join("base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks})
+
+    def scores(self, task: str, group_size: int = 1) -> Scored:
+        """Return the experts' scores on a task's rows, or on the general ones; those also count pairs of experts."""
+        n_tokens, rows = self.recipe.scores.n_tokens, self.part(f"{task}-train")
+
+        def make(model, tmp: Path) -> None:
+            found = esft.score_experts(model, self._batches(rows), n_tokens, pairs=task == GENERAL, per_process=True)
+            if self.is_main:
+                found.save(tmp / "summary.json")
+
+        return self._looked("scores", {"task": task, "n_tokens": n_tokens}, make, group_size)
+
+    def halves(self, task: str) -> tuple[esft.ExpertScores, ...]:
+        """Return the experts' scores on two samples of a task that have no row in common."""
+        r = self.recipe
+
+        def make(model, tmp: Path) -> None:
+            for number, half in enumerate(two_samples(self.part(f"{task}-train"), SEED + self.seed)):
+                scores = esft.score_experts(model, self._batches(half), r.scores.n_tokens, per_process=True)
+                if self.is_main:
+                    scores.save(tmp / f"{number}.json")
+
+        kept = self._looked("halves", {"task": task, "n_tokens": r.scores.n_tokens}, make)
+        return tuple(esft.ExpertScores.load(kept.folder / f"{number}.json") for number in range(2))
+
+    def sample_sizes(self, sizes: Sequence[int] | None, top: int, score: str) -> SampleSizes:
+        """Return the top experts that two samples of each task share, by their size; by default of all sizes there are."""
+        rows = {task: self.part(f"{task}-train") for task in self.recipe.tasks}
+        if sizes is None:
+            halves = [half for one in rows.values() for half in two_samples(one, SEED + self.seed)]
+            tokens = min(sum(len(row["input_ids"]) for row in half) for half in halves)
+            sizes = sizes_for(tokens)
+            if not sizes:
+                raise ValueError(f"half of a task's rows has {tokens} tokens; want {SMALLEST}, or sizes below that")
+
+        def make(model, tmp: Path) -> None:
+            how = {"length": self.recipe.max_length, "packed": False, "batch_size": self._batch}
+            found = sample_sizes(model, rows, sizes, top=top, score=score, seed=SEED + self.seed, **how)
+            if self.is_main:
+                atomic_write_json(tmp / "found.json", found.to_dict())
+
+        kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
+        return SampleSizes(**read_json(kept.folder / "found.json"))
+
+    def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
+        """Return a stage that only looks at the base: `make(model, folder)` writes what it saw."""
+        base = self.base()
+
+        def whole(tmp: Path, checkpoints: Path) -> dict:
+            (tmp / "seen").mkdir(exist_ok=True)
+            model, start = self._load(base.folder, group_size), time.perf_counter()
+            make(model, tmp / "seen")
+            return {"seconds": time.perf_counter() - start}
+
+        settings = settings | {"dtype": self.recipe.dtype} | self._groups_in(group_size)
+        name = f"{kind} of {settings['task']}" if "task" in settings else kind
+        return self._stage(kind, name, settings, [base], whole, holds="seen", result=Scored)
+
+    def base_model(self):
+        """Load the base."""
+        return self._load(self.base().folder)
+
+    def selection(
+        self, task: str, score: str, p: float | None = None, group_size: int = 1, **flags
+    ) -> esft.ExpertSelection:
+        """Return the experts of a task that reach `p`, the recipe's unless given; `flags` are the selection's own."""
+        p = getattr(self.recipe.p, score) if p is None else p
+        scores = self.scores(task, group_size).scores
+        found = esft.select_experts(scores, p, score, self.recipe.scores.variant, **flags)
+        if group_size == 1:
+            return found
+        # the experts of a group have equal scores: the last group is made whole
+        groups = self.groups(group_size)
+        whole = {
+            layer: tuple(dict.fromkeys(e for one in ids for group in groups[layer] if one in group for e in group))
+            for layer, ids in found.experts.items()
+        }
+        return replace(found, experts=whole)
+
+    def groups(self, group_size: int) -> dict[int, list[tuple[int, ...]]]:
+        """Return the groups of each layer's experts, alike on general text (App. B)."""
+        scores = self.scores(GENERAL).scores
+        pairs = zip(scores.layers, scores.sums.pairs, strict=True)
+        return {layer: group_experts(counts, group_size, num_shared=scores.num_shared) for layer, counts in pairs}
+
+    def _pretrained(self, folder: Path) -> tuple:
+        pretrain, r = self.recipe.pretrain, self.recipe
+        blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.max_length)
+        model = small_deepseek(
+            self.tokenizer, max_length=r.max_length, seed=pretrain.seed, **{of: getattr(pretrain, of) for of in SIZES}
+        )  # fmt: skip
+        experts.patch(model)
+        training = Tuning(
+            steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate, warmup_steps=None,
+            schedule="cosine", weight_decay=0.0, keep_best=False,
+        )  # fmt: skip
+        balance = {"balance_loss": "per_layer", "balance_loss_coef": pretrain.balance_loss_coef}
+        trained = self._train(
+            "base", model, blocks, self.part(f"{GENERAL}-validation"), training, folder, seed=pretrain.seed,
+            **(balance if pretrain.balance_loss_coef else {}),
+        )  # fmt: skip
+        return model, trained
+
+    def _load(self, folder: Path, group_size: int = 1, dtype: str | None = None):
+        """Load a model to this process's device; its experts run through moe_runtime, so all methods take the same way."""
+        model = ranks.load_model(folder, dtype or self.recipe.dtype, ranks.state().device)
+        experts.patch(model)
+        if group_size > 1:
+            group_routing(model, self.groups(group_size))
+        return model
+
+    def _batches(self, rows) -> Iterator[dict]:
+        """This process's share of a sample of rows, in batches on its device."""
+        r, state = self.recipe, ranks.state()
+        batches = sample_batches(
+            rows, r.scores.n_tokens, length=r.max_length, packed=False, batch_size=self._batch, seed=SEED + self.seed,
+            part=(state.process_index, state.num_processes),
+        )  # fmt: skip
+        for batch in batches:
+            yield {name: value.to(state.device) for name, value in batch.items()}
+
+    @property
+    def _batch(self) -> int:
+        """Rows that a process takes at once where it does not train."""
+        return trainers.split_batch(self.recipe.esft.batch_size, self.recipe.esft.per_device_batch_size)[0]
+
+    def _losses(self, model, part: str) -> tuple[list[float], list[int]]:
+        bf16 = self.recipe.esft.bf16
+        return trainers.row_losses(model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16)
+
+    def _groups_in(self, group_size: int) -> dict:
+        """What groups add to a stage's hash."""
+        return {"groups": self.groups(group_size)} if group_size > 1 else {}
+
+    def data_key(self) -> str:
+        """Return a hash of the base, all rows and the Python that built-in text is of."""
+        r, python = self.recipe, platform.python_version()
+        base = [python, r.pretrain.to_dict()] if r.pretrain else fingerprint(r.base_model)
+        parts = {task: asdict(one) for task, one in {**r.tasks, GENERAL: r.general}.items()}
+        sources = [source for one in parts.values() for source in (one["train"], one["held_out"]) if source]
+        rows = [python if source in BUILT_IN else fingerprint(source) for source in sources]
+        how = [r.max_length, r.pack, r.drop_bos]
+        return hash_of({"format": self.FORMAT, "method": "esft", "data": parts, "how": how, "base": base, "rows": rows})
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer and, for every task and the general text, the rows to train on, to validate and to judge by."""
+        r = self.recipe
+        if r.pretrain is not None:
+            tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
+        else:
+            tokenizer = ranks.load_tokenizer(r.base_model)
+        parts = {**r.tasks, GENERAL: r.general}
+        if any(part.prompt == "deepseek" for part in parts.values()):
+            tokenizer.chat_template = data.DEEPSEEK_CHAT
+        tokenizer.save_pretrained(folder / "tokenizer")
+        counts = {}
+        for name, part in parts.items():
+            self.say(f"reading and tokenizing {name}: {part.train}")
+            rows = task_rows(tokenizer, part, r)
+            for kind, one in rows.items():
+                data.save_rows(one, folder / f"{name}-{kind}")
+            counts[name] = {kind: len(one) for kind, one in rows.items()}
+            self.say(", ".join(f"{count:,} rows {kind.replace('_', ' ')}" for kind, count in counts[name].items()))
+        return counts

@@ -1,0 +1,157 @@
+"""Stages that are kept: each is made once, lies in a folder of its own, and is read back by whoever needs it.
+
+OUT/<kind>-<hash>/ holds what a stage made and result.json, whole or not at all; the hash is over all that the stage depends on:
+settings, parents, data, seed. Under `accelerate launch` every process runs the same calls: all train, rank 0 writes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from moe_runtime import data, progress
+from moe_runtime.hf import fit as trainers
+from moe_runtime.hf import ranks
+from moe_runtime.methods.stage_folders import Result, hash_of, made_once, read_result, remove
+from moe_runtime.studies.recipe import Training
+
+# how a training is carried out; the same up to rounding, but for a noisy gate, a balance loss and EWA, whose draws and means
+# are of the rows that a process takes at once
+NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
+
+
+class KeptStages:
+    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+
+    A method's class has the stages, and says what its data are (`data_key`, `make_data`) and which trainings its recipe has.
+    `result` is the kind of its results, `FORMAT` part of every hash: a change of what a stage does gives new folders.
+    """
+
+    FORMAT: int
+    result: type = Result
+
+    def __init__(self, recipe, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
+        for module in ("accelerate", "datasets", "tokenizers"):
+            data.require(module)  # now, not after minutes of training
+        self.recipe, self.out, self.seed = recipe, Path(out), seed
+        self.is_main = ranks.state().is_main_process
+        self.say = say if self.is_main else lambda text: None
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"out is {out}, which is a file; want a folder")
+        for training in self.trainings():
+            trainers.check_training(**asdict(training))
+        trainers.quiet()
+        self._rows: dict = {}
+        self._key = ranks.agree(self.data_key())  # once, as the rows are read once
+
+    def trainings(self) -> Sequence[Training]:
+        """Return the trainings of the recipe, which are checked before anything is made."""
+        raise NotImplementedError
+
+    def data_key(self) -> str:
+        """Return a hash of all that tokenizer and rows depend on."""
+        raise NotImplementedError
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the folder `tokenizer` and one for each kind of rows; return what there is to say of them."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self):
+        """The base's tokenizer; trained on the way where the recipe pre-trains a base."""
+        return self.part("tokenizer")
+
+    def part(self, name: str):
+        """Return the tokenizer or the rows of that name, read, tokenized and kept on the first use."""
+        if name not in self._rows:
+            folder = self.out / f"data-{self._key}"
+            made_once(folder, "rows.json", self._made_data)
+            load = ranks.load_tokenizer if name == "tokenizer" else data.load_rows
+            self._rows[name] = load(folder / name)
+        return self._rows[name]
+
+    def _made_data(self, tmp: Path) -> dict:
+        return self.make_data(tmp) if self.is_main else {}
+
+    def _stage(
+        self,
+        kind: str,
+        name: str,
+        settings: dict,
+        parents: list,
+        make: Callable[[Path, Path], dict],
+        seed: int | None = None,
+        holds: str = "model",
+        result: type | None = None,
+    ):
+        """Return the stage of these settings, made by `make(tmp, checkpoints)` if it is not there yet.
+
+        `holds` is what of the stage's folder the result's `folder` is; `result` the kind of the result, in its class's place.
+        """
+        named = {
+            "format": self.FORMAT, "kind": kind, "settings": settings, "seed": self.seed if seed is None else seed,
+            "data": self._key, "parents": [parent.folder.parent.name for parent in parents],
+        }  # fmt: skip
+        folder = self.out / f"{kind}-{hash_of(named)}"
+        checkpoints = folder.with_name(f"{folder.name}.checkpoints")
+        before = sum(parent.total_seconds for parent in parents if not parent.folder.parent.name.startswith("base-"))
+
+        def whole(tmp: Path) -> dict:
+            self.part("tokenizer")  # by all processes, before rank 0 does something alone
+            self.say(f"{name}, seed {named['seed']}: to {folder}")
+            values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
+            ranks.free_memory()
+            total = before + values["seconds"]
+            rate = values["steps"] / values["seconds"] if values["seconds"] else 0.0
+            done = {"name": name, "total_seconds": total, "steps_per_second": rate} | values
+            took = f"{values['steps']} steps in {values['seconds']:.0f} s, " if values["steps"] else ""
+            if "loss" in values:
+                self.say(f"{name}, seed {named['seed']}: {took}held-out loss {values['loss']:.4f}")
+            return done | {"made_of": named}
+
+        made_once(folder, "result.json", whole)
+        remove(checkpoints)
+        return read_result(folder, result or self.result, name=name, folder=folder / holds)
+
+    def _settings(self, training: Training) -> dict:
+        """What a training adds to its stage's hash."""
+        values = {name: value for name, value in asdict(training).items() if name not in NOT_HASHED}
+        return {"training": values, "dtype": self.recipe.dtype, "evaluations": self.recipe.evaluations}
+
+    def _train(
+        self, name: str, model, rows, held_out, training: Training, checkpoints: Path, callbacks=(), seed=None, **more
+    ) -> trainers.Trained:
+        settings = {"evaluations": self.recipe.evaluations} | asdict(training) | more
+        with progress.bar(name, shown=self.is_main) as on_step:
+            return trainers.train(
+                model, rows, self.tokenizer, folder=checkpoints, held_out=held_out, on_step=on_step,
+                seed=self.seed if seed is None else seed, callbacks=callbacks, **settings,
+            )  # fmt: skip
+
+    def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
+        """Gather the weights once and write them, on rank 0."""
+        weights = trained.state_dict()
+        if self.is_main:
+            ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+
+    def _is_saved_as_trained(self, model) -> bool:
+        """Whether saving does not round: else a model is judged anew, as it was saved."""
+        return all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters())
+
+
+def course_of(trained: trainers.Trained) -> dict:
+    """How a training went, without where it ended: a model made of the trained one is judged anew."""
+    history = trained.history
+    return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
+
+
+def loss_of(losses: list[float], tokens: list[int]) -> dict:
+    """The held-out rows' part of a result."""
+    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+
+
+def sizes_of(model) -> dict:
+    """The sizes' part of a result."""
+    total, active = ranks.sizes(model)
+    return {"parameters": total, "active_parameters": active}

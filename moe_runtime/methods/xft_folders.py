@@ -4,7 +4,7 @@ The results are the same, bit for bit. Memory holds one shard of the source, one
 A target folder appears whole or not at all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, che
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft import check_rate, init_mixture
+from moe_runtime.methods.xft import alpha_rows, check_rate, init_mixture
 from moe_runtime.modules.ewa import uniform_mixture
-from moe_runtime.ops.merging import mixing, soup_logits
+from moe_runtime.ops.merging import merge_rows, mixing, soup_logits
 
 SHARD = 2 * 2**30
 Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
@@ -200,22 +200,24 @@ def merge_folder(
     target: str | Path,
     *,
     shared_rate: float | None = None,
-    alpha: Sequence[float] | str | None = None,
+    alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None,
     max_shard_size: int | str = SHARD,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
     """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
 
-    `alpha` [E], or "uniform", replaces the learned or INIT coefficients in every layer. Raises ValueError, with nothing
-    written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
+    `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
+    nothing written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
     """
     config, moe, paths = _moe_folder(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
     shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])
+    given = None if alpha is None else alpha_rows(alpha, len(paths), moe.num_experts)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
-        mixtures = {path: _mixture(checkpoint, config, moe, path, shared_rate, alpha) for path in paths}
+        rows = given or [_mixture(checkpoint, config, moe, path, shared_rate) for path in paths]
+        mixtures = dict(zip(paths, rows, strict=True))
         expected = sum(
             spec.nbytes // (moe.num_experts if key.rpartition(".experts.")[0] in paths else 1)
             for key, spec in checkpoint.specs().items()
@@ -227,7 +229,7 @@ def merge_folder(
             for key in checkpoint.keys():
                 path, _, rest = key.rpartition(".experts.")
                 if path in paths:
-                    weight = merge_rows(checkpoint, key, mixtures[path])
+                    weight = merge_rows(expert_rows(checkpoint, key), mixtures[path])
                     layer = paths[path]
                     parts = families.split_weights(family, {rest: weight})[rest]
                     for part, name in zip(parts, families.mlp_keys(family, layer, moe.bias)[rest], strict=True):
@@ -235,19 +237,13 @@ def merge_folder(
                 elif not _is_router(key, paths):
                     job.add(key, checkpoint.get(key))
                 job.read(key)
-    rows = [mixture.tolist() for mixture in mixtures.values()]
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=rows)
+    alpha = [row.tolist() for row in rows]
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=alpha)
 
 
-def merge_rows(checkpoint: Checkpoint, key: str, alpha: torch.Tensor) -> torch.Tensor:
-    """sum_e alpha[e] W_e of the stack `key` [E, ...], expert by expert from disk, summed in float32; in the stack's dtype."""
-    out = None
-    for e, a in enumerate(alpha):
-        weight = checkpoint.get_rows(key, e)
-        # the order and the roundings of ops.merging
-        part = weight.to(alpha.dtype).mul_(a)
-        out = part if out is None else out.add_(part)
-    return out.to(weight.dtype)
+def expert_rows(checkpoint: Checkpoint, key: str) -> Iterator[torch.Tensor]:
+    """Read the stack `key` [E, ...] expert by expert."""
+    return (checkpoint.get_rows(key, e) for e in range(checkpoint.specs()[key].shape[0]))
 
 
 def _moe_folder(source, stage: str | None = None):
@@ -264,15 +260,11 @@ def _moe_folder(source, stage: str | None = None):
     return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
 
 
-def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float, alpha) -> torch.Tensor:
+def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:
+    """Return alpha [E] of a layer as its stage says: INIT's at `shared_rate`, the learned one, or EWA's mean."""
     block = config.moe_runtime
-    if alpha == "uniform" or (alpha is None and block["stage"] == "ewa"):
+    if block["stage"] == "ewa":
         return uniform_mixture(moe.num_experts)
-    if alpha is not None:
-        alpha = torch.tensor(alpha, dtype=torch.float32)
-        if alpha.shape != (moe.num_experts,) or not abs(alpha.sum().item() - 1) < 1e-4:
-            raise ValueError(f"alpha is {alpha.tolist()}; want {moe.num_experts} numbers that sum to 1")
-        return alpha
     if block["stage"] == "moe":
         return init_mixture(moe, shared_rate)
     logits = checkpoint.get(f"{path}.mixing_logits")

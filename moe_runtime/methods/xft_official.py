@@ -25,8 +25,9 @@ from moe_runtime.config import MoEConfig, check_positive
 from moe_runtime.files import check_out_dir
 from moe_runtime.hf import folders, official
 from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft_folders import SHARD, FolderReceipt, Progress, _Job, _mixture, _moe_folder, merge_rows
+from moe_runtime.methods.xft_folders import SHARD, FolderReceipt, Progress, _Job, _mixture, _moe_folder, expert_rows
 from moe_runtime.methods.xft_official_files import EXPERTS, KINDS, TorchFiles, find_experts, open_experts, open_model
+from moe_runtime.ops.merging import merge_rows
 
 MLP = "model.layers.{}.mlp"
 # the weighted model's own, never used MLP
@@ -247,7 +248,7 @@ def export_official(
                 if stage == "moe":
                     _export_moe(job, path, layer, moe)
                 else:
-                    _export_weighted(job, path, layer, _mixture(checkpoint, config, moe, path, None, None))
+                    _export_weighted(job, path, layer, _mixture(checkpoint, config, moe, path))
     return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()))
 
 
@@ -255,8 +256,7 @@ def _experts(checkpoint: Checkpoint, path: str, kind: str) -> Iterator[torch.Ten
     """Read one kind's matrices, expert by expert."""
     down = kind == "weight_down"
     key = f"{path}.experts.{'down_proj' if down else 'gate_up_proj'}"
-    for e in range(checkpoint.specs()[key].shape[0]):
-        rows = checkpoint.get_rows(key, e)
+    for rows in expert_rows(checkpoint, key):
         # copies: two views of one storage are no two tensors to safetensors
         yield rows if down else rows.chunk(2)[kind == "weight_up"].clone()
 
@@ -277,7 +277,10 @@ def _export_weighted(job: _Job, path: str, layer: int, alpha: torch.Tensor) -> N
     del experts
     job.add(f"{path}.average_weights", job.source.get(f"{path}.mixing_logits"))
     # the released code writes an MLP that it never uses, drawn at random; the merged one is there for whoever reads it
-    for part, name in zip(merge_rows(job.source, f"{path}.experts.gate_up_proj", alpha).chunk(2), _PLACEHOLDERS):
+    merged = merge_rows(expert_rows(job.source, f"{path}.experts.gate_up_proj"), alpha)
+    for part, name in zip(merged.chunk(2), _PLACEHOLDERS):
         job.add(f"{path}.{name}", part.clone())
-    job.add(f"{path}.{_PLACEHOLDERS[2]}", merge_rows(job.source, f"{path}.experts.down_proj", alpha))
+    del merged
+    merged = merge_rows(expert_rows(job.source, f"{path}.experts.down_proj"), alpha)
+    job.add(f"{path}.{_PLACEHOLDERS[2]}", merged)
     job.read(f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj", f"{path}.mixing_logits")

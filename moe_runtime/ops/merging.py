@@ -9,7 +9,7 @@ XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiabl
 dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never holds more than a tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,19 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
         raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
     alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
     return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
+
+
+def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tensor:
+    """Eq. (3) of experts that come one by one: `rows` E times [...], each overwritten, `alpha` [E] -> [...]; no gradient.
+
+    The bits are `merge_experts`'s of the stack. Raises ValueError for more or fewer rows than alphas.
+    """
+    out = None
+    for row, a in zip(rows, alpha, strict=True):
+        # the order and the roundings of the torch backend
+        part = row.to(torch.promote_types(row.dtype, torch.float32)).mul_(a)
+        out = part if out is None else out.add_(part)
+    return out.to(row.dtype)
 
 
 def remerge_experts(

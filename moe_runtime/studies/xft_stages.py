@@ -15,14 +15,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from moe_runtime import data
 from moe_runtime.config import SHARED_GATES, check_choice
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.hf.averaging import AveragingCallback
-from moe_runtime.hf.modeling import moe_layers
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import baselines, xft, xft_folders
 from moe_runtime.methods.stage_folders import Result, fingerprint, hash_of
@@ -181,9 +178,7 @@ class Stages(KeptStages):
         """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
         used = None
         if self.is_main:
-            model = ranks.load_model(moe.folder, self.recipe.dtype)
-            used = _coefficients(model, shared_rate, alpha)
-            ranks.save_whole(xft.merge(model, alpha=used), self.tokenizer, target, self.recipe.dtype)
+            used = xft_folders.merge_folder(moe.folder, target, shared_rate=shared_rate, alpha=alpha).alpha
         return ranks.agree(used)
 
     def _judge(self, folder: Path) -> dict:
@@ -242,17 +237,6 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
         stages.say(f"{r.name:8s}{r.loss:9.4f}{math.exp(min(r.loss, 700)):12.2f}{sizes}{r.total_seconds:9.0f}")
     stages.say(f"the dense model: {results[-1].folder}")
     return results
-
-
-def _coefficients(model, shared_rate: float | None, alpha) -> list:
-    """Return [L][E]: what `alpha` says, or INIT's; raises ValueError as `xft.merge` would."""
-    configs = [layer.config for layer in moe_layers(model).values()]
-    if alpha is None:
-        return [xft.init_mixture(config, shared_rate).tolist() for config in configs]
-    if isinstance(alpha, str):
-        return [[1 / config.num_experts] * config.num_experts for config in configs]
-    rows = torch.as_tensor(alpha, dtype=torch.float32)
-    return (rows.expand(len(configs), -1) if rows.dim() == 1 else rows).tolist()
 
 
 def _for_steps(training: Training, steps: int | None) -> Training:

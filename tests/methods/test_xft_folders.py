@@ -119,6 +119,13 @@ def test_alpha_uniform_and_by_hand(moe, tmp_path):
     assert_same(tmp_path / "uniform", tmp_path / "hand")
 
 
+def test_alpha_of_each_layer_is_what_memory_makes_of_it(moe, tmp_path):
+    alpha = torch.tensor([[0.25] * 4, [1.0, 0.0, 0.0, 0.0]])
+    assert xft_folders.merge_folder(moe, tmp_path / "folders", alpha=alpha).alpha == alpha.tolist()
+    xft.merge(AutoModelForCausalLM.from_pretrained(moe), alpha=alpha).save_pretrained(tmp_path / "memory")
+    assert_same(tmp_path / "folders", tmp_path / "memory")
+
+
 def test_comparison_of_folders(base, moe, tmp_path):
     xft_folders.upcycle_folder(base, tmp_path / "fresh", **SMALL)
     assert xft_folders.compare_folders(base, tmp_path / "fresh") < 1e-5 < xft_folders.compare_folders(base, moe)
@@ -221,7 +228,9 @@ def test_wrong_stage_folder_and_settings(base, moe, tmp_path):
         (lambda: xft_folders.upcycle_folder(tmp_path, tmp_path / "out", **SMALL), "no config.json"),
         (lambda: xft_folders.upcycle_folder(base, tmp_path / "out", num_experts=4, top_k=5), "top_k is 5"),
         (lambda: xft_folders.upcycle_folder(base, moe, **SMALL), "exists"),
-        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha=[1.0]), "alpha is"),
+        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha=[1.0]), r"alpha is \(2, 1\); want \[4\]"),
+        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha=[0.5] * 4), "alpha sums to"),
+        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha="mean"), "alpha is 'mean'; want one of uniform"),
         (lambda: xft_folders.merge_folder(moe, tmp_path / "out", shared_rate=1.5), "shared_rate is 1.5"),
         (lambda: xft_folders.upcycle_folder(base, tmp_path / "out", layers=[5], **SMALL), r"layers is \[5\]"),
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.ops.merging import merge_experts, mixing, soup_logits
+from moe_runtime.ops.merging import merge_experts, merge_rows, mixing, soup_logits
 from tests.support.oracle import assert_parity, mixing_oracle
 
 BACKENDS = [
@@ -54,6 +54,21 @@ def test_parity(shape, dtype, backend, device, tolerance):
     got = run(merge_experts, weight, alpha, dout, backend=backend)
     assert got["out"].dtype == dtype and got["dalpha"].dtype == torch.float32
     assert_parity(got, run(by_experts, weight.double(), alpha.double(), dout.double()), tolerance[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_one_by_one_are_the_stack_bit_by_bit(shape, dtype):
+    weight, alpha = torch.randn(shape).to(dtype), torch.randn(shape[0]).softmax(-1)
+    want = merge_experts(weight, alpha, backend="torch")
+    got = merge_rows((row.clone() for row in weight), alpha)
+    assert got.dtype == dtype and torch.equal(got, want)
+
+
+def test_another_number_of_rows_than_alphas_is_refused():
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=r"zip\(\) argument 2"):
+            merge_rows(iter(torch.ones(count, 5)), torch.ones(3))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,9 +18,9 @@ from moe_runtime.hf.configuration import SHIM
 from moe_runtime.hf.experts import FLOATS
 from moe_runtime.hf.layers import experts_module, numbered_layers
 from moe_runtime.hf.saved_form import skeleton, to_saved
+from moe_runtime.methods.conversions import SHARD, Conversion, Progress
 from moe_runtime.methods.esft_adapters import Adapter, Change, as_adapter, changes_of
 from moe_runtime.methods.esft_base import SAMPLED, check_base, describe, sample_weights, sampled_experts
-from moe_runtime.methods.xft_folders import SHARD, Progress
 
 _FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
 
@@ -64,21 +64,19 @@ def merge_folder(
     adapter = as_adapter(adapter)
     model = skeleton(folders.read_config(base))
     with Checkpoint(base) as checkpoint:
-        specs = checkpoint.specs()
         plan = _planned(model, adapter, checkpoint, check_weights)
-        total, done = sum(spec.nbytes for spec in specs.values()), 0
+        total = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
             names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
             for name in names:
                 writer.copy_file(Path(base) / name)
             names += folders.copy_side_files(Path(base), writer)
+            job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
-                writer.add(key, plan.tensor(checkpoint, key))
-                done += specs[key].nbytes
-                if progress is not None:
-                    progress(done, total)
+                job.add(key, plan.tensor(checkpoint, key))
+                job.read(key)
     experts = sum(len(ids) for ids in adapter.experts.values())
-    return MergeReceipt(Path(out), len(specs), total, names, experts, len(plan))
+    return MergeReceipt(Path(out), job.tensors, job.bytes, names, experts, len(plan))
 
 
 def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights: bool = True) -> int:

@@ -26,9 +26,9 @@ from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import expert_models, families, folders, swap
 from moe_runtime.hf.expert_checkpoints import RECORD, model_folder
 from moe_runtime.hf.lora_moe import to_lora_moe
+from moe_runtime.methods.conversions import SHARD, Conversion, FolderReceipt, Progress
 from moe_runtime.methods.upit_experts import Expert, open_expert
 from moe_runtime.methods.upit_router import RECORD as ROUTER_RECORD
-from moe_runtime.methods.xft_folders import SHARD, FolderReceipt, Progress
 
 BACKBONES = ("mean", "base")
 # what configs of one model may differ in, with the same logits
@@ -87,14 +87,19 @@ def assemble(
         _check_alike(opened)
         folders.check_tensors(config, opened[0])
         source = stack.enter_context(_backbone(opened, base)) if backbone == "base" else None
-        job = _Job(opened, rows, moe, source, seed)
-        with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=job.expected()) as writer:
+        made = _Made(opened, rows, moe, source, seed)
+        with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()) as writer:
             new_config = folders.upcycled_config(config, moe)
             new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
             folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(opened[0].path, writer, skip=(RECORD, ROUTER_RECORD))
-            tensors, size = job.write(writer, progress)
-    return FolderReceipt(Path(out), moe, tensors, size, side_files, list(range(config.num_hidden_layers)))
+            job = Conversion(opened[0], writer, progress)
+            for key in opened[0].keys():
+                for name, tensor in made.of(key).items():
+                    job.add(name, tensor)
+                job.read(key)
+    layers = list(range(config.num_hidden_layers))
+    return FolderReceipt(Path(out), moe, job.tensors, job.bytes, side_files, layers)
 
 
 def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
@@ -140,8 +145,8 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
     return source
 
 
-class _Job:
-    """The walk over the first expert's keys: what becomes of each."""
+class _Made:
+    """What becomes of each of the experts' keys."""
 
     def __init__(
         self,
@@ -159,20 +164,7 @@ class _Job:
         n = len(self.opened)
         return sum(spec.nbytes * (n if self.opened[0].is_ffn(key) else 1) for key, spec in self.specs.items())
 
-    def write(self, writer: CheckpointWriter, progress: Progress | None) -> tuple[int, int]:
-        """Write all tensors; return how many and their bytes."""
-        done = count = size = 0
-        total = sum(spec.nbytes for spec in self.specs.values())
-        for key in self.opened[0].keys():
-            for name, tensor in self._made_of(key).items():
-                writer.add(name, tensor)
-                count, size = count + 1, size + tensor.numel() * tensor.element_size()
-            done += self.specs[key].nbytes
-            if progress is not None:
-                progress(done, total)
-        return count, size
-
-    def _made_of(self, key: str) -> dict[str, torch.Tensor]:
+    def of(self, key: str) -> dict[str, torch.Tensor]:
         """Return the target's tensors that a key of the experts gives; none for all but the first part of a stack."""
         place = families.locate_key(self.family, key)
         if place is None:

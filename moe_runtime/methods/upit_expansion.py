@@ -25,9 +25,9 @@ from moe_runtime.config import check_choice, check_number
 from moe_runtime.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.hf import folders
 from moe_runtime.hf.expert_checkpoints import FORMAT, RECORD, Changed
+from moe_runtime.methods.conversions import Progress
 from moe_runtime.methods.upit_experts import ADAPTER, Expert
 from moe_runtime.methods.upit_pool import Mix, Pool
-from moe_runtime.methods.xft_folders import Progress
 from moe_runtime.ops.expansion import METRICS, distances, farthest_pair
 
 SUMMARY, CHILD = "expansion.json", "expert-"

@@ -10,7 +10,7 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, che
 from moe_runtime.hf import folders
 from moe_runtime.hf.configuration import moe_config
 from moe_runtime.hf.mixtral import Names, mixtral_config
-from moe_runtime.methods.xft_folders import SHARD, FolderReceipt, Progress
+from moe_runtime.methods.conversions import SHARD, Conversion, FolderReceipt, Progress
 
 
 def export_mixtral(
@@ -29,7 +29,6 @@ def export_mixtral(
     config = folders.read_config(folder)
     target = mixtral_config(config)
     names, moe = Names(target), moe_config(config)
-    tensors = size = done = 0
     with Checkpoint(folder) as source:
         # old checkpoints hold what every model computes itself
         specs = {key: spec for key, spec in source.specs().items() if not key.endswith("rotary_emb.inv_freq")}
@@ -43,6 +42,7 @@ def export_mixtral(
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
             folders.write_config(writer, target)
             side_files = folders.copy_side_files(Path(folder), writer)
+            job = Conversion(source, writer, progress, specs)
             for key in specs:
                 if ".experts." in key:
                     rows = (names.row(key, e, source.get_rows(key, slice(e, e + 1))) for e in range(moe.num_experts))
@@ -50,9 +50,7 @@ def export_mixtral(
                     rows = (names.whole(key, source.get(key)),)
                 for saved in rows:
                     for name, tensor in saved.items():
-                        writer.add(name, tensor)
-                        tensors, size = tensors + 1, size + tensor.numel() * tensor.element_size()
-                done += specs[key].nbytes
-                if progress is not None:
-                    progress(done, total)
-    return FolderReceipt(Path(out), moe, tensors, size, side_files, list(range(config.num_hidden_layers)))
+                        job.add(name, tensor)
+                job.read(key)
+    layers = list(range(config.num_hidden_layers))
+    return FolderReceipt(Path(out), moe, job.tensors, job.bytes, side_files, layers)

@@ -18,8 +18,8 @@ import torch
 from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.hf.expert_checkpoints import fingerprint, model_folder
 from moe_runtime.hf.experts import FLOATS
+from moe_runtime.methods.conversions import Progress
 from moe_runtime.methods.upit_experts import Expert, open_expert, print_of
-from moe_runtime.methods.xft_folders import Progress
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
 
 CHUNK = 1 << 22  # elements of all experts that are read at once

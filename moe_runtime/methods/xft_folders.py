@@ -4,55 +4,25 @@ The results are the same, bit for bit. Memory holds one shard of the source, one
 A target folder appears whole or not at all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf import families, folders, swap
-from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft import alpha_rows, check_rate, init_mixture
-from moe_runtime.modules.ewa import uniform_mixture
-from moe_runtime.ops.merging import merge_rows, mixing, soup_logits
-
-SHARD = 2 * 2**30
-Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
-
-
-class FolderReceipt(NamedTuple):
-    """What a conversion wrote."""
-
-    path: Path
-    config: MoEConfig
-    tensors: int
-    bytes: int
-    side_files: list[str]  # tokenizer and the like, copied
-    layers: list[int]
-    mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
-    alpha: list[list[float]] | None = None  # merging: [L, E]
-
-
-class _Job:
-    """The loop that every conversion shares: walk the source's keys, count, write."""
-
-    def __init__(self, source: Checkpoint, writer: CheckpointWriter, progress: Progress | None):
-        self.source, self.writer, self.progress = source, writer, progress
-        self.specs = source.specs()
-        self.total = sum(spec.nbytes for spec in self.specs.values())
-        self.done = self.tensors = self.bytes = 0
-
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        self.writer.add(key, tensor)
-        self.tensors += 1
-        self.bytes += tensor.numel() * tensor.element_size()
-
-    def read(self, *keys: str) -> None:
-        self.done += sum(self.specs[key].nbytes for key in keys)
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+from moe_runtime.methods.conversions import (
+    SHARD,
+    Conversion,
+    FolderReceipt,
+    Progress,
+    expert_rows,
+    mixture_of,
+    open_upcycled,
+)
+from moe_runtime.methods.xft import alpha_rows, check_rate
+from moe_runtime.ops.merging import merge_rows, soup_logits
 
 
 def upcycle_folder(
@@ -84,7 +54,7 @@ def upcycle_folder(
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(Path(source), writer)
-            job = _Job(checkpoint, writer, progress)
+            job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 _upcycle_key(job, key, family, moe, layers, seed)
     return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error)
@@ -105,7 +75,7 @@ def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: S
     return worst
 
 
-def _upcycle_key(job: _Job, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int) -> None:
+def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int) -> None:
     place = families.locate_key(family, key)
     if place is None or place.layer not in layers:
         job.add(key, job.source.get(key))
@@ -170,7 +140,7 @@ def mergeable_folder(
     Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
     outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
     """
-    config, moe, paths = _moe_folder(source, stage="moe")
+    config, moe, paths = open_upcycled(source, stage="moe")
     if not 0 <= shared_rate <= 1:
         raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
     if not (soup or moe.has_shared_expert):
@@ -182,7 +152,7 @@ def mergeable_folder(
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             folders.write_config(writer, folders.mergeable_config(config, shared_rate, soup))
             side_files = folders.copy_side_files(Path(source), writer)
-            job = _Job(checkpoint, writer, progress)
+            job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 path, _, name = key.partition(".gate.")
                 if path in paths and name:
@@ -210,13 +180,13 @@ def merge_folder(
     `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
     nothing written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
     """
-    config, moe, paths = _moe_folder(source)
+    config, moe, paths = open_upcycled(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
     shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])
     given = None if alpha is None else alpha_rows(alpha, len(paths), moe.num_experts)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
-        rows = given or [_mixture(checkpoint, config, moe, path, shared_rate) for path in paths]
+        rows = given or [mixture_of(checkpoint, config, moe, path, shared_rate) for path in paths]
         mixtures = dict(zip(paths, rows, strict=True))
         expected = sum(
             spec.nbytes // (moe.num_experts if key.rpartition(".experts.")[0] in paths else 1)
@@ -225,7 +195,7 @@ def merge_folder(
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             folders.write_config(writer, folders.dense_config(config))
             side_files = folders.copy_side_files(Path(source), writer)
-            job = _Job(checkpoint, writer, progress)
+            job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 path, _, rest = key.rpartition(".experts.")
                 if path in paths:
@@ -239,36 +209,6 @@ def merge_folder(
                 job.read(key)
     alpha = [row.tolist() for row in rows]
     return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=alpha)
-
-
-def expert_rows(checkpoint: Checkpoint, key: str) -> Iterator[torch.Tensor]:
-    """Read the stack `key` [E, ...] expert by expert."""
-    return (checkpoint.get_rows(key, e) for e in range(checkpoint.specs()[key].shape[0]))
-
-
-def _moe_folder(source, stage: str | None = None):
-    """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder."""
-    config = folders.read_config(source)
-    block = getattr(config, "moe_runtime", None)
-    if block is None:
-        raise ValueError(
-            f"model is {str(source)!r} of model_type {config.model_type!r}; want an upcycled model's folder"
-        )
-    if stage is not None and block["stage"] != stage:
-        raise ValueError(f"the stage of {source} is {block['stage']!r}; want {stage!r}")
-    family = families.FAMILIES[block["base_model_type"]]
-    return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
-
-
-def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:
-    """Return alpha [E] of a layer as its stage says: INIT's at `shared_rate`, the learned one, or EWA's mean."""
-    block = config.moe_runtime
-    if block["stage"] == "ewa":
-        return uniform_mixture(moe.num_experts)
-    if block["stage"] == "moe":
-        return init_mixture(moe, shared_rate)
-    logits = checkpoint.get(f"{path}.mixing_logits")
-    return mixing(logits, None if block["soup"] else block["shared_rate"])
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:

@@ -25,7 +25,15 @@ from moe_runtime.config import MoEConfig, check_positive
 from moe_runtime.files import check_out_dir
 from moe_runtime.hf import folders, official
 from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft_folders import SHARD, FolderReceipt, Progress, _Job, _mixture, _moe_folder, expert_rows
+from moe_runtime.methods.conversions import (
+    SHARD,
+    Conversion,
+    FolderReceipt,
+    Progress,
+    expert_rows,
+    mixture_of,
+    open_upcycled,
+)
 from moe_runtime.methods.xft_official_files import EXPERTS, KINDS, TorchFiles, find_experts, open_experts, open_model
 from moe_runtime.ops.merging import merge_rows
 
@@ -97,7 +105,7 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
     with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
         folders.write_config(writer, config)
         side_files = folders.copy_side_files(opened.path, writer)
-        job = _Job(opened, writer, progress)
+        job = Conversion(opened, writer, progress)
         later = {name for names in wanted for name in names}
         for key in opened.keys():
             if key in later:
@@ -186,7 +194,7 @@ def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]
     return specs
 
 
-def _import_layer(job: _Job, layer: int, moe: MoEConfig, stage: str) -> None:
+def _import_layer(job: Conversion, layer: int, moe: MoEConfig, stage: str) -> None:
     """Write one layer's experts as stacks, and its router or its mixing logits."""
     path, get = MLP.format(layer), job.source.get
     E, H, I = moe.num_experts, moe.hidden_size, moe.intermediate_size
@@ -225,7 +233,7 @@ def export_official(
     Raises ValueError, with nothing written, for what that code has no option for, or an existing target.
     """
     out = check_out_dir(target, overwrite)
-    config, moe, paths = _moe_folder(source)
+    config, moe, paths = open_upcycled(source)
     stage = config.moe_runtime["stage"]
     if stage not in ("moe", "mergeable"):
         raise ValueError(f"the stage of {source} is {stage!r}; want 'moe' or 'mergeable'")
@@ -238,7 +246,7 @@ def export_official(
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
             writer.write_text("config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
             side_files = folders.copy_side_files(Path(source), writer)
-            job = _Job(checkpoint, writer, progress)
+            job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 path = key.partition(".mlp.")[0] + ".mlp"
                 if path not in paths:
@@ -248,7 +256,7 @@ def export_official(
                 if stage == "moe":
                     _export_moe(job, path, layer, moe)
                 else:
-                    _export_weighted(job, path, layer, _mixture(checkpoint, config, moe, path))
+                    _export_weighted(job, path, layer, mixture_of(checkpoint, config, moe, path))
     return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()))
 
 
@@ -261,7 +269,7 @@ def _experts(checkpoint: Checkpoint, path: str, kind: str) -> Iterator[torch.Ten
         yield rows if down else rows.chunk(2)[kind == "weight_up"].clone()
 
 
-def _export_moe(job: _Job, path: str, layer: int, moe: MoEConfig) -> None:
+def _export_moe(job: Conversion, path: str, layer: int, moe: MoEConfig) -> None:
     for ours, (theirs, _) in _router_names(moe).items():
         job.add(f"{path}.gate.{theirs}", job.source.get(f"{path}.gate.{ours}"))
         job.read(f"{path}.gate.{ours}")
@@ -271,7 +279,7 @@ def _export_moe(job: _Job, path: str, layer: int, moe: MoEConfig) -> None:
     job.read(f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj")
 
 
-def _export_weighted(job: _Job, path: str, layer: int, alpha: torch.Tensor) -> None:
+def _export_weighted(job: Conversion, path: str, layer: int, alpha: torch.Tensor) -> None:
     experts: dict[str, Mapping] = {kind: dict(enumerate(_experts(job.source, path, kind))) for kind in KINDS}
     torch.save(experts, job.writer.place(f"ffn_layer_{layer}.pt"))
     del experts

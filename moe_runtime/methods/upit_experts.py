@@ -15,8 +15,7 @@ from moe_runtime.config import check_choice
 from moe_runtime.files import read_json
 from moe_runtime.hf import families, folders
 from moe_runtime.hf.expert_checkpoints import FORMAT, KINDS, RECORD, fingerprint, model_folder, saved_steps
-from moe_runtime.methods import stage_folders
-from moe_runtime.methods.stage_folders import hash_of
+from moe_runtime.methods.fingerprints import files_print, hash_of
 
 CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of PEFT's names
@@ -117,7 +116,7 @@ def print_of(checkpoint: Checkpoint) -> str:
     """Return hex digits that tell a folder's model or adapter from another, and from itself once a file has changed."""
     folder = checkpoint.path
     settings = [path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()]
-    files = [stage_folders.fingerprint(path) for path in sorted(folder.glob("*.safetensors"))]
+    files = [files_print(path) for path in sorted(folder.glob("*.safetensors"))]
     return hash_of([fingerprint(checkpoint), files, settings])
 
 

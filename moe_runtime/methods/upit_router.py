@@ -26,7 +26,7 @@ from moe_runtime.config import check_bool, check_choice, check_number, check_pos
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
 from moe_runtime.hf.routing_vectors import Measured, RoutingVectors, VectorTrainer, drawn, hidden_means
-from moe_runtime.methods.stage_folders import fingerprint, hash_of, remove
+from moe_runtime.methods.fingerprints import files_print, hash_of, remove
 from moe_runtime.methods.upit_experts import Expert, open_expert
 
 FORMAT = 1
@@ -97,8 +97,8 @@ def init_router(
         settings = _settings(RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training)
         at_once, _ = fit.split_batch(batch_size, settings.get("per_device_batch_size"))
         made_of = objective | {
-            "expert": fingerprint(expert), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]), "std": std,
-            "base": None if opened.kind == "ffn" else fingerprint(expert_models.base_of([opened])), "settings": settings,
+            "expert": files_print(expert), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]), "std": std,
+            "base": None if opened.kind == "ffn" else files_print(expert_models.base_of([opened])), "settings": settings,
             "router_init": router_init, "dtype": dtype, "index": index,
         }  # fmt: skip
         if not overwrite and ranks.agree(_is_made(folder, made_of)):

@@ -23,7 +23,7 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.esft_adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft_folders import check_fit
 from moe_runtime.methods.esft_scores import LENGTH, SEED, TOKENS, sample_batches
-from moe_runtime.methods.stage_folders import fingerprint, remove
+from moe_runtime.methods.fingerprints import files_print, remove
 from moe_runtime.studies.esft_recipe import Tuning
 from moe_runtime.studies.esft_tasks import join
 
@@ -134,8 +134,8 @@ def train_folder(
     checkpoints = out.with_name(f"{out.name}-checkpoints")
     compared = {name: value for name, value in asdict(training).items() if name not in NOT_COMPARED}
     settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
-    settings |= {"data": [str(rows), fingerprint(rows), str(held_out), held_out and fingerprint(held_out)]}
-    settings |= {"source": [str(source), fingerprint(source)], "rows": [max_length, packed, prompt]}
+    settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
+    settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt]}
     _check_checkpoints(checkpoints, settings)
     model, tokenizer = _load(source, prompt)
     train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt)

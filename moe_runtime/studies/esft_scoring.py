@@ -21,7 +21,7 @@ from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_scores import SEED, sample_batches
 from moe_runtime.methods.esft_selection import group_experts
-from moe_runtime.methods.stage_folders import fingerprint, hash_of
+from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import stage_rows
 from moe_runtime.studies.esft_analyses import SampleSizes, sample_sizes, two_samples
 from moe_runtime.studies.esft_recipe import EsftRecipe, Tuning, load_recipe
@@ -216,10 +216,10 @@ class ScoredStages(KeptStages):
     def data_key(self) -> str:
         """Return a hash of the base, all rows and the Python that built-in text is of."""
         r, python = self.recipe, platform.python_version()
-        base = [python, r.pretrain.to_dict()] if r.pretrain else fingerprint(r.base_model)
+        base = [python, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         parts = {task: asdict(one) for task, one in {**r.tasks, GENERAL: r.general}.items()}
         sources = [source for one in parts.values() for source in (one["train"], one["held_out"]) if source]
-        rows = [python if source in BUILT_IN else fingerprint(source) for source in sources]
+        rows = [python if source in BUILT_IN else files_print(source) for source in sources]
         how = [r.max_length, r.pack, r.drop_bos]
         return hash_of({"format": self.FORMAT, "method": "esft", "data": parts, "how": how, "base": base, "rows": rows})
 

@@ -23,7 +23,7 @@ from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.hf.ultrafuser_folders import load_gate
 from moe_runtime.hf.ultrafuser_inputs import Encoder
 from moe_runtime.methods import ultrafuser
-from moe_runtime.methods.stage_folders import fingerprint, hash_of
+from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import fuser_checks, fuser_folders, fuser_rows, stage_rows
 from moe_runtime.studies.domain_results import by_domain
 from moe_runtime.studies.domains import DOMAINS, domains_key
@@ -90,7 +90,7 @@ class Stages(KeptStages):
         number, one, r = self.names.index(name), self.recipe.specialists[name], self.recipe
         if one.model is not None:
             return self._made(
-                "given", name, {"model": [one.model, fingerprint(one.model)], "number": number, "dtype": r.dtype}, [],
+                "given", name, {"model": [one.model, files_print(one.model)], "number": number, "dtype": r.dtype}, [],
                 lambda tmp, folder: {"source": str(one.model)} | self._judged_single(one.model, number), seed=0,
             )  # fmt: skip
         base, domain = self.base(), r.domain_of(name)
@@ -264,11 +264,11 @@ class Stages(KeptStages):
     def data_key(self) -> str:
         """Return a hash of the tokenizer, the templates, all rows and the Python that built-in text is of."""
         r, python = self.recipe, platform.python_version()
-        base = [python, r.pretrain.to_dict()] if r.pretrain else r.base_model and fingerprint(r.base_model)
-        given = [one.model and fingerprint(one.model) for one in r.specialists.values()]
+        base = [python, r.pretrain.to_dict()] if r.pretrain else r.base_model and files_print(r.base_model)
+        given = [one.model and files_print(one.model) for one in r.specialists.values()]
         built_in = domains_key() if r.pretrain or any(d.train in DOMAINS for d in r.domains.values()) else None
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
-        rows = [r.max_length, r.templates, domains, built_in, [fingerprint(source) for source in fuser_rows.sources(r)]]
+        rows = [r.max_length, r.templates, domains, built_in, [files_print(source) for source in fuser_rows.sources(r)]]
         return hash_of({"format": self.FORMAT, "method": "ultrafuser", "base": base, "given": given, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:

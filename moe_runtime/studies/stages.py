@@ -4,21 +4,44 @@ OUT/<kind>-<hash>/ holds what a stage made and result.json, whole or not at all;
 settings, parents, data, seed. Under `accelerate launch` every process runs the same calls: all train, rank 0 writes.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from moe_runtime import data, progress
+from moe_runtime.files import atomic_folder, atomic_write_text, read_json
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
-from moe_runtime.methods.stage_folders import Result, hash_of, made_once, read_result, remove
+from moe_runtime.methods.fingerprints import hash_of, remove
 from moe_runtime.studies.recipe import Training
 
 # how a training is carried out; the same up to rounding, but for a noisy gate, a balance loss and EWA, whose draws and means
 # are of the rows that a process takes at once
 NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
+
+
+class Result(NamedTuple):
+    """A finished stage."""
+
+    name: str
+    folder: Path  # of the model
+    loss: float  # mean over the label tokens of the held-out rows
+    losses: list[float]  # mean of each held-out row
+    tokens: list[int]  # label tokens of each
+    steps: int
+    seconds: float  # of this stage's training alone
+    total_seconds: float  # with the stages before it, the base excepted
+    parameters: int
+    active_parameters: int  # that a token passes through
+    history: list  # (step, held-out loss)
+    steps_per_second: float
+    alpha: list | None = None  # [L][E], mixing coefficients of a merged model
 
 
 class KeptStages:
@@ -138,6 +161,48 @@ class KeptStages:
     def _is_saved_as_trained(self, model) -> bool:
         """Whether saving does not round: else a model is judged anew, as it was saved."""
         return all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters())
+
+
+def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> None:
+    """Have `make` fill `folder`, unless its file `mark` says that it is whole; what it returns is written to `mark`.
+
+    All processes of the run must call, and all make; rank 0's folder counts. Of two runs, one makes and one waits.
+    """
+    if ranks.agree((folder / mark).is_file()):
+        return
+    main = ranks.state().is_main_process
+    with contextlib.ExitStack() as stack:
+        if main:
+            stack.enter_context(_locked(folder))
+        if ranks.agree((folder / mark).is_file()):
+            return
+        tmp = ranks.agree(str(stack.enter_context(atomic_folder(folder, overwrite=True))) if main else None)
+        values = make(Path(tmp))
+        if main:
+            atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
+    ranks.agree()  # nobody reads before rank 0 has moved the folder in
+
+
+def read_result(stage: Path, kind: type = Result, **changes):
+    """Read the result.json of a stage's folder as the NamedTuple `kind`; `changes` replace what is in it."""
+    values = read_json(stage / "result.json")
+    try:
+        values["history"] = [tuple(point) for point in values["history"]]
+        return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
+    except (KeyError, TypeError) as error:
+        how = "remove the folder, and the stage is made anew"
+        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}); want a file of a stage; {how}") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`; the kernel gives it back when the process dies. Without locks, two runs may both make."""
+    locks = folder.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with open(locks / folder.name, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def course_of(trained: trainers.Trained) -> dict:

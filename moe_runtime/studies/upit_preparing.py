@@ -20,7 +20,7 @@ from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import upit_expansion, upit_experts
-from moe_runtime.methods.stage_folders import fingerprint, hash_of
+from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import stage_rows
 from moe_runtime.studies.domains import DOMAINS, domains_key
 from moe_runtime.studies.recipe import Training
@@ -253,8 +253,8 @@ class PreparedStages(KeptStages):
         """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
         r, built_in = self.recipe, domains_key()
         sources = [source for d in r.domains.values() for source in (d.train, d.held_out) if source]
-        rows = [built_in if source in DOMAINS else fingerprint(source) for source in sources]
-        base = [built_in, r.pretrain.to_dict()] if r.pretrain else fingerprint(r.base_model)
+        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})
 

@@ -20,7 +20,7 @@ from moe_runtime import data
 from moe_runtime.config import check_positive
 from moe_runtime.files import read_json
 from moe_runtime.hf import ranks
-from moe_runtime.methods.stage_folders import fingerprint
+from moe_runtime.methods.fingerprints import files_print
 from moe_runtime.ops.router_load import load_entropy
 from moe_runtime.stats import collect_router_stats
 from moe_runtime.studies.recipe import Recipe
@@ -102,7 +102,7 @@ def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> di
     if len({Path(path).stem for path in texts}) < len(texts):
         raise ValueError(f"data is {', '.join(map(str, texts))}; want files of different names")
     names = [str(path) for path in texts]
-    return {"texts": names, "tokens": tokens, "files": [fingerprint(name) for name in names]}
+    return {"texts": names, "tokens": tokens, "files": [files_print(name) for name in names]}
 
 
 def measure(process, texts: Sequence[str], tokens: int) -> dict:

@@ -22,12 +22,12 @@ from moe_runtime.hf import ranks
 from moe_runtime.hf.averaging import AveragingCallback
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import baselines, xft, xft_folders
-from moe_runtime.methods.stage_folders import Result, fingerprint, hash_of
+from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
 from moe_runtime.studies import stage_rows
 from moe_runtime.studies.recipe import Recipe, Training, load_recipe, resolve_experts
-from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
+from moe_runtime.studies.stages import KeptStages, Result, course_of, loss_of, sizes_of
 
 
 class Stages(KeptStages):
@@ -195,8 +195,8 @@ class Stages(KeptStages):
         """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
-        base = [python, pretrain.to_dict()] if pretrain else fingerprint(r.base_model)
-        rows = [python if s == data.BUILT_IN else fingerprint(s) for s in (r.data.train, r.data.held_out) if s]
+        base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
+        rows = [python if s == data.BUILT_IN else files_print(s) for s in (r.data.train, r.data.held_out) if s]
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:

@@ -17,9 +17,9 @@ from moe_runtime.hf.official import import_config, read_values
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.kernels import tiles
 from moe_runtime.methods import esft_adapters, upit_router, xft_folders, xft_official_files
-from moe_runtime.methods.stage_folders import read_result
 from moe_runtime.methods.upit_experts import open_expert
 from moe_runtime.modules import lora_adapters
+from moe_runtime.studies.stages import read_result
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.hf import tiny

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from moe_runtime.hf import fit, lora_baseline
 from moe_runtime.hf.modeling import moe_layers
 from moe_runtime.methods import upit_buckets, upit_experts, upit_router
-from moe_runtime.methods.stage_folders import hash_of
+from moe_runtime.methods.fingerprints import hash_of
 from moe_runtime.studies import upit_stages
 from moe_runtime.studies.upit_preparing import NONE
 from moe_runtime.studies.upit_recipe import UpitRecipe, load_recipe

@@ -17,10 +17,11 @@ from moe_runtime.files import read_json
 from moe_runtime.hf.fit import held_out_loss, mean_loss
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import xft
-from moe_runtime.methods.stage_folders import fingerprint, made_once
+from moe_runtime.methods.fingerprints import files_print
 from moe_runtime.studies import recipe as recipe_module
 from moe_runtime.studies import xft_stages
 from moe_runtime.studies.recipe import Recipe, load_recipe
+from moe_runtime.studies.stages import made_once
 from moe_runtime.studies.xft_stages import Stages
 from tests.hf.tiny import distance
 from tests.studies.test_recipe import blocks
@@ -152,9 +153,9 @@ def test_a_loss_that_is_not_finite_is_kept(tmp_path):
 def test_a_file_that_was_moved_inside_its_folder_is_noticed(tmp_path):
     (tmp_path / "data" / "test").mkdir(parents=True)
     before = write_rows(tmp_path / "data" / "a.jsonl")
-    first = fingerprint(tmp_path / "data")
+    first = files_print(tmp_path / "data")
     before.rename(tmp_path / "data" / "test" / "a.jsonl")
-    assert fingerprint(tmp_path / "data") != first
+    assert files_print(tmp_path / "data") != first
 
 
 def test_the_merges_are_xft_merge(made):

@@ -5,10 +5,12 @@ from pathlib import Path
 
 from moe_runtime.bench.clock import OUT_OF_TIME
 from moe_runtime.bench.machine import public
+from moe_runtime.config import shown
 from moe_runtime.files import read_json
 
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
+WRITTEN = "want a file that moe-runtime bench wrote"
 RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}  # in files of before it had its preset in its name
 
 
@@ -26,15 +28,18 @@ class Records:
                 file.write(json.dumps({"name": name, **what}) + "\n")
 
     def lines(self) -> list[dict]:
-        """Return the file's lines; the last one may be half of one."""
+        """Return the file's lines; the last one may be half of one. Raises ValueError where one is no benchmark's."""
         if self.path is None or not self.path.exists():
             return []
         found = []
-        for line in self.path.read_text().splitlines():
+        for number, text in enumerate(self.path.read_text().splitlines(), 1):
             try:
-                found.append(json.loads(line))
+                line = json.loads(text)
             except ValueError:
                 continue
+            if not isinstance(line, dict) or not isinstance(line.get("name"), str):
+                raise ValueError(f"line {number} of {self.path} is {shown(line)}; {WRITTEN}")
+            found.append(line)
         return found
 
     def done(self) -> set[str]:
@@ -80,9 +85,15 @@ def benchmarks(path: str | Path) -> list[dict]:
 def _benchmarks(path: Path) -> list[dict]:
     if path.suffix == ".jsonl":
         return [line for line in Records(path).lines() if "extra_info" in line]
-    found = [bench for bench in read_json(path).get("benchmarks", ()) if "rows" in bench.get("extra_info", ())]
+    entries = read_json(path).get("benchmarks", [])
+    if not isinstance(entries, list):
+        raise ValueError(f"path is {path}, whose benchmarks are {shown(entries)}; {WRITTEN}")
+    for bench in entries:
+        if not isinstance(bench, dict) or not isinstance(bench.get("extra_info", {}), dict):
+            raise ValueError(f"path is {path}, which has the benchmark {shown(bench)}; {WRITTEN}")
+    found = [bench for bench in entries if "rows" in bench.get("extra_info", ())]
     if not found:
-        raise ValueError(f"path is {path}, which holds no benchmarks; want a file that moe-runtime bench wrote")
+        raise ValueError(f"path is {path}, which holds no benchmarks; {WRITTEN}")
     return found
 
 
@@ -90,7 +101,10 @@ def failures(path: str | Path) -> dict[str, str]:
     """Return benchmark -> why of those that failed in a file's run and did not end in a later one."""
     path = Path(path)
     if path.suffix != ".jsonl":
-        return read_json(path).get("failed", {})
+        failed = read_json(path).get("failed", {})
+        if not isinstance(failed, dict):
+            raise ValueError(f"path is {path}, whose failed is {shown(failed)}; {WRITTEN}")
+        return failed
     lines = Records(path).lines()
     last = {line["name"]: line for line in lines if STATES & line.keys()}
     return {name: line["failed"] for name, line in last.items() if "failed" in line}

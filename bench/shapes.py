@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from moe_runtime.layer_sizes import LAYERS
+
 
 class Shape(NamedTuple):
     """T tokens, H hidden, I expert intermediate, E experts, K experts per token."""
@@ -18,16 +20,7 @@ CPU = {
     "coarse": Shape(2048, 512, 1408, 8, 6, shared=True),  # a quarter of XFT on DeepSeek-Coder-1.3B
     "fine": Shape(2048, 512, 256, 64, 8),  # a quarter of OLMoE
 }
-GPU = {  # as in moe_runtime/tuning.py; TinyLlama's expert counts are guesses, the paper names none
-    "XFT-DSCoder-1.3B": Shape(16384, 2048, 5504, 8, 6, shared=True),
-    "XFT-StableCode-3B": Shape(16384, 2560, 6912, 4, 2, shared=True),
-    "XFT-TinyLlama-1.1B": Shape(16384, 2048, 5632, 8, 6, shared=True),
-    "XFT-TinyLlama-1.1B-4e": Shape(16384, 2048, 5632, 4, 2, shared=True),
-    "DeepSeek-V2-Lite": Shape(16384, 2048, 1408, 64, 6),
-    "Mixtral-8x7B": Shape(16384, 4096, 14336, 8, 2),
-    "OLMoE": Shape(16384, 2048, 1024, 64, 8),
-    "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
-}
+GPU = {name: Shape(16384, *layer[:5]) for name, layer in LAYERS.items()}  # of published models
 FINE = ("DeepSeek-V2-Lite", "OLMoE", "Qwen3-30B-A3B")  # many small experts: few rows each
 TOKENS = (16384, 4096, 65536)  # the most telling first, for runs that are cut short
 STEPS_CPU = {"tiny-Qwen3-MoE": Shape(1024, 256, 96, 64, 8)}  # Qwen3-30B-A3B by 8, half of its experts

@@ -132,7 +132,7 @@ def heuristic(problem: Problem) -> Tile:
 
 def tuned_path() -> Path:
     """Return the file of measured configs: $XDG_CACHE_HOME/moe_runtime/tiles.json, ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_runtime" / "tiles.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_runtime" / "tiles.json"
 
 
 @functools.cache

@@ -30,6 +30,7 @@ KEPT_DAYS = 30  # objects that no build has used for so long are deleted
 MAX_REGISTERS = 128  # of a thread: 512 threads a multiprocessor at least
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"  # so that libc is all it needs
 GET_NVCC = "install a CUDA toolkit and set CUDA_HOME, or pip install 'moe-runtime[nvcc]'"
+GET_PLACE = "set XDG_CACHE_HOME to what can be written"
 SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 USUAL = Path("/usr/local/cuda/bin/nvcc")
 PLACES = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
@@ -66,8 +67,12 @@ def csrc_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return $XDG_CACHE_HOME/moe_runtime/cuda, ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_runtime" / "cuda"
+    """Return $XDG_CACHE_HOME/moe_runtime/cuda, ~/.cache by default. Raises BuildError where there is no home."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise BuildError(f"HOME is {os.environ.get('HOME')!r}, and this user has no other; {GET_PLACE}") from error
+    return base / "moe_runtime" / "cuda"
 
 
 def library_path(csrc: Path | None = None) -> Path:
@@ -288,7 +293,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Build for this machine, print the library's path, and fail if a kernel is over the gate."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.build_cuda", description=__doc__.splitlines()[0])
     parser.add_argument("--archs", default=ARCHS, help="default %(default)s; 90 alone takes a fifth of the time")
-    parser.add_argument("--out", type=Path, help=f"default {cache_dir()}/<hash of the sources>/{NAME}")
+    place = f"moe_runtime/cuda/<hash of the sources>/{NAME}"
+    parser.add_argument("--out", type=Path, help=f"default {place} in $XDG_CACHE_HOME, ~/.cache by default")
     parser.add_argument("--csrc", type=Path, help="default the sources of this package")
     parser.add_argument("--max-registers", type=int, default=MAX_REGISTERS, help="of a thread, default %(default)s")
     parser.add_argument("--report", action="store_true", help="print what ptxas says of each kernel")

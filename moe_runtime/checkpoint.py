@@ -259,6 +259,18 @@ def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], 
         raise ValueError("\n".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
 
 
+def write_tensors(
+    file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}
+) -> None:
+    """Write one safetensors file with the mode of any new file in its folder. Raises OSError where it cannot be written."""
+    try:
+        save_file(dict(tensors), file, metadata=dict(metadata))
+    except SafetensorError as error:
+        raise os_error_of(error, file) or OSError(errno.EIO, str(error), str(file)) from error
+    # save_file leaves 0600
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 class CheckpointWriter:
     """Write tensors as they come, in shards of `max_shard_size` bytes; a context manager over `atomic_folder`.
 
@@ -355,13 +367,7 @@ class CheckpointWriter:
     def _flush(self, tmp: Path) -> None:
         if not self._pending:
             return
-        file = tmp / f"model-{self._shards + 1:05d}.safetensors"
-        try:
-            save_file(self._pending, file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise os_error_of(error, file) or OSError(errno.EIO, str(error), str(file)) from error
-        # save_file leaves 0600; give what any new file here would get
-        file.chmod(tmp.stat().st_mode & 0o666)
+        write_tensors(tmp / f"model-{self._shards + 1:05d}.safetensors", self._pending)
         self._pending, self._pending_bytes, self._shards = {}, 0, self._shards + 1
 
     def _finish(self, tmp: Path) -> None:

@@ -7,7 +7,6 @@ loaded before the first question, and no library is a normal state: the backend 
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime import native
 from moe_runtime.build_cpu import NAME, csrc_dir, library_path, source_hash
-from moe_runtime.cuda import read_header
 
 COMMAND = "python -m moe_runtime.build_cpu"
 DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # as in moert_cpu.h
@@ -44,16 +43,8 @@ class Library(NamedTuple):
 def bind(path: Path, csrc: Path | None = None) -> Library:
     """Load the library at `path` with the types of moert_cpu.h. Raises OSError where it does not load or is another's."""
     csrc = csrc or csrc_dir()
-    header, handle = (csrc / "moert_cpu.h").read_text(), ctypes.CDLL(str(path))
-    for name, (result, arguments) in read_header(header).items():
-        try:
-            function = getattr(handle, name)
-        except AttributeError:
-            raise OSError(f"{path} has no {name}; rebuild it: {COMMAND} --force") from None
-        function.restype, function.argtypes = result, arguments
-    info, version = json.loads(handle.moert_cpu_build_info()), re.search(r"#define MOERT_CPU_ABI_VERSION (\d+)", header)
-    if info.get("sources", source_hash(csrc)) != source_hash(csrc) or handle.moert_cpu_abi_version() != int(version[1]):
-        raise OSError(f"{path} was built from other sources than {csrc}; rebuild it: {COMMAND} --force")
+    sources, command = source_hash(csrc), f"{COMMAND} --force"
+    handle, info = native.bind(path, csrc / "moert_cpu.h", "moert_cpu", sources, command)
     return Library(handle, Path(path), info, _share_openmp(handle))
 
 
@@ -99,29 +90,14 @@ def _file_at(address: int) -> str:
 
 def places() -> list[Path]:
     """Return where the library may lie: in the wheel that brought it, and where the command puts it, if that is known."""
-    wheel = [Path(__file__).resolve().parent / "_lib" / NAME]
-    try:
-        return [*wheel, library_path()]
-    except (OSError, RuntimeError):  # no home, as in containers that run as a number
-        return wheel
+    return native.places(Path(__file__).resolve().parent / "_lib" / NAME, library_path)
 
 
 @functools.cache
 def _find() -> Library | str:
     """Return the first library that loads, or why there is none."""
-    reasons = []
-    try:
-        if not (csrc_dir() / "moert_cpu.h").is_file():
-            return f"{csrc_dir()} has no moert_cpu.h; want a checkout or an installed wheel"
-    except OSError as error:
-        return str(error)
-    for path in places():
-        try:
-            if path.is_file():  # raises where a folder above it may not be read
-                return bind(path)
-        except (OSError, RuntimeError, ValueError) as error:
-            reasons.append(str(error))
-    return "; ".join(reasons) or f"the CPU library is not built; {COMMAND} builds it"
+    missing = f"the CPU library is not built; {COMMAND} builds it"
+    return native.find(places, bind, lambda: csrc_dir() / "moert_cpu.h", missing)
 
 
 def library() -> Library:

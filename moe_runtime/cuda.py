@@ -6,25 +6,16 @@ before the first question, and no library is a normal state: the backends "trito
 
 import ctypes
 import functools
-import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from moe_runtime import native
 from moe_runtime.build_cuda import NAME, csrc_dir, library_path, source_hash
 
 COMMAND = "python -m moe_runtime.build_cuda"
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in moert.h
-_TYPES = {
-    "void": None,
-    "int": ctypes.c_int,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
 
 
 class Library(NamedTuple):
@@ -40,43 +31,16 @@ class Library(NamedTuple):
         return not self.info.get("archs")
 
 
-def read_header(text: str) -> dict[str, tuple[type | None, list[type]]]:
-    """Return name -> (result type, argument types) of each MOERT_API function that a C header declares."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-    declared = re.findall(r"^\s*MOERT_API\s+([\w\s]+?[\s*]+)(moert_\w+)\s*\(([^)]*)\)\s*;", text, re.M)
-    found = {}
-    for result, name, arguments in declared:
-        parts = [part.strip() for part in arguments.split(",") if part.strip() not in ("", "void")]
-        found[name] = (ctypes.c_char_p if "char" in result else _type(result), [_type(part) for part in parts])
-    return found
-
-
-def _type(declaration: str) -> type | None:
-    if "*" in declaration:
-        return ctypes.c_void_p
-    words = [word for word in declaration.split() if word != "const"]
-    return _TYPES[words[0]]
-
-
 def bind(path: Path, csrc: Path | None = None) -> Library:
     """Load the library at `path` with the types of csrc/moert.h. Raises OSError where it does not load or is another's."""
     csrc = csrc or csrc_dir()
-    header, handle = (csrc / "moert.h").read_text(), ctypes.CDLL(str(path))
-    for name, (result, arguments) in read_header(header).items():
-        try:
-            function = getattr(handle, name)
-        except AttributeError:
-            raise OSError(f"{path} has no {name}; rebuild it: {COMMAND}") from None
-        function.restype, function.argtypes = result, arguments
-    info, version = json.loads(handle.moert_build_info()), re.search(r"#define MOERT_ABI_VERSION (\d+)", header)
-    if info.get("sources", source_hash(csrc)) != source_hash(csrc) or handle.moert_abi_version() != int(version[1]):
-        raise OSError(f"{path} was built from other sources than {csrc}; rebuild it: {COMMAND}")
+    handle, info = native.bind(path, csrc / "moert.h", "moert", source_hash(csrc), COMMAND)
     return Library(handle, Path(path), info)
 
 
 def places() -> list[Path]:
-    """Return where the library may lie: in the wheel that brought it, and where the command puts it."""
-    return [Path(__file__).resolve().parent / "_lib" / NAME, library_path()]
+    """Return where the library may lie: in the wheel that brought it, and where the command puts it, if that is known."""
+    return native.places(Path(__file__).resolve().parent / "_lib" / NAME, library_path)
 
 
 _using: Library | None = None
@@ -91,16 +55,8 @@ def use(library: Library | None) -> None:
 @functools.cache
 def _find() -> Library | str:
     """Return the first library that loads, or why there is none."""
-    if not (csrc_dir() / "moert.h").is_file():
-        return f"{csrc_dir()} has no moert.h; want a checkout or an installed wheel"
-    reasons = []
-    for path in places():
-        if path.is_file():
-            try:
-                return bind(path)
-            except OSError as error:
-                reasons.append(str(error))
-    return "; ".join(reasons) or f"the CUDA library is not built; {COMMAND} builds it"
+    missing = f"the CUDA library is not built; {COMMAND} builds it"
+    return native.find(places, bind, lambda: csrc_dir() / "moert.h", missing)
 
 
 def library() -> Library:

@@ -32,7 +32,7 @@ SUPPORTED = {  # package: versions that the test suite runs on
     "torch": ">=2.11",
     "triton": ">=3.6,<4",
     "transformers": ">=5.16,<6",
-    "safetensors": ">=0.5",
+    "safetensors": ">=0.8",
     "numpy": "",
 }
 # what an extra brings, and what of the command line needs it

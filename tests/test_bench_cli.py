@@ -122,6 +122,30 @@ def test_failures_of_lines_are_those_that_did_not_end_later(tmp_path):
     assert failures(records.path) == {"b": "bang"}
 
 
+@pytest.mark.parametrize("read", [benchmarks, failures])
+@pytest.mark.parametrize("line", ["[1]", "3", "null", '{"extra_info": {}}'])
+def test_lines_that_are_no_benchmark_s_are_named(read, line, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"name": "a", "failed": "boom"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*r\.jsonl is .*; want a file that moe-runtime bench wrote"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("read", "values", "says"),
+    [
+        (benchmarks, {"benchmarks": [3]}, "which has the benchmark 3"),
+        (benchmarks, {"benchmarks": [{"name": "a", "extra_info": None}]}, "which has the benchmark {'name': 'a'"),
+        (benchmarks, {"benchmarks": {"a": 1}}, "whose benchmarks are {'a': 1}"),
+        (failures, {"failed": ["a"]}, r"whose failed is \['a'\]"),
+    ],
+)
+def test_files_of_something_else_are_named(read, values, says, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"path is .*r\.json, {says}.*; want a file that moe-runtime bench wrote"):
+        read(tmp_path / "r.json")
+
+
 def test_times_where_memory_is_counted_are_not_compared(tmp_path):
     found = both(tmp_path, {"eager": row(1.0)}, {"eager": row(9.0)}, kind="memory")
     assert found.rows[0].verdict == "" and found.rows[0].noise == float("inf")

@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime import build_cpu, cpp
 from moe_runtime.build_cpu import BuildError
-from moe_runtime.cuda import read_header
+from moe_runtime.native import read_header
 from tests.support import cpu_build
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime import build_cuda, cuda
+from moe_runtime import backends, build_cuda, cuda, native
 from moe_runtime.build_cuda import BuildError, Usage
+from moe_runtime.kernels import tiles
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.merging import merge_experts
@@ -223,6 +225,58 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     assert "error: architectures are '75'" in capsys.readouterr().err
 
 
+@pytest.fixture
+def homeless(tmp_path, monkeypatch):
+    """A user that is a number: no HOME, no entry in the system's list; and no library in the package."""
+
+    def getpwuid(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    monkeypatch.setattr(cuda, "__file__", str(tmp_path / "cuda.py"))
+    cuda._find.cache_clear()
+    tiles.read_tuned.cache_clear()
+    yield
+    tiles.read_tuned.cache_clear()
+
+
+def test_without_a_home_there_is_no_library_and_no_measured_config(homeless):
+    with pytest.raises(RuntimeError):
+        Path.home()
+    missing = "the CUDA library is not built; python -m moe_runtime.build_cuda builds it"
+    assert cuda.why_not(torch.device("cuda")) == missing and cuda.describe() == f"none: {missing}"
+    with pytest.raises(ValueError, match="'cuda' for route, but"):
+        backends.pick("route", torch.zeros(1), "cuda")
+    assert tiles.read_tuned() == {}
+
+
+def test_the_command_without_a_home(homeless, capsys):
+    with pytest.raises(SystemExit) as left:
+        build_cuda.main(["--help"])
+    assert left.value.code == 0 and "XDG_CACHE_HOME" in capsys.readouterr().out
+    says = "error: HOME is None, and this user has no other; set XDG_CACHE_HOME to what can be written\n"
+    for arguments in ([], ["--out", "library.so"]):  # the objects of a library want a place too
+        assert build_cuda.main(arguments) == 2
+        assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize("name", [build_cuda.NAME, "moert.h"])
+def test_a_folder_that_may_not_be_read_has_no_library(name, monkeypatch):
+    real = Path.is_file
+
+    def is_file(path):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    cuda._find.cache_clear()
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert "Permission denied" in cuda.why_not(torch.device("cuda"))
+    assert cuda.describe().startswith("none: ") and name in cuda.describe()
+
+
 @needs_cxx
 def test_a_library_of_other_sources_is_refused(toolkit):
     csrc, out = toolkit / "csrc", toolkit / "out.so"
@@ -277,20 +331,20 @@ def test_the_gate_sees_spills_and_registers():
 
 def test_every_function_of_the_header_is_read():
     text = (CSRC / "moert.h").read_text()
-    functions = cuda.read_header(text)
+    functions = native.read_header(text)
     assert set(functions) == set(re.findall(r"\b(moert_\w+)\(", re.sub(r"//[^\n]*", "", text)))
     launchers = {name: types for name, (_, types) in functions.items() if types and "status" not in name}
     assert len(launchers) >= 8 and all(None not in types for types in launchers.values())
 
 
 def test_types_of_the_header():
-    (name, (result, arguments)) = next(iter(cuda.read_header(
+    (name, (result, arguments)) = next(iter(native.read_header(
         "// MOERT_API int moert_no(int);\nMOERT_API int64_t moert_f(const void* p, int64_t n, int k,\n  float x, double y);"
     ).items()))  # fmt: skip
     assert name == "moert_f" and result.__name__ in ("c_long", "c_longlong")
     assert [type.__name__ for type in arguments[2:]] == ["c_int", "c_float", "c_double"]
     with pytest.raises(KeyError):
-        cuda.read_header("MOERT_API int moert_g(size_t n);")
+        native.read_header("MOERT_API int moert_g(size_t n);")
 
 
 # the ops, on the CPU: the same sources compiled by g++
@@ -423,7 +477,7 @@ def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
         ["readelf", "-W", "--dyn-syms", library[0]], capture_output=True, text=True, check=True
     ).stdout
     shown = {line.split()[7] for line in symbols.splitlines() if re.search(r"GLOBAL\s+DEFAULT\s+\d+ ", line)}
-    assert shown == set(cuda.read_header((CSRC / "moert.h").read_text()))
+    assert shown == set(native.read_header((CSRC / "moert.h").read_text()))
 
 
 LOAD = """

@@ -22,6 +22,7 @@ RANK = {
     "diagnosis": 1,
     "interruption": 1,
     "layer_sizes": 1,
+    "native": 1,
     "progress": 1,
     "surroundings": 1,
     "terminal": 1,

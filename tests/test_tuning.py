@@ -262,7 +262,8 @@ def test_candidates_fit_the_gpu(arch, dtype):
 
 def test_layers_are_those_of_the_benchmarks():
     assert {name: (s.H, s.I, s.E, s.K, s.shared) for name, s in shapes.GPU.items()} == {
-        name: layer[:5] for name, layer in layer_sizes.LAYERS.items()
+        name: (layer.hidden_size, layer.intermediate_size, layer.num_experts, layer.top_k, layer.shared)
+        for name, layer in layer_sizes.LAYERS.items()
     }
 
 

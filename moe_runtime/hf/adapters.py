@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from moe_runtime.checkpoint import SINGLE
+from moe_runtime.checkpoint import SINGLE, write_tensors
 from moe_runtime.files import atomic_file, atomic_write_text
 from moe_runtime.hf.adapter_names import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.hf.layers import experts_module, numbered_layers, plain_name
@@ -217,9 +217,7 @@ def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / SINGLE) as file:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
-        # save_file leaves 0600; give what any new file here would get
-        file.chmod(folder.stat().st_mode & 0o666)
+        write_tensors(file, {name: tensor.contiguous() for name, tensor in tensors.items()})
     atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

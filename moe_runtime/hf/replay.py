@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.checkpoint import Checkpoint, write_tensors
 from moe_runtime.files import atomic_file
 from moe_runtime.hf.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, plain_name, routed_layers
 
@@ -49,7 +48,7 @@ class RoutingRecord:
         }
         sizes = {f"num_experts/{layer}": str(E) for layer, E in self.num_experts.items()}
         with atomic_file(path) as beside:
-            save_file(tensors, beside, {"format": FORMAT} | sizes)
+            write_tensors(beside, tensors, {"format": FORMAT} | sizes)
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":

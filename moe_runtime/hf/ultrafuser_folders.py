@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys
+from moe_runtime.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
 from moe_runtime.config import check_choice
 from moe_runtime.files import atomic_folder, atomic_write_json, check_out_dir, is_plain_name, read_json
 from moe_runtime.hf.rope import write_legacy_rope
@@ -80,9 +79,7 @@ def save(
             weights = fingerprint(model) if specialists == "copy" else fuser.fingerprints[s]
             described.append({"name": name, "path": path, "template": template, "dtype": dtype, "weights": weights})
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in fuser.gate.state_dict().items()}
-        save_file(tensors, tmp / GATE, metadata={"format": "pt"})
-        # save_file leaves 0600; give what any new file here would get
-        (tmp / GATE).chmod(tmp.stat().st_mode & 0o666)
+        write_tensors(tmp / GATE, tensors)
         gate = {"kind": fuser.gate.kind, "joint": fuser.gate.joint, "hidden_sizes": list(fuser.gate.hidden_sizes)}
         fuser.generation_config.save_pretrained(tmp)
         values = {"format": FORMAT, "gate": gate, "loss_reduction": fuser.config.loss_reduction}

@@ -21,6 +21,7 @@ from moe_runtime.config import check_positive, shown
 from moe_runtime.hf.gate_scores import GateCall, GateSums
 
 TABLES = {"token": "token_scores", "gate": "gate_scores"}  # in the order of the official summary
+MAX_EXPERTS = 4096  # of a layer, where nobody says how many: a broken id would ask for all memory
 _LOG = re.compile(r"expert_weights_(\d+)\.txt")
 _WANT_LOGS = "want expert_weights_{layer}.txt, in the folder itself or in its folders rank_{r}"
 
@@ -53,8 +54,9 @@ def read_logs(
     """Read the logs in `folder` and its folders rank_*; a line is a sample.
 
     `top_k` is by default the largest number that no token of the first layer has an expert twice with, `num_experts`
-    the largest id plus one, `layers` those that there are, evenly spaced. Raises ValueError for a layer without a log,
-    for layers whose logs are not of the same tokens, and for a line that is none, by file and line.
+    the largest id plus one, at most MAX_EXPERTS, `layers` those that there are, evenly spaced. Raises ValueError for a
+    layer without a log, for layers whose logs are not of the same tokens, and for a line that is none or has an expert
+    too many, by file and line.
     """
     for name, value in (("top_k", top_k), ("num_experts", num_experts)):
         if value is not None:
@@ -62,7 +64,7 @@ def read_logs(
     files = _log_files(Path(folder), layers)
     found, seen = [], None
     for paths in files.values():
-        lines = [line for path in paths for line in _read_log(path)]
+        lines = [line for path in paths for line in _read_log(path, num_experts)]
         top_k = _infer_top_k([ids for ids, _ in lines]) if top_k is None else top_k
         sums, tokens = _sum_lines(lines, top_k, num_experts, pairs, paths)
         if seen is not None and tokens != seen:
@@ -113,22 +115,27 @@ def _evenly_spaced(numbers: list[int]) -> list[int]:
     return list(range(numbers[0], numbers[-1] + 1, min(steps))) if steps else numbers
 
 
-def _read_log(path: Path):
-    """Yield ids int64 and gate values float64 of each line, [slots]; raise ValueError naming file and line."""
+def _read_log(path: Path, E: int | None):
+    """Yield ids int64, below E, and gate values float64 of each line, [slots]; raise ValueError naming file and line."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             ids, _, weights = line.rstrip("\r\n").partition("\t\t")
             try:
-                found = torch.tensor([int(one) for one in ids.split("\t")])
+                found = [int(one) for one in ids.split("\t")]
                 values = torch.tensor([float(one) for one in weights.split("\t")], dtype=torch.float64)
-                good = found.shape == values.shape and int(found.min()) >= 0 and bool(values.isfinite().all())
+                good = len(found) == len(values) and min(found) >= 0 and bool(values.isfinite().all())
             except ValueError:
                 good = False
             if not good:
                 raise ValueError(
                     f"{path}, line {number}, is no log; want ids, two tabs and as many gate values, by tabs"
                 )
-            yield found, values
+            if max(found) >= (E or MAX_EXPERTS):
+                want = (
+                    f"want at least {shown(max(found) + 1)}" if E else f"want ids below {MAX_EXPERTS}, or num_experts"
+                )
+                raise ValueError(f"num_experts is {E}, {path}, line {number}, has expert {shown(max(found))}; {want}")
+            yield torch.tensor(found), values
 
 
 def _infer_top_k(lines: list[torch.Tensor]) -> int:
@@ -148,10 +155,7 @@ def _sum_lines(lines, K: int, E: int | None, pairs: bool, paths: list[Path]) -> 
     bad = next((i for i, (ids, _) in enumerate(lines) if len(ids) % K or not _distinct(ids, K)), None)
     if bad is not None:
         raise ValueError(f"top_k is {K}, line {bad + 1} of {_listed(paths)} does not fit; want the experts per token")
-    most = max(int(ids.max()) for ids, _ in lines) + 1
-    if E is not None and most > E:
-        raise ValueError(f"num_experts is {E}, {_listed(paths)} has expert {most - 1}; want at least {most}")
-    E = most if E is None else E
+    E = max(int(ids.max()) for ids, _ in lines) + 1 if E is None else E
     sums = torch.zeros(4, E, dtype=torch.float64)
     both = torch.zeros(E, E, dtype=torch.float64)
     for ids, values in lines:

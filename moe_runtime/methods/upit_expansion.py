@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, parse_size
+from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
 from moe_runtime.config import check_choice, check_number
 from moe_runtime.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.hf import folders
@@ -248,8 +247,7 @@ def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | Non
 
 def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
     """Write a child's adapter, which is held in memory, with the settings and side files of `like`."""
-    save_file(dict(tensors), folder / ADAPTER, metadata={"format": "pt"})
-    (folder / ADAPTER).chmod(folder.stat().st_mode & 0o666)  # save_file leaves 0600
+    write_tensors(folder / ADAPTER, dict(tensors))
     for path in like.path.iterdir():
         if path.is_file() and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from moe_runtime import progress
-from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.checkpoint import Checkpoint, write_tensors
 from moe_runtime.config import check_bool, check_choice, check_number, check_positive
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
@@ -263,8 +262,7 @@ def _save(
         with atomic_folder(folder, overwrite) as tmp:
             if write is not None:
                 write(tmp)
-            save_file({"vectors": routed.vectors}, tmp / VECTORS)
-            (tmp / VECTORS).chmod(tmp.stat().st_mode & 0o666)  # save_file leaves 0600
+            write_tensors(tmp / VECTORS, {"vectors": routed.vectors})
             names = ("router_init", "steps", "seconds")
             values = {"format": FORMAT, "expert": "." if write else str(routed.folder.resolve())}
             values |= {name: getattr(routed, name) for name in names}

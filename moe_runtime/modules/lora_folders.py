@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from moe_runtime.checkpoint import write_tensors
 from moe_runtime.files import atomic_folder, read_json
 from moe_runtime.files import atomic_write_json as write_json
 from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
@@ -235,8 +235,7 @@ def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bo
         plain = {
             key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()
         }
-        save_file(plain, tmp / WEIGHTS, metadata={"format": "pt"})
-        (tmp / WEIGHTS).chmod(tmp.stat().st_mode & 0o666)  # save_file leaves 0600
+        write_tensors(tmp / WEIGHTS, plain)
         write_json(tmp / CONFIG, config)
 
 

@@ -230,6 +230,8 @@ def test_a_file_keeps_the_record(tmp_path):
             inputs["input_ids"] = inputs["input_ids"].roll(1, 1)
             model(**inputs)
     record.save(tmp_path / "ids.safetensors")
+    (tmp_path / "any").write_text("")
+    assert (tmp_path / "ids.safetensors").stat().st_mode == (tmp_path / "any").stat().st_mode  # save_file leaves 0600
     read = RoutingRecord.load(tmp_path / "ids.safetensors")
     assert ids_equal(read, record) and read.num_experts == record.num_experts
     assert all(ids.dtype == torch.int32 for calls in read.ids.values() for ids in calls)

@@ -33,6 +33,8 @@ def test_a_log_is_read_as_the_official_script_does(tmp_path):
     assert sums.pairs[0].tolist() == [[2, 1, 1], [1, 2, 1], [1, 1, 2]]
     assert read_logs(tmp_path, num_experts=5).count.tolist() == [[2, 2, 2, 0, 0]] * 2
     assert read_logs(tmp_path, top_k=1).n_tokens == 6
+    write(tmp_path / "many", layer1="4095\t5000\t\t0.5\t0.25\n")
+    assert read_logs(tmp_path / "many", num_experts=5001).gate[0, [4095, 5000]].tolist() == [0.5, 0.25]
 
 
 def test_ranks_add_up(tmp_path):
@@ -100,6 +102,16 @@ def test_the_top_k_of_logs_is_found_where_every_token_has_different_experts(tmp_
         ({"layer1": LOG}, {"top_k": 3}, "top_k is 3, line 1 of .*expert_weights_1.txt does not fit"),
         ({"layer1": LOG}, {"top_k": 4}, "top_k is 4, line 1"),
         ({"layer1": LOG}, {"num_experts": 2}, "num_experts is 2, .* has expert 2; want at least 3"),
+        (
+            {"layer1": LOG + f"0\t{2**62}\t\t0.5\t0.5\n"},
+            {},
+            f"num_experts is None, .*_1.txt, line 3, has expert {2**62}; want ids below 4096, or num_experts",
+        ),
+        (
+            {"layer1": f"0\t{2**70}\t\t0.5\t0.5\n"},
+            {"num_experts": 8},
+            rf"num_experts is 8, .*_1.txt, line 1, has expert {2**70}; want at least {2**70 + 1}",
+        ),
         ({"layer1": LOG}, {"top_k": 0}, "top_k is 0; want an integer of at least 1"),
     ],
 )

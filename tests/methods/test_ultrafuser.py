@@ -208,7 +208,7 @@ def test_a_killed_save_leaves_nothing_or_the_old(fused, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(folders, "save_file", full)
+    monkeypatch.setattr(folders, "write_tensors", full)
     for target in (folder, tmp_path / "new"):
         with pytest.raises(OSError, match="disk full"):
             ultrafuser.save(fused, target, specialists="copy", overwrite=True)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from moe_runtime import diagnosis
 from tests.support import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +109,11 @@ def test_floors_are_those_of_pyproject(python):
     floors = dict(pin.split("==") for pin in matrix.floors(python))
     assert {"torch", "triton", "transformers", "safetensors", "trl"} == set(floors)
     assert floors["trl"] == ("1.14" if python == "3.10" else "1.16")
+
+
+def test_the_doctor_wants_what_pyproject_does():
+    wanted = {r.name: r.specifier for r in matrix.requirements("3.11") if r.name in diagnosis.SUPPORTED}
+    assert wanted == {name: SpecifierSet(spec) for name, spec in diagnosis.SUPPORTED.items()}
 
 
 def test_lines_of_cells_that_were_not_run_here_stay():

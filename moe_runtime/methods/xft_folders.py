@@ -4,6 +4,7 @@ The results are the same, bit for bit. Memory holds one shard of the source, one
 A target folder appears whole or not at all.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, che
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft import check_rate, init_mixture
+from moe_runtime.methods.xft import check_mixture, check_rate, init_mixture
 from moe_runtime.modules.ewa import uniform_mixture
 from moe_runtime.ops.merging import mixing, soup_logits
 
@@ -68,8 +69,8 @@ def upcycle_folder(
 ) -> FolderReceipt:
     """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
 
-    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, an existing
-    target or too little disk space.
+    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
+    finite, an existing target or too little disk space.
     """
     config = folders.read_config(source)
     family = families.family_of(config)
@@ -114,6 +115,8 @@ def _upcycle_key(job: _Job, key: str, family, moe: MoEConfig, layers: Sequence[i
         return None
     parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
     weight = torch.cat([job.source.get(part) for part in parts])
+    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+        raise ValueError(f"{key} of {job.source.path} has NaN or infinity; want finite weights")
     # expanded, not repeated: the writer copies it once
     job.add(
         families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape)
@@ -208,7 +211,8 @@ def merge_folder(
     """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
 
     `alpha` [E], or "uniform", replaces the learned or INIT coefficients in every layer. Raises ValueError, with nothing
-    written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
+    written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the config's,
+    or an existing target.
     """
     config, moe, paths = _moe_folder(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
@@ -276,7 +280,8 @@ def _mixture(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_r
     if block["stage"] == "moe":
         return init_mixture(moe, shared_rate)
     logits = checkpoint.get(f"{path}.mixing_logits")
-    return mixing(logits, None if block["soup"] else block["shared_rate"])
+    alpha = mixing(logits, None if block["soup"] else block["shared_rate"])
+    return check_mixture(alpha, f"{path} of {checkpoint.path}")
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:
@@ -287,7 +292,7 @@ def _is_router(key: str, paths: dict[str, int]) -> bool:
 def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None) -> float:
     """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time.
 
-    `progress(done, total)` counts models.
+    `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
     """
     found = []
     for done, folder in enumerate((dense, other), 1):
@@ -295,4 +300,9 @@ def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[in
         if progress is not None:
             progress(done, 2)
     first, second = found
-    return ((second - first).norm() / first.norm()).item()
+    error = ((second - first).norm() / first.norm()).item()
+    if not math.isfinite(error):
+        bad = [str(folder) for folder, out in zip((dense, other), found, strict=True) if not out.isfinite().all()]
+        why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
+        raise ValueError(f"the relative error of {other} is {error}{why}; want models with finite weights")
+    return error

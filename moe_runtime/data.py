@@ -83,9 +83,9 @@ def require(module: str, extra: str = "train"):
 def read_rows(path_or_id: str | Path, split: str = "train"):
     """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
 
-    Its columns are those of one layout: messages | prompt, completion | text; instruction (or query) and response (or
-    output) become prompt and completion. Raises ValueError for what is not there, is empty, cannot be read or has other
-    columns.
+    .jsonl has one object a line, .json that or an array. The columns are those of one layout: messages | prompt, completion
+    | text; instruction (or query) and response (or output) become prompt and completion. Raises ValueError for what is not
+    there, is empty, cannot be read or has other columns.
     """
     datasets = require("datasets")
     path = Path(path_or_id)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_runtime.row_files import check_lines, check_row, line_source, render, uncounted
+from moe_runtime.row_files import check_lines, check_row, has_lines, holds_dates, line_source, render, uncounted
 
 # the first layout whose columns are all there counts, and only its columns are kept
 LAYOUTS = (
@@ -27,6 +27,7 @@ LAYOUTS = (
 )  # fmt: skip
 TRL_NAMES = {"instruction": "prompt", "query": "prompt", "response": "completion", "output": "completion"}
 KEPT_WITH = {"messages": ("tools", "chat_template_kwargs")}
+COLUMNS = {name for names in (*LAYOUTS, *KEPT_WITH.values()) for name in names}
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 BUILT_IN = "standard-library"  # the name of the text below where a recipe names its data
@@ -82,9 +83,9 @@ def require(module: str, extra: str = "train"):
 def read_rows(path_or_id: str | Path, split: str = "train"):
     """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
 
-    Its columns are those of one layout: messages | prompt, completion | text; instruction (or query) and response (or
-    output) become prompt and completion. Raises ValueError for what is not there, is empty, cannot be read or has other
-    columns.
+    .jsonl has one object a line, .json that or an array. The columns are those of one layout: messages | prompt, completion
+    | text; instruction (or query) and response (or output) become prompt and completion. Raises ValueError for what is not
+    there, is empty, cannot be read or has other columns.
     """
     datasets = require("datasets")
     path = Path(path_or_id)
@@ -94,22 +95,21 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
         problem = "is empty" if path.suffix in BUILDERS else f"ends in {path.suffix!r}"
         raise ValueError(f"data is {str(path_or_id)!r}, which {problem}; want {_WANTED_SOURCE}, with rows")
     with _one_line(path_or_id), uncounted(datasets, path.exists()):
-        check_lines(path)
+        check_lines(path, COLUMNS)
         if path.is_file():
             rows = datasets.load_dataset(BUILDERS[path.suffix], data_files={split: str(path)}, split=split)
         else:
             rows = datasets.load_dataset(str(path_or_id), split=split)
     rows = _known_columns(rows, str(path_or_id))
-    dates = [name for name, kind in rows.features.items() if "timestamp" in str(kind)]
+    dates = [name for name, kind in rows.features.items() if name not in KEPT_WITH["messages"] and holds_dates(kind)]
     if not dates:
         return rows
     # a column whose every text looks like a date: what it was is lost
-    if path.suffix != ".jsonl":
+    if not (path.is_file() and path.suffix in (".jsonl", ".json") and has_lines(path)):
         name = f"data is {str(path_or_id)!r}, whose {dates[0]} was read as dates"
         raise ValueError(f"{name}; want texts; a .jsonl file keeps them")
     with _one_line(path_or_id):
-        columns = {name for names in (*LAYOUTS, *KEPT_WITH.values()) for name in names}
-        rows = datasets.Dataset.from_generator(**line_source(path, columns))
+        rows = datasets.Dataset.from_generator(**line_source(path, COLUMNS))
     return _known_columns(rows, str(path_or_id))
 
 
@@ -119,11 +119,11 @@ def _one_line(path_or_id: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # every reader behind it has exceptions of its own
-        cause = error.__cause__ or error
+        # ours says the line; the others' own words are of what they wrap
+        cause = error if type(error) is ValueError else error.__cause__ or error
         reason = str(cause).strip().partition("\n")[0][:500] or type(cause).__name__
-        raise ValueError(
-            f"data is {str(path_or_id)!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}"
-        ) from error
+        text = f"data is {str(path_or_id)!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}"
+        raise ValueError(text) from error
 
 
 _WANTED_SOURCE = "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set on the Hub"

@@ -2,6 +2,8 @@
 
 import ast
 import copy
+import datetime
+import gzip
 import json
 import sys
 import time
@@ -149,6 +151,68 @@ def test_read_rows_reads_a_folder(tmp_path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", [LAYOUTS["text"]] * 2, "jsonl")
     assert len(data.read_rows(tmp_path / "set")) == 2
+
+
+DAY = "2026-11-22"
+DATED = {
+    "pair": {"prompt": DAY, "completion": DAY},
+    "instruction-output": {"instruction": DAY, "output": DAY},
+    "text-output": {"text": DAY, "output": DAY},
+    "tools": {"messages": [{"role": "user", "content": DAY}], "tools": [{"name": "today"}]},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+@pytest.mark.parametrize("layout", DATED)
+def test_texts_that_look_like_dates_stay_texts(tmp_path, layout, kind):
+    path = write(tmp_path / f"rows.{kind}", [DATED[layout]] * 2, "jsonl")
+    want = {data.TRL_NAMES.get(name, name): value for name, value in DATED[layout].items()}
+    if "text" in want:
+        del want["completion"]
+    assert data.read_rows(path).to_list() == [want] * 2
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
+    when = datetime.datetime(2026, 11, 22) if kind == "parquet" else 17
+    chat = [{"role": "user", "content": "now?", "timestamp": when}]
+    tools = [{"name": "timestamp", "parameters": {"timestamp": when}}]
+    rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"timestamp": when}}] * 2
+    assert data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind)).to_list() == rows
+    rows = [{"text": datetime.datetime(2026, 11, 22)}]
+    with pytest.raises(ValueError, match="whose text was read as dates; want texts"):
+        data.read_rows(write(tmp_path / "dates.parquet", rows, "parquet"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "set/rows.jsonl", "set/rows.json", "set/rows.jsonl.gz"])
+@pytest.mark.parametrize(
+    "line", ['{"text": ' + "[" * 20_000 + "]" * 20_000 + "}", '{"text": '], ids=["deep", "cut off"]
+)
+def test_a_broken_line_is_named(tmp_path, name, line):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    text = ('{"text": "a"}\n' * 5000 + line + "\n").encode()
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    with pytest.raises(ValueError, match=f"line 5001 of {path} is not valid JSON"):
+        data.read_rows(tmp_path / name.partition("/")[0])
+
+
+def test_what_is_not_used_is_not_judged(tmp_path):
+    """Hidden folders, NaN in a column that is dropped, a .json over several lines."""
+    folder = tmp_path / "set"
+    for name in (".ipynb_checkpoints", "__pycache__"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "rows.jsonl").write_text("{")
+    (folder / "rows.jsonl").write_text('{"text": "a", "score": NaN}\n')
+    assert data.read_rows(folder).to_list() == [{"text": "a"}]
+    (folder / "rows.jsonl").write_text('{"text": NaN}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* \(text has NaN or Infinity\)"):
+        data.read_rows(folder)
+    (tmp_path / "rows.json").write_text('{\n "text":\n "a"\n}\n')
+    assert data.read_rows(tmp_path / "rows.json").to_list() == [{"text": "a"}]
+    (tmp_path / "array.jsonl").write_text('[{"text": "a"},\n{"text": "b"}]\n')
+    with pytest.raises(ValueError, match="begins with a JSON array; want one object a line"):
+        data.read_rows(tmp_path / "array.jsonl")
 
 
 @pytest.mark.parametrize(

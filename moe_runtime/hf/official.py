@@ -24,6 +24,7 @@ from moe_runtime.hf.configuration import moe_config
 
 MODEL_TYPE = "llama_moe_upscaling"
 ROPE_BASE = 10000.0
+MAX_EXPERTS = 2**16  # beyond which a config.json is broken: names for as many tensors a layer would fill the memory
 GATES = {
     "TopKUniversalBalancedNoisyGate": "xft",
     "TopKUniversalBalancedNoNormalizationNoisyGate": "nonorm",
@@ -132,6 +133,8 @@ def _moe_settings(values: dict) -> dict:
     if not isinstance(values["gate_type"], str) or values["gate_type"] not in GATES:
         raise ValueError(f"gate_type is {shown(values['gate_type'])}; want one of {', '.join(GATES)}")
     check_bool("gate_use_balance", values["gate_use_balance"])
+    if isinstance(values["num_experts"], int) and values["num_experts"] > MAX_EXPERTS:
+        raise ValueError(f"num_experts is {shown(values['num_experts'])}; want at most {MAX_EXPERTS}")
     return {
         "num_experts": values["num_experts"],
         "top_k": values["num_selects"],

@@ -1,12 +1,15 @@
 """Token ids that a model has no row for: said by name before anything runs, where the embedding would only raise IndexError."""
 
+import warnings
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 
+import torch
 from torch.utils.data import IterableDataset
 
 
 def check_rows(model, rows, tokenizer=None) -> None:
-    """Raise ValueError for an id in the column `input_ids`, or the padding, that the model's embedding has no row for.
+    """Raise ValueError for an id in the column `input_ids` that the model's embedding has no row for; warn of such padding.
 
     `rows` are a datasets.Dataset, a list of mappings, or several of them by name; what is read only later is not looked at.
     """
@@ -16,8 +19,12 @@ def check_rows(model, rows, tokenizer=None) -> None:
         return
     largest = _largest(rows)
     if largest is not None:
-        pad = getattr(tokenizer, "pad_token_id", None)
-        check_ids(model, [largest] if pad is None else [pad, largest], tokenizer)
+        check_ids(model, [largest], tokenizer)
+        pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
+        if pad is not None and size is not None and pad >= size:
+            # packed rows are never padded
+            text = f"pad_token_id is {pad}, vocab_size is {size}; want an id below it where rows are padded"
+            warnings.warn(text, stacklevel=3)
 
 
 def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
@@ -46,16 +53,36 @@ def _size(model) -> int | None:
 def _largest(rows) -> int | None:
     """Return the largest id of rows that are there; None where there is none to be seen."""
     if isinstance(rows, list | tuple):
-        return max((int(max(row["input_ids"])) for row in rows if _has_ids(row)), default=None)
+        return max(
+            (one for row in rows if _has_ids(row) and (one := _most(row["input_ids"])) is not None), default=None
+        )
     names = getattr(rows, "column_names", None)
     if isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (names or ()):
         return None
-    import pyarrow.compute
-
     # a batch at a time, from the disk: rows may be more than memory holds
     batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
-    found = (pyarrow.compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in batches)
-    return max((one for one in found if one is not None), default=None)
+    return max((one for table in batches if (one := _column_most(table["input_ids"])) is not None), default=None)
+
+
+def _column_most(column) -> int | None:
+    """Return the largest id of an Arrow column, one a row or lists however nested; None where it has no ids."""
+    import pyarrow
+    import pyarrow.compute
+
+    values, types = column.combine_chunks(), pyarrow.types
+    while types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    return pyarrow.compute.max(values).as_py() if types.is_integer(values.type) else None
+
+
+def _most(ids) -> int | None:
+    """Return the largest of a row's ids, a list or a tensor, however nested; None where there is none."""
+    if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
+        ids = torch.as_tensor(ids)
+        return int(ids.max()) if ids.numel() else None
+    if isinstance(ids[0], Integral):
+        return int(max(ids))
+    return max((one for part in ids if len(part) and (one := _most(part)) is not None), default=None)
 
 
 def _has_ids(row) -> bool:

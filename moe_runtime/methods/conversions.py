@@ -10,7 +10,7 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf import families, folders
 from moe_runtime.hf.configuration import moe_config
-from moe_runtime.methods.xft import init_mixture
+from moe_runtime.methods.xft import check_mixture, init_mixture
 from moe_runtime.modules.ewa import uniform_mixture
 from moe_runtime.ops.merging import mixing
 
@@ -84,7 +84,8 @@ def mixture_of(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared
     if block["stage"] == "moe":
         return init_mixture(moe, shared_rate)
     logits = checkpoint.get(f"{path}.mixing_logits")
-    return mixing(logits, None if block["soup"] else block["shared_rate"])
+    alpha = mixing(logits, None if block["soup"] else block["shared_rate"])
+    return check_mixture(alpha, f"{path} of {checkpoint.path}")
 
 
 def expert_rows(checkpoint: Checkpoint, key: str) -> Iterator[torch.Tensor]:

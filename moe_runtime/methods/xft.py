@@ -141,7 +141,8 @@ def merge(
 
     A mergeable model uses what it learned, one of EWA its experts' mean. An upcycled one is merged without training
     (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
-    "uniform" replaces any of them; it must sum to 1. Raises ValueError for a shared_rate that would be without effect.
+    "uniform" replaces any of them; it must sum to 1. Raises ValueError, with the
+    model untouched, for a shared_rate that would be without effect and for learned coefficients that are not finite.
     """
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
@@ -149,8 +150,20 @@ def merge(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
     rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
+    for name, layer in model.named_modules() if alpha is None else ():
+        if isinstance(layer, MergedMLP):
+            check_mixture(layer.alpha().detach(), name)
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
+
+
+def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
+    """Return learned coefficients; ValueError, naming the layer, for some that are not finite."""
+    if not alpha.isfinite().all():
+        raise ValueError(
+            f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
+        )
+    return alpha
 
 
 def check_rate(shared_rate: float | None, alpha, stage: str) -> float:

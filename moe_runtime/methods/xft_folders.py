@@ -4,6 +4,7 @@ The results are the same, bit for bit. Memory holds one shard of the source, one
 A target folder appears whole or not at all.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,8 +39,8 @@ def upcycle_folder(
 ) -> FolderReceipt:
     """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
 
-    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, an existing
-    target or too little disk space.
+    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
+    finite, an existing target or too little disk space.
     """
     config = folders.read_config(source)
     family = families.family_of(config)
@@ -84,6 +85,9 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
         return None
     parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
     weight = torch.cat([job.source.get(part) for part in parts])
+    # torch has no aminmax of eight bits
+    if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.aminmax()).isfinite().all():
+        raise ValueError(f"{key} of {job.source.path} has NaN or infinity; want finite weights")
     # expanded, not repeated: the writer copies it once
     job.add(
         families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape)
@@ -178,7 +182,8 @@ def merge_folder(
     """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
 
     `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
-    nothing written, for a folder that is not upcycled, other tensors than the config's, or an existing target.
+    nothing written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the
+    config's, or an existing target.
     """
     config, moe, paths = open_upcycled(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
@@ -219,7 +224,7 @@ def _is_router(key: str, paths: dict[str, int]) -> bool:
 def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None) -> float:
     """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time.
 
-    `progress(done, total)` counts models.
+    `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
     """
     found = []
     for done, folder in enumerate((dense, other), 1):
@@ -227,4 +232,9 @@ def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[in
         if progress is not None:
             progress(done, 2)
     first, second = found
-    return ((second - first).norm() / first.norm()).item()
+    error = ((second - first).norm() / first.norm()).item()
+    if not math.isfinite(error):
+        bad = [str(folder) for folder, out in zip((dense, other), found, strict=True) if not out.isfinite().all()]
+        why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
+        raise ValueError(f"the relative error of {other} is {error}{why}; want models with finite weights")
+    return error

@@ -1,6 +1,7 @@
 """moe_runtime.methods.xft_folders: the same as in memory, bit for bit, in bounded memory, or nothing at all."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoint import Checkpoint
@@ -188,6 +189,47 @@ def test_mixing_logits_of_another_length_are_named(moe, tmp_path):
     edit_tensors(tmp_path / "mix", lambda t: t.update({"model.layers.0.mlp.mixing_logits": torch.ones(2)}))
     with pytest.raises(ValueError, match="model.layers.0.mlp.mixing_logits"):
         xft_folders.merge_folder(tmp_path / "mix", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def spoil(folder: Path, key: str, value: float) -> str:
+    """Put one number that is none into a tensor of a folder; returns its name in full."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    (name,) = [name for name in tensors if name.endswith(key)]
+    tensors[name].view(-1)[1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_mixtures_that_are_not_finite_are_named(moe, tmp_path, value):
+    mergeable = tmp_path / "mergeable"
+    xft_folders.mergeable_folder(moe, mergeable)
+    path = spoil(mergeable, "layers.1.mlp.mixing_logits", value).removesuffix(".mixing_logits")
+    with pytest.raises(ValueError, match=rf"alpha of {path} of {mergeable} is \[.*nan.*\]; want finite coefficients"):
+        xft_folders.merge_folder(mergeable, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    model = AutoModelForCausalLM.from_pretrained(mergeable)
+    with pytest.raises(ValueError, match=rf"alpha of {path} is \[.*nan.*\]; want finite coefficients"):
+        xft.merge(model)
+    assert xft.mixing_coefficients(model)[0].isfinite().all()  # untouched: still mergeable
+    xft_folders.merge_folder(mergeable, tmp_path / "out", alpha="uniform")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named(tmp_path, value):
+    """In a layer that the check of the formula does not sample, and outside the MLPs, where the logits show them."""
+    folder = tmp_path / "dense"
+    dense("llama", num_hidden_layers=4).save_pretrained(folder)
+    upcycled = tmp_path / "fresh"
+    xft_folders.upcycle_folder(folder, upcycled, **SMALL)
+    spoil(upcycled, "layers.1.self_attn.q_proj.weight", math.nan)
+    with pytest.raises(ValueError, match=f"relative error of {upcycled} is nan; NaN .* logits of {upcycled}; want"):
+        xft_folders.compare_folders(folder, upcycled)
+    name = spoil(folder, "layers.1.mlp.down_proj.weight", value)
+    with pytest.raises(ValueError, match=f"{name} of {folder} has NaN or infinity; want finite weights"):
+        xft_folders.upcycle_folder(folder, tmp_path / "out", **SMALL)
     assert not (tmp_path / "out").exists()
 
 

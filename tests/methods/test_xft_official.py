@@ -142,6 +142,15 @@ def test_presets_are_the_papers_router_and_the_released_codes(name, router, nois
     assert (config.balance_loss, config.balance_loss_coef, config.load_quirk) == (balance, coef, quirk)
 
 
+def test_experts_beyond_all_bounds_are_refused_before_they_are_counted(tmp_path):
+    values, _ = released.write_moe(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(values | {"num_experts": 10**12}))
+    with pytest.raises(ValueError, match="num_experts is 1000000000000; want at most 65536"):
+        xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
+    assert official.import_config(values | {"num_experts": 2**16}, "moe").moe_runtime["config"]["num_experts"] == 2**16
+    assert not (tmp_path / "ours").exists()
+
+
 # --- there and back
 
 

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops.fusion_gradients import common_vocabulary, gradients, kept, kernels_of, wide
-from moe_runtime.ops.library import LIB, register, register_backward
-from moe_runtime.ops.merging import compute_dtype
+from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -13,6 +13,7 @@ import torch
 from moe_runtime import data, progress
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
+from moe_runtime.hf.sizes import sizes
 from moe_runtime.methods.stage_folders import Result, hash_of, made_once, read_result, remove
 from moe_runtime.studies.recipe import Training
 
@@ -153,5 +154,5 @@ def loss_of(losses: list[float], tokens: list[int]) -> dict:
 
 def sizes_of(model) -> dict:
     """The sizes' part of a result."""
-    total, active = ranks.sizes(model)
+    total, active = sizes(model)
     return {"parameters": total, "active_parameters": active}

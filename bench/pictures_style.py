@@ -200,10 +200,6 @@ def legend(figure, handles: list, columns: int = 3) -> None:
     found.get_title().set_color(INK)
 
 
-def title_of(figure) -> str:
-    return figure.get_suptitle() or figure.legends[0].get_title().get_text()
-
-
 def number(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -11,7 +11,7 @@ processes and micro-batches, and so is a process's own part where the number of 
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 
 from moe_runtime.config import check_choice, check_positive
 
@@ -70,23 +70,6 @@ class BalancedSampler(Sampler[int]):
             else:
                 drawn = torch.randperm(len(places), generator=generator)
             yield from places[drawn].tolist()
-
-
-class BalancedBatchSampler(BatchSampler):
-    """Yields lists of `per_domain` rows of every domain, for a DataLoader of one's own; `settings` as BalancedSampler's.
-
-    accelerate gives each process every so many-th list, each balanced. The last list of an epoch may be shorter, and is
-    balanced too.
-    """
-
-    def __init__(self, domains: Sequence, per_domain: int, **settings):
-        check_positive("per_domain", per_domain)
-        sampler = BalancedSampler(domains, **settings)
-        super().__init__(sampler, per_domain * len(sampler.names), drop_last=False)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw anew from the next pass on."""
-        self.sampler.set_epoch(epoch)
 
 
 def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:

@@ -16,12 +16,13 @@ from torch import nn
 
 from moe_runtime.hf.gates import gate_of
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import MoE, autocast_dtype
+from moe_runtime.modules.moe import MoE
 from moe_runtime.ops import all_to_all
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.grouped_gemm import grouped_gemm
+from moe_runtime.ops.library import autocast_dtype
 from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 
 NAME = "moe_runtime"

@@ -3,7 +3,7 @@
     loss     = lm_loss + aux_loss
     aux_loss = sum over layers of RouterOutput.balance_loss + router_aux_loss_coef * pooled
 
-pooled is transformers' load_balancing_loss_func over the router logits of all layers together (Switch, Eq. (4) to (6)).
+pooled is `ops.balance.pooled_loss`, transformers' loss over the router logits of all layers together (Switch, Eq. (4) to (6)).
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import torch
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from moe_runtime.modules.moe import MoE, RouterOutput
+from moe_runtime.ops.balance import pooled_loss
 
 
 @dataclass
@@ -55,12 +56,10 @@ def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
     aux = torch.zeros((), device=device) if balance is None else balance.to(device)
     if not config.router_aux_loss_coef or not config.num_experts_per_tok:
         return aux
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
     rows = logits[0].shape[0]
     fits = attention_mask is not None and attention_mask.dim() == 2 and attention_mask.numel() == rows
-    mask = attention_mask if fits else None
-    pooled = load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, mask)
+    mask = attention_mask.reshape(-1) if fits else None
+    pooled = pooled_loss(logits, config.num_experts_per_tok, mask)
     return aux + config.router_aux_loss_coef * pooled.to(device)
 
 

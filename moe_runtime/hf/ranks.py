@@ -10,9 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf.rope import write_legacy_rope
-from moe_runtime.modules.lora import LoRAMoE
-from moe_runtime.modules.lora_linear import LoRALinear
-from moe_runtime.modules.moe import MoE
 
 
 def state():
@@ -121,22 +118,3 @@ def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict
     if values.get("dtype") != dtype:
         atomic_write_json(folder / "config.json", values | {"dtype": dtype})
     write_legacy_rope(folder)
-
-
-def sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the parameters of a model and those that a token passes through; tied weights count once."""
-    total = sum(p.numel() for p in model.parameters())
-    idle = 0.0
-    for module in model.modules():
-        if isinstance(module, MoE | LoRALinear):
-            c = module.config
-            idle += (1 - c.top_k / c.num_experts) * sum(p.numel() for p in _of_experts(module))
-    return total, round(total - idle)
-
-
-def _of_experts(module: nn.Module) -> list[nn.Parameter]:
-    """Return what belongs to single experts: all of a MoE's, of LoRA experts the pairs without their base."""
-    if isinstance(module, LoRAMoE | LoRALinear):
-        low_rank = module.experts if isinstance(module, LoRAMoE) else module
-        return [half for pair in low_rank.pairs() for half in pair]
-    return list(module.experts.parameters())

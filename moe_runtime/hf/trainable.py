@@ -63,14 +63,6 @@ class TrainableReceipt:
         return self.trainable_parameters / self.total_parameters
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedLayer:
-    """The experts of a layer that train. Rows are in the order of `ids`, but where experts are spread over ranks."""
-
-    ids: tuple[int, ...]
-    stacks: dict[str, torch.Tensor]  # by the stack's name, [n, ...] in its layout
-
-
 def train_rows(
     model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
 ) -> TrainableReceipt:
@@ -131,37 +123,6 @@ def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str
     """Return the paths of the MLPs beside the experts: by name or, as in Gemma 4, as the `mlp` of the experts' own block."""
     beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
     return tuple(name for name, _ in model.named_modules() if name in beside or SHARED.search(plain_name(name)))
-
-
-def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
-    """Return the layers whose experts train, and their parameters themselves: under FSDP2 and expert parallelism DTensors.
-
-    Raises ValueError for a model without; `gathered_rows` gives whole tensors anywhere.
-    """
-    return {
-        number: TrainedLayer(split.ids, trainable.trained_parameters(module))
-        for number, (module, split) in _split_modules(model).items()
-    }
-
-
-@torch.no_grad()
-def gathered_rows(model: nn.Module, device: str | torch.device | None = "cpu") -> dict[int, TrainedLayer]:
-    """Return copies of `trained_rows`, whole and in the order of their ids, on `device` (None: where they are).
-
-    Every rank must call it: rows that are spread are gathered one stack at a time. Raises ValueError as trained_rows.
-    """
-    return {
-        number: TrainedLayer(
-            split.ids, {n: _gathered(p, split, device) for n, p in trainable.trained_parameters(m).items()}
-        )
-        for number, (m, split) in _split_modules(model).items()
-    }
-
-
-def _gathered(rows: nn.Parameter, split: trainable.Split, device) -> torch.Tensor:
-    whole = rows.detach().full_tensor() if is_distributed(rows) else rows.detach()
-    index = torch.tensor(split.places, dtype=torch.int64, device=whole.device)
-    return whole.index_select(0, index).to(device or whole.device)
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:

@@ -20,6 +20,7 @@ from moe_runtime.config import MoEConfig, check_choice
 from moe_runtime.files import atomic_folder
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.hf.sizes import sizes
 from moe_runtime.modules.ewa import EWAMLP, uniform_mixture
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
@@ -88,14 +89,14 @@ def upcycle(
 
 def upcycle_to(stage: str, model: nn.Module, config: MoEConfig, **options) -> UpcycleReceipt:
     """Call `swap.dense_to_moe` with `options` on a dense model and measure what changed."""
-    before, dense_parameters = folders.probe_logits(model), _size(model)
+    before, (dense_parameters, _) = folders.probe_logits(model), sizes(model)
     swap.dense_to_moe(model, config, stage=stage, **options)
     moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE | EWAMLP)}
     after = folders.probe_logits(model)
-    idle = 1 - config.top_k / config.num_experts
-    stacks = {
-        f"{name}.experts.{n}": p for name, module in moe_layers.items() for n, p in module.experts.named_parameters()
-    }
+    moe_parameters, active_parameters = sizes(model)
+    stacks = [
+        f"{name}.experts.{n}" for name, module in moe_layers.items() for n, _ in module.experts.named_parameters()
+    ]
     routers = [
         f"{name}.gate.{n}"
         for name, module in moe_layers.items()
@@ -106,8 +107,8 @@ def upcycle_to(stage: str, model: nn.Module, config: MoEConfig, **options) -> Up
         config=config,
         layers=tuple(sorted(_layer(model, name) for name in moe_layers)),
         dense_parameters=dense_parameters,
-        moe_parameters=_size(model),
-        active_parameters=round(_size(model) - idle * sum(p.numel() for p in stacks.values())),
+        moe_parameters=moe_parameters,
+        active_parameters=active_parameters,
         copied=tuple(stacks),
         drawn=tuple(routers),
         error=((after - before).norm() / before.norm()).item(),
@@ -226,10 +227,6 @@ def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
     if not off < 1e-4:
         raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
     return list(alpha)
-
-
-def _size(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _layer(model: nn.Module, name: str) -> int:

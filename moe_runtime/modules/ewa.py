@@ -11,7 +11,8 @@ from torch import nn
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import activate
-from moe_runtime.ops.merging import compute_dtype, merge_experts
+from moe_runtime.ops.library import compute_dtype
+from moe_runtime.ops.merging import merge_experts
 
 
 class EWAMLP(nn.Module):

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.ops.fusion import REDUCTIONS, check_labels, fused_cross_entropy, mean_of
-from moe_runtime.ops.fusion_gradients import CHUNK, wide
+from moe_runtime.ops.fusion import REDUCTIONS, check_labels, fused_cross_entropy, mean_of, mix
+from moe_runtime.ops.fusion_gradients import CHUNK
 
 GATES = ("mlp", "linear")
 
@@ -111,16 +111,7 @@ def mix_logits(hidden: Sequence[torch.Tensor], heads: Sequence[Logits], weight: 
 
     The result has the ids that all have, on weight's device; differentiable.
     """
-    fused = None
-    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
-        logits = head(h)
-        logits = logits.to(weight.device, wide(logits.dtype))
-        if fused is None:
-            fused = weight[..., s : s + 1] * logits
-        else:
-            V = min(fused.shape[-1], logits.shape[-1])
-            fused = fused[..., :V] + weight[..., s : s + 1] * logits[..., :V]
-    return fused
+    return mix((head(h) for h, head in zip(hidden, heads, strict=True)), weight)
 
 
 def chunked_loss(

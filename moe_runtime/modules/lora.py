@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from moe_runtime.config import ACTIVATIONS, MoEConfig, check_choice, check_number, check_positive
-from moe_runtime.modules.moe import MoE, Router, autocast_dtype, is_plain
+from moe_runtime.modules.moe import MoE, Router, is_plain
+from moe_runtime.ops.library import autocast_dtype
 from moe_runtime.ops.lora import LoRA, lora_mlp
 
 TARGETS = ("gate_proj", "up_proj", "down_proj")

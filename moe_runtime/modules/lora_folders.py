@@ -117,28 +117,6 @@ def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.P
         layers[name].gate.load_state_dict(state)
 
 
-@torch.no_grad()
-def load_single(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike, expert: int) -> None:
-    """Read a plain adapter of the dense base, PEFT's own or `save_single`'s, into one expert of `layers`, in place.
-
-    It has these layers' rank, alpha and targets, and nothing else; raises ValueError before a write.
-    """
-    experts = {name: _experts(layer) for name, layer in layers.items()}
-    first, path = _alike(experts), os.path.join(folder, WEIGHTS)
-    _check_expert(first, expert)
-    _check_config(first, os.path.join(folder, CONFIG))
-    tensors, found = read_tensors(path), []
-    for name, layer in experts.items():
-        for target in layer.targets:
-            a, b = layer.lora_a[target][expert], layer.lora_b[target][expert]
-            place = f"{PREFIX}{name}.{target}."
-            found.append((a, _take(tensors, f"{place}lora_A.weight", tuple(a.shape), path)))
-            found.append((b, _take(tensors, f"{place}lora_B.weight", tuple(b.t().shape), path).t()))
-    _check_empty(tensors, path)
-    for half, new in found:
-        half.copy_(new)
-
-
 def _check_expert(layer: LoRAExperts, expert: int) -> None:
     if not 0 <= expert < layer.num_experts:
         raise ValueError(f"expert is {expert}; want 0 to {layer.num_experts - 1}")

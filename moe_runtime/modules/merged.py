@@ -16,8 +16,8 @@ from moe_runtime import backends
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import activate
+from moe_runtime.ops.library import compute_dtype
 from moe_runtime.ops.merging import (
-    compute_dtype,
     merge_experts,
     merged_linear,
     mixing,

@@ -15,6 +15,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.modules import trainable
 from moe_runtime.ops import all_to_all
 from moe_runtime.ops.balance import balance_loss
+from moe_runtime.ops.library import autocast_dtype
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 from moe_runtime.ops.routing import route
@@ -148,13 +149,6 @@ class Experts(nn.Module):
             "shared": "group" if trainable.split_of(self) else config.shared,
             "recompute": config.recompute,
         }
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast wants `x` computed; None where it is off, and for float64, which it leaves alone."""
-    device = x.device.type
-    on = device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:

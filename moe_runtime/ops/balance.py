@@ -111,7 +111,8 @@ def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[torch.Tensor, to
     probability = router_logits.float().softmax(-1)
     chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
     weight = probability.new_ones(len(probability)) if token_mask is None else token_mask.to(probability)
-    return weight @ chosen, weight @ probability, weight.sum()
+    # not weight @ chosen, which autocast would round
+    return (weight[:, None] * chosen).sum(0), (weight[:, None] * probability).sum(0), weight.sum()
 
 
 def _top_k_loss(choices, probability, tokens) -> torch.Tensor:

@@ -15,7 +15,7 @@ their logits are there: at once where the loss is one number, which the backward
 reduction is "none", where the forward pass does not know the gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops.fusion_gradients import common_vocabulary, gradients, kept, kernels_of, wide
-from moe_runtime.ops.library import LIB, register, register_backward
-from moe_runtime.ops.merging import compute_dtype
+from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -40,12 +39,27 @@ def fuse_logits(
     """
     _check(hidden, heads, gate_weight)
     V = common_vocabulary(heads)
+    pairs = zip(hidden, heads, strict=True)
+    return mix((F.linear(h, head if len(head) == V else head[:V]) for h, head in pairs), gate_weight)
+
+
+def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
+    """Eq. (1) of logits: `parts` S of [..., V_s], drawn one by one, `gate_weight` [..., S] -> [..., V], float32 or wider.
+
+    The result has the ids that all have, on gate_weight's device. Differentiable.
+    """
     fused = None
-    for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
-        logits = F.linear(h, head if len(head) == V else head[:V])
-        part = gate_weight[..., s : s + 1] * logits.to(gate_weight.device, wide(logits.dtype))
-        fused = part if fused is None else fused + part
+    for s, logits in enumerate(parts):
+        logits = logits.to(gate_weight.device, wide(logits.dtype))
+        V = logits.shape[-1] if fused is None else min(fused.shape[-1], logits.shape[-1])
+        part = gate_weight[..., s : s + 1] * _first(logits, V)
+        fused = part if fused is None else _first(fused, V) + part
     return fused
+
+
+def _first(logits: torch.Tensor, V: int) -> torch.Tensor:
+    # no view where nothing is cut: its gradient would be a copy
+    return logits if logits.shape[-1] == V else logits[..., :V]
 
 
 def fused_cross_entropy(

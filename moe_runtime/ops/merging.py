@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
@@ -108,13 +108,6 @@ def merged_linear(
     # alone, dalpha's two kernels would need the whole dW: a default they are not
     chosen = backends.pick("merge_experts", weight, backend, cuda_fits=False)
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
-
-
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which F.linear would use `tensor`: its own or, but for float64, autocast's."""
-    device = tensor.device.type
-    autocast = device != "meta" and tensor.dtype != torch.float64 and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else tensor.dtype
 
 
 def _check_linear(x, weight, alpha, merged, bias) -> None:

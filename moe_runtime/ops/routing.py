@@ -150,6 +150,7 @@ def _kernels(backend: str, router_logits: torch.Tensor):
 
 
 def route_kernel(router_logits, bias, top_k, gate, backend):
+    """Run the op `route`, nothing checked: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx [T, K]."""
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
     return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
@@ -162,6 +163,7 @@ def _route_fake(router_logits, bias, top_k, gate, backend):
 
 
 def route_to_kernel(router_logits, topk_idx, gate, backend):
+    """Return topk_weight [T, K] of the experts `topk_idx` [T, K] that are given."""
     K = topk_idx.shape[1]
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
@@ -173,6 +175,7 @@ def _route_to_fake(router_logits, topk_idx, gate, backend):
 
 
 def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
+    """Return the gradient of router_logits from `dweight` [T, K]; `forced` says that the caller gave `topk_idx`."""
     if kernels := _kernels(backend, router_logits):
         return kernels.route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced)
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)

@@ -18,6 +18,7 @@ from moe_runtime import data, progress
 from moe_runtime.files import atomic_folder, atomic_write_text, read_json
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
+from moe_runtime.hf.sizes import sizes
 from moe_runtime.methods.fingerprints import hash_of, remove
 from moe_runtime.studies.recipe import Training
 
@@ -218,5 +219,5 @@ def loss_of(losses: list[float], tokens: list[int]) -> dict:
 
 def sizes_of(model) -> dict:
     """The sizes' part of a result."""
-    total, active = ranks.sizes(model)
+    total, active = sizes(model)
     return {"parameters": total, "active_parameters": active}

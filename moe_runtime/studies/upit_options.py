@@ -57,6 +57,7 @@ def check_named(known: Sequence[str]) -> Callable:
 def check_experts(
     recipe: UpitRecipe, form: str | None = None, sizes: Sequence[int] | None = None, active: Sequence[int] = ACTIVE
 ) -> dict:
+    """Return the options of the table of experts and experts per token; unless given, `sizes` are the recipe's."""
     n, m = recipe.experts.num_experts, recipe.checkpoints.count
     sizes = sorted({max(m, 2), n}) if sizes is None else sizes
     sizes = _different("experts", sizes, lambda size: check_positive("experts", size))
@@ -71,6 +72,8 @@ def check_experts(
 
 
 def check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[float] = SHARES) -> dict:
+    """Return the options of the table of shares of the data."""
+
     def check(share: float) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share is {share}; want a number above 0 and at most 1")
@@ -79,6 +82,7 @@ def check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[flo
 
 
 def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Sequence[float]] = EPOCHS) -> dict:
+    """Return the options of the table of epochs, those of an expert's tuning and of the mixture's."""
     form = _form(recipe, form)
 
     def check(pair: tuple) -> None:

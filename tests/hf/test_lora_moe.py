@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.hf import lora_moe, modeling, swap
 from moe_runtime.hf.families import FAMILIES
 from moe_runtime.hf.lora_moe import forced_experts, lora_layers, merge_experts, save_adapters, to_lora_moe, to_moe
-from moe_runtime.hf.ranks import sizes
+from moe_runtime.hf.sizes import sizes
 from moe_runtime.hf.trainable import train_rows
 from moe_runtime.modules.lora import TARGETS, LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear

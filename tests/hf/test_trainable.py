@@ -10,14 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_runtime
 from moe_runtime.hf.layers import experts_module, numbered_layers
-from moe_runtime.hf.trainable import (
-    drop_rows,
-    fold_rows,
-    freeze_for_esft,
-    gathered_rows,
-    train_rows,
-    trained_rows,
-)
+from moe_runtime.hf.trainable import drop_rows, fold_rows, freeze_for_esft, train_rows
 from moe_runtime.methods import xft
 from moe_runtime.modules import trainable
 from moe_runtime.ops import workspace
@@ -26,6 +19,7 @@ from tests.hf import stock, tiny
 from tests.hf.tiny import distance
 from tests.modules.test_merged_memory import allocations, peak
 from tests.support import stock_moe
+from tests.support.trained_rows import gathered_rows, trained_rows
 
 # deepseek_v2: a dense layer, shared MLPs; gpt_oss: transposed, interleaved, biases; nemotron_h: not gated; qwen2_moe: a gate in
 # front of the shared MLP; muse_spark: composed, a norm behind each expert; inkling2: composed, a gate of its own
@@ -475,7 +469,7 @@ def test_copies_and_pickles_train_on():
     assert torch.equal(run(model, ids)["logits"], want["logits"])
 
 
-def test_gathered_rows_are_copies():
+def test_rows_are_those_of_the_stacks_in_the_order_asked_for():
     model = model_of("gpt_oss")
     train_rows(model, {0: [3, 1], 1: []})
     own, gathered = trained_rows(model), gathered_rows(model)
@@ -528,7 +522,7 @@ def test_refuses_models_that_it_cannot_change():
     check_untouched(
         model, lambda: freeze_for_esft(model, {0: [0, 1]}), r"experts of layer 0 are \[0, 1\], of which 0 is the"
     )
-    for undo in (fold_rows, drop_rows, trained_rows, gathered_rows):
+    for undo in (fold_rows, drop_rows):
         check_untouched(
             model, lambda undo=undo: undo(model), "of which no rows train; want one that train_rows has changed"
         )

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
+from moe_runtime.hf.lora_adapters import AdapterExperts
 from moe_runtime.modules import lora_folders
 from moe_runtime.modules.lora import TARGETS, LoRAExperts, LoRAMoE
+from moe_runtime.modules.lora_adapters import read_adapter
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.lora import LoRA
 from tests.support.lora import oracle
@@ -346,27 +348,28 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
     layers = {
         f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)
     }
-    before = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()}
     trained = get_peft_model(copy.deepcopy(dense), LoraConfig(r=2, lora_alpha=16, target_modules=list(TARGETS)))
     for name, p in trained.named_parameters():
         if "lora_B" in name:
             p.data.normal_(std=0.3)
     trained.save_pretrained(tmp_path / "adapter")
-    lora_folders.load_single(layers, tmp_path / "adapter", 1)
+    other = copy.deepcopy(layers)
+    for layer in other.values():
+        fill(layer)
+    lora_folders.save_single(other, tmp_path / "other", 0, base_model="base")
+    adapters = [read_adapter(tmp_path / name) for name in ("other", "adapter", "other")]
+    experts = AdapterExperts(tuple(adapters), "model.layers.{}.mlp", TARGETS, (0, 1), ())
+    assert experts.rank == layers["model.layers.0.mlp"].rank and experts.alpha == layers["model.layers.0.mlp"].alpha
     ids = torch.randint(50, (2, 11))
     want = trained.eval()(ids).logits
     for i, block in enumerate(dense.model.layers):
         layer = layers[f"model.layers.{i}.mlp"]
+        experts.fill(i, layer)
         for key, value in layer.state_dict().items():
             if key.startswith("lora"):
-                assert torch.equal(value[[0, 2]], before[f"model.layers.{i}.mlp"][key][[0, 2]])
+                assert torch.equal(value[[0, 2]], other[f"model.layers.{i}.mlp"].state_dict()[key][[0, 0]])
         block.mlp = layer.merge_into_base(1)
     torch.testing.assert_close(dense(ids).logits, want, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="expert is 3"):
-        lora_folders.load_single(layers, tmp_path / "adapter", 3)
-    few = {"model.layers.0.mlp": layers["model.layers.0.mlp"]}
-    with pytest.raises(ValueError, match="more tensors"):
-        lora_folders.load_single(few, tmp_path / "adapter", 0)
 
 
 def test_files_that_do_not_fit_are_refused_before_a_write(mixtral, tmp_path):

@@ -300,3 +300,6 @@ def test_top_k_is_float32_whatever_the_logits_are(dtype):
     logits = torch.randn(9, 6).to(dtype)
     got = per_layer_loss([logits], 2, torch.ones(9))
     assert got.dtype == torch.float32 and got == per_layer_loss([logits.float()], 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = per_layer_loss([logits], 2, torch.ones(9))
+    assert under.dtype == torch.float32 and under == got

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.expert_parallel import clip_grad_norm, save_pretrained, shard_experts
-from moe_runtime.hf.trainable import fold_rows, freeze_for_esft, gathered_rows, train_rows, trained_rows
+from moe_runtime.hf.trainable import fold_rows, freeze_for_esft, train_rows
 from moe_runtime.modules.trainable import split_of
 from tests.support.dist_expert_parallel import MAX_NORM, batch, make, whole
 from tests.support.dist_launch import leave, start
+from tests.support.trained_rows import gathered_rows, trained_rows
 
 torch.set_num_threads(1)
 RANKS, STEPS = 2, 3

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from moe_runtime import config
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive, shown
-from moe_runtime.data import BUILT_IN, PROMPTS
+from moe_runtime.data import BUILT_IN
 from moe_runtime.methods.recipe_files import read_yaml
+from moe_runtime.prompts import PROMPTS
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHIPPED = RECIPES / "xft"

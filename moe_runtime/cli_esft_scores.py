@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from moe_runtime import progress
-from moe_runtime.cli_verbs import PROMPTS, Whole, choices, numbers, verb
+from moe_runtime.cli_verbs import Whole, choices, numbers, verb
+from moe_runtime.prompts import PROMPTS
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

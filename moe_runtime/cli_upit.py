@@ -7,7 +7,8 @@ import typer
 
 from moe_runtime import cli_upit_tables, config, progress
 from moe_runtime.cli_tables import prepare
-from moe_runtime.cli_verbs import PROMPTS, GoesOn, Seed, ShardSize, Whole, choices, mount, verb
+from moe_runtime.cli_verbs import GoesOn, Seed, ShardSize, Whole, choices, mount, verb
+from moe_runtime.prompts import PROMPTS
 
 app = typer.Typer(
     no_args_is_help=True,

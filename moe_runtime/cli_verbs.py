@@ -17,7 +17,6 @@ from moe_runtime import interruption, progress, terminal
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
 METHODS = ("xft", "esft", "upit", "ultrafuser")
-PROMPTS = ("plain", "magicoder", "chat", "deepseek")  # data.PROMPTS, whose module imports torch
 
 # arguments and options of several verbs
 Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]

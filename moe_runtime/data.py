@@ -1,4 +1,4 @@
-"""Rows to train on: reading them, the text that every Python brings along, and label masks.
+"""Rows to train on: reading them, packing, and label masks.
 
 `datasets` reads (an extra, loaded where it is used). Packing, chat templates and the masks of SFT are TRL's own;
 `tokenize_pairs` serves transformers' plain Trainer, as the official XFT code does (its Sec. 4.1):
@@ -6,17 +6,10 @@
     input_ids = BOS prompt response EOS        labels = -100 on BOS and prompt, the ids on response and EOS
 """
 
-import ast
 import contextlib
-import functools
 import importlib
-import random
-import sysconfig
-import textwrap
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from moe_runtime.row_files import check_lines, check_row, has_lines, holds_dates, line_source, render, uncounted
 
@@ -30,46 +23,7 @@ KEPT_WITH = {"messages": ("tools", "chat_template_kwargs")}
 COLUMNS = {name for names in (*LAYOUTS, *KEPT_WITH.values()) for name in names}
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
-BUILT_IN = "standard-library"  # the name of the text below where a recipe names its data
-# how a row's prompt is put to the model; "chat" is the tokenizer's own template
-PROMPTS = {
-    "plain": "{instruction}",
-    # Magicoder's, of the XFT paper's models: text before the instruction, and none behind "@@ Response" but a line feed
-    "magicoder": (
-        "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable "
-        "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
-    ),
-    "chat": None,
-    "deepseek": None,  # DEEPSEEK_CHAT
-}
-# the same as a chat template, for whoever asks a tuned model by its tokenizer's: evaluations, servers
-MAGICODER_CHAT = (
-    "{{ bos_token or '' }}" + PROMPTS["magicoder"].partition("@@")[0] + "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '@@ Instruction\\n' + message['content'] + '\\n\\n' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '@@ Response\\n' }}"
-    "{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}"
-    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
-    "{% else %}{{ raise_exception('the roles are user and assistant') }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '@@ Response\\n' }}{% endif %}"
-)
-
-# what ESFT's tasks were trained in: the prompt of DeepSeek's chat models, whose answers begin with a blank
-DEEPSEEK_CHAT = (
-    "{{ bos_token or '' }}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n\\n' }}"
-    "{% elif message['role'] == 'assistant' %}{{ 'Assistant:' }}"
-    "{% generation %}{{ ' ' + message['content'] + (eos_token or '') }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-
-PIECE = 2000  # characters of a document of `standard_library_text`
-SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
-# no prose and code, but tests, tables and copies of other packages
-SKIPPED = {
-    "__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib", "lib2to3", "pydoc_data",
-    "site-packages", "test", "tests", "turtledemo",
-}  # fmt: skip
+BUILT_IN = "standard-library"  # the name of moe_runtime.standard_library where a recipe names its data
 
 
 def require(module: str, extra: str = "train"):
@@ -142,170 +96,6 @@ def _known_columns(rows, name: str):
             return rows.rename_columns({old: TRL_NAMES[old] for old in layout if old in TRL_NAMES})
     wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
     raise ValueError(f"data is {name!r} with the columns {', '.join(rows.column_names)}; want {wanted}; rename them")
-
-
-def put_prompt(row: Mapping, prompt: str) -> Mapping:
-    """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout which that does not go with.
-
-    "plain" takes every layout, "magicoder" rows with prompt and completion, "chat" those and messages, "deepseek" plain text
-    too; the last two need a tokenizer with that chat template.
-    """
-    if prompt not in PROMPTS:
-        raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")
-    if prompt == "plain" or (prompt != "magicoder" and "messages" in row) or (prompt == "deepseek" and "text" in row):
-        return row
-    if "prompt" not in row or "completion" not in row:
-        raise ValueError(f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion")
-    if PROMPTS[prompt] is None:
-        answer = {"role": "assistant", "content": row["completion"]}
-        return {"messages": [{"role": "user", "content": row["prompt"]}, answer]}
-    if not isinstance(row["prompt"], str):
-        raise ValueError(f"prompt of a row is {row['prompt']!r}; want text")
-    # replace, not format: code has braces
-    return {"prompt": PROMPTS[prompt].replace("{instruction}", row["prompt"]), "completion": row["completion"]}
-
-
-class Pairs(NamedTuple):
-    """What `standard_library_pairs` returns; no held-out completion stands in a file that is not held out."""
-
-    train: list[dict[str, str]]
-    held_out: list[dict[str, str]]
-
-
-def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
-    """Return instruction-answer pairs from the documented functions of the running Python's standard library.
-
-    Rows have `prompt` (kind, signature, docstring), `completion` (the source without docstring), `module` (its file).
-    One file in ten is held out. At most `limit` rows of each, in an order that depends on `seed` and on the version.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; want at least 1, or None for all rows")
-    pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
-    for rows in pairs:
-        random.Random(seed).shuffle(rows)
-    return Pairs(pairs.train[:limit], pairs.held_out[:limit])
-
-
-def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[str]:
-    """Return the standard library's source as documents of about `piece` characters, the held-out files excepted, or alone."""
-    documents = []
-    for module, text in standard_library_files():
-        if is_held_out(module) != held_out:
-            continue
-        document, size = [], 0
-        for line in text.splitlines(keepends=True):
-            if size and size + len(line) > piece:
-                documents.append("".join(document))
-                document, size = [], 0
-            document.append(line)
-            size += len(line)
-        documents.append("".join(document))
-    return [document for document in documents if document.strip()]
-
-
-def is_held_out(module: str) -> bool:
-    """Whether a file of the standard library, given as its path below it, is held out; the same in each process."""
-    return zlib.crc32(module.encode()) % 10 == 0
-
-
-@functools.cache
-def standard_library_files() -> tuple[tuple[str, str], ...]:
-    """Return the standard library's files: pairs of a file's path below it and its text, sorted."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for path in root.rglob("*.py"):
-        module = path.relative_to(root)
-        if not SKIPPED & set(module.parts) and not module.parts[0].startswith("config-"):
-            files.append((module.as_posix(), path.read_text(encoding="utf-8", errors="ignore")))
-    return tuple(sorted(files))
-
-
-@functools.cache
-def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], ...]]:
-    """Return the rows of the train files and those of the held-out files, without doubles, in the files' order."""
-    train: dict[str, dict[str, str]] = {}
-    held_out: dict[str, dict[str, str]] = {}
-    known = set()  # all that the train files define, documented or not, however deep
-    for module, text in standard_library_files():
-        lines, is_test = text.splitlines(), is_held_out(module)
-        for node, owner in _functions(ast.parse(text)):
-            completion = _cut(lines, node)
-            if not is_test:
-                known.add(_flat(completion))
-            row = _row(module, node, owner, completion)
-            if row is not None:
-                (held_out if is_test else train).setdefault(completion, row)
-    fresh = (row for completion, row in held_out.items() if _flat(completion) not in known)
-    return tuple(train.values()), tuple(fresh)
-
-
-def _flat(text: str) -> str:
-    """The text without its indentation."""
-    return "\n".join(line.strip() for line in text.splitlines())
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _functions(node: ast.AST, owner: str | None = None) -> Iterator[tuple[Function, str | None]]:
-    """Walk the functions of a module and the methods of its classes, not what is nested inside functions."""
-    for child in getattr(node, "body", []):
-        if isinstance(child, ast.ClassDef):
-            yield from _functions(child, child.name)
-        elif isinstance(child, Function):
-            yield child, owner
-
-
-def _cut(lines: list[str], node: Function) -> str:
-    """The source of a function, with its decorators, without the lines of its docstring, indentation removed."""
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    source = lines[first - 1 : node.end_lineno]
-    if ast.get_docstring(node, clean=False) is not None:
-        del source[node.body[0].lineno - first : node.body[0].end_lineno - first + 1]
-    return textwrap.dedent("\n".join(source)).strip("\n")
-
-
-def _row(module: str, node: Function, owner: str | None, completion: str) -> dict[str, str] | None:
-    """Make the pair of one function; None where there is no docstring, no body beside it or no clean cut."""
-    doc, rest = ast.get_docstring(node), node.body[1:]
-    if not doc or not rest or _is_stub(rest):
-        return None
-    prompt = _prompt(node, owner, doc.strip())
-    if not (SIZE[0] <= len(completion) <= SIZE[1] >= len(prompt)) or not _is_body(completion, rest):
-        return None
-    return {"prompt": prompt, "completion": completion, "module": module}
-
-
-def _is_stub(body: list[ast.stmt]) -> bool:
-    """Whether nothing happens in the body: pass, ... or an exception that says so."""
-    return len(body) == 1 and (
-        isinstance(body[0], (ast.Pass, ast.Raise))
-        or (isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
-    )
-
-
-def _is_body(completion: str, body: list[ast.stmt]) -> bool:
-    """Whether the text is one function with just that body: no statement and no string's blanks went with the cut."""
-    try:
-        function, *others = ast.parse(completion).body
-    except SyntaxError:
-        return False
-    # a form feed ends a line to splitlines, not to the parser: then what was cut lies lines beside the function
-    if others or not isinstance(function, Function) or len(function.body) != len(body):
-        return False
-    # only a string over several lines can have changed; comparing all bodies would take seconds
-    strings = '"""' in completion or "'''" in completion
-    return not strings or [*map(ast.dump, function.body)] == [*map(ast.dump, body)]
-
-
-def _prompt(node: Function, owner: str | None, doc: str) -> str:
-    """The instruction. It ends in one line feed, where byte-level tokenizers break in any case."""
-    kind = "method" if owner else "function"
-    kind = f"async {kind}" if isinstance(node, ast.AsyncFunctionDef) else kind
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    where = f" of the class {owner}" if owner else ""
-    article = "an" if kind.startswith("a") else "a"
-    return f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
 
 
 def hold_out(rows, count: int, seed: int = 0):

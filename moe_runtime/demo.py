@@ -17,11 +17,12 @@ import torch
 
 from moe_runtime import progress
 from moe_runtime.config import check_choice
-from moe_runtime.data import pack, require, standard_library_pairs, standard_library_text, tokenize_pairs
+from moe_runtime.data import pack, require, tokenize_pairs
 from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import xft
+from moe_runtime.standard_library import standard_library_pairs, standard_library_text
 from moe_runtime.stats import collect_router_stats
 from moe_runtime.terminal import print_table
 

@@ -1,4 +1,4 @@
-"""data.py and hf/tokenizer.py: what is read, what the standard library gives, what is masked."""
+"""Data, prompts, the standard library and hf/tokenizer.py: what is read, what the library gives, what is masked."""
 
 import ast
 import copy
@@ -10,8 +10,10 @@ import time
 
 import pytest
 
-from moe_runtime import data
+from moe_runtime import data, standard_library
 from moe_runtime.hf.tokenizer import SMALLEST, pair_collator, train_tokenizer
+from moe_runtime.prompts import MAGICODER_CHAT, put_prompt
+from moe_runtime.standard_library import standard_library_files, standard_library_pairs, standard_library_text
 
 CHAT = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
 LAYOUTS = {
@@ -21,7 +23,7 @@ LAYOUTS = {
     "instruction-response": {"instruction": "two and two\n", "response": "four"},
     "instruction-output": {"instruction": "two and two\n", "output": "four"},
 }
-SCAN = data._library_rows.__wrapped__  # without its cache
+SCAN = standard_library._library_rows.__wrapped__  # without its cache
 
 
 @pytest.fixture(autouse=True)
@@ -84,21 +86,21 @@ responses to user instructions.
 
 def test_put_prompt_is_magicoders():
     row = {"prompt": "Write f(x) = {x}.", "completion": "{x}"}
-    assert data.put_prompt(row, "magicoder") == {"prompt": MAGICODER.format(row["prompt"]), "completion": "{x}"}
-    assert data.put_prompt(row, "plain") is row
-    assert data.put_prompt(row, "chat")["messages"] == [
+    assert put_prompt(row, "magicoder") == {"prompt": MAGICODER.format(row["prompt"]), "completion": "{x}"}
+    assert put_prompt(row, "plain") is row
+    assert put_prompt(row, "chat")["messages"] == [
         {"role": "user", "content": "Write f(x) = {x}."},
         {"role": "assistant", "content": "{x}"},
     ]
-    assert data.put_prompt({"messages": CHAT}, "chat") == {"messages": CHAT}
+    assert put_prompt({"messages": CHAT}, "chat") == {"messages": CHAT}
 
 
 def test_magicoders_chat_template_says_the_same(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = data.MAGICODER_CHAT
+    tokenizer.chat_template = MAGICODER_CHAT
     row = {"prompt": "Write f.\n", "completion": "def f(): {}\n"}
-    chat = data.put_prompt(row, "chat")["messages"]
-    put = data.put_prompt(row, "magicoder")
+    chat = put_prompt(row, "chat")["messages"]
+    put = put_prompt(row, "magicoder")
     whole = tokenizer.bos_token + put["prompt"] + put["completion"] + tokenizer.eos_token
     assert tokenizer.apply_chat_template(chat, tokenize=False) == whole
     asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
@@ -118,12 +120,12 @@ def test_magicoders_chat_template_says_the_same(tokenizer):
 )
 def test_put_prompt_refuses_other_layouts(prompt, row):
     with pytest.raises(ValueError, match=f"prompt is '{prompt}', a row has the columns {next(iter(row))}; want prompt"):
-        data.put_prompt(row, prompt)
+        put_prompt(row, prompt)
 
 
 def test_put_prompt_knows_its_names():
     with pytest.raises(ValueError, match="prompt is 'alpaca'; want one of plain, magicoder, chat"):
-        data.put_prompt({"text": "x"}, "alpaca")
+        put_prompt({"text": "x"}, "alpaca")
 
 
 def test_hold_out_parts_the_rows():
@@ -256,7 +258,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 @pytest.fixture(scope="module")
 def pairs():
     start = time.process_time()
-    pairs = data.standard_library_pairs()
+    pairs = standard_library_pairs()
     assert time.process_time() - start < 30  # 4 s on one core of a Xeon, 2026-11-20
     return pairs
 
@@ -265,7 +267,7 @@ def test_library_pairs_are_many_and_bounded(pairs):
     assert len(pairs.train) > 2000 and len(pairs.held_out) > 150
     for row in [*pairs.train, *pairs.held_out]:
         assert list(row) == ["prompt", "completion", "module"]
-        assert data.SIZE[0] <= len(row["completion"]) <= data.SIZE[1] >= len(row["prompt"])
+        assert standard_library.SIZE[0] <= len(row["completion"]) <= standard_library.SIZE[1] >= len(row["prompt"])
         assert row["prompt"].endswith("\n") and not row["prompt"].endswith("\n\n")
 
 
@@ -288,19 +290,19 @@ def test_library_pairs_keep_comments_and_say_what_they_are(pairs):
 def test_library_pairs_do_not_leak(pairs):
     modules = [{row["module"] for row in rows} for rows in pairs]
     assert not modules[0] & modules[1]
-    assert all(data.is_held_out(module) == held for held, names in enumerate(modules) for module in names)
+    assert all(standard_library.is_held_out(module) == held for held, names in enumerate(modules) for module in names)
     completions = [row["completion"] for row in pairs.train + pairs.held_out]
     assert len(set(completions)) == len(completions)
 
 
 def library(monkeypatch, *files):
     """Pairs of a library of these files; "b.py" is not held out, "held.py" is."""
-    held = next(f"held{i}.py" for i in range(99) if data.is_held_out(f"held{i}.py"))
-    assert not data.is_held_out("b.py")
+    held = next(f"held{i}.py" for i in range(99) if standard_library.is_held_out(f"held{i}.py"))
+    assert not standard_library.is_held_out("b.py")
     files = tuple((held if name == "held.py" else name, text) for name, text in files)
-    monkeypatch.setattr(data, "standard_library_files", lambda: files)
-    monkeypatch.setattr(data, "_library_rows", SCAN)
-    return data.standard_library_pairs()
+    monkeypatch.setattr(standard_library, "standard_library_files", lambda: files)
+    monkeypatch.setattr(standard_library, "_library_rows", SCAN)
+    return standard_library_pairs()
 
 
 @pytest.mark.parametrize(
@@ -327,21 +329,21 @@ def test_a_function_behind_a_form_feed_is_left_out(monkeypatch):
 
 
 def test_library_pairs_repeat_and_limit(pairs):
-    again = data.standard_library_pairs(limit=50)
+    again = standard_library_pairs(limit=50)
     assert again.train == pairs.train[:50] and again.held_out == pairs.held_out[:50]
-    other = data.standard_library_pairs(seed=1)
+    other = standard_library_pairs(seed=1)
     assert other.train != pairs.train and sorted(map(str, other.train)) == sorted(map(str, pairs.train))
     again.train[0]["prompt"] = "changed"
-    assert data.standard_library_pairs(limit=50).train == pairs.train[:50]
+    assert standard_library_pairs(limit=50).train == pairs.train[:50]
     with pytest.raises(ValueError, match="limit is 0"):
-        data.standard_library_pairs(limit=0)
+        standard_library_pairs(limit=0)
 
 
 def test_library_text_is_the_files_in_pieces():
-    documents = data.standard_library_text()
-    files = [text for module, text in data.standard_library_files() if not data.is_held_out(module)]
+    documents = standard_library_text()
+    files = [text for module, text in standard_library_files() if not standard_library.is_held_out(module)]
     assert len(files) > 100 and sum(map(len, documents)) > 0.99 * sum(map(len, files))
-    assert sorted(map(len, documents))[len(documents) // 2] > data.PIECE * 0.9
+    assert sorted(map(len, documents))[len(documents) // 2] > standard_library.PIECE * 0.9
     assert documents[0] == "".join(files)[: len(documents[0])]
 
 

@@ -33,6 +33,8 @@ RANK = {
     "tuning": 3,
     "hf": 4,
     "data": 4,
+    "prompts": 1,
+    "standard_library": 1,
     "row_files": 1,
     "sampling": 4,
     "significance": 4,

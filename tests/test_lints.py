@@ -17,7 +17,7 @@ MAY_SYNC = {
     "workspace.py": "the torch backend's memory",
     "all_to_all.py:_split_sizes": "torch.distributed takes split sizes from the host",
     "grouped_gemm.py:_segments": "the torch backend's offsets",
-    "grouped_gemm.py:_rows": "the torch backend, which loops over experts on the host",
+    "expert_rows.py:trained_rows": "the CPU's backends, which loop over experts on the host",
     "merging.py:soup_logits": "numbers for an initialization",
     "lora_torch.py": "the torch backend: it loops over experts on the host",
     "expansion.py:farthest_pair": "its result is a decision of the host",

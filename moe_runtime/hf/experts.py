@@ -20,7 +20,7 @@ from moe_runtime.modules.moe import MoE
 from moe_runtime.ops import all_to_all
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.combine import combine, gather_rows
-from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.library import autocast_dtype
 from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
@@ -200,5 +200,4 @@ def _composed(module, x, topk_idx, topk_weight, stacks: Stacks, options: dict):
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y).to(x.dtype)
     # a norm may make something of the rows behind the last expert
-    live = (topk_idx >= 0) & (topk_idx < E)
-    return combine(y, topk_weight.masked_fill(~live, 0), slot_row), expert_offsets
+    return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets

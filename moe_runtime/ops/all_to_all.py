@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_runtime.ops.combine import combine, gather_rows
-from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.dispatch import dispatch, live_weights
 
 GRADIENTS = ("mean", "sum")
 GRADIENTS_OF = "moe_runtime_expert_gradients"  # attribute of an experts module: one of them
@@ -140,7 +140,7 @@ def run_at_owners(
     rows, dropped = gather_rows(x, row_token, slot_row), topk_idx.numel() - sum(send)
     if dropped:  # they lie behind the last expert
         rows = rows[: sum(send)]
-        topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
+        topk_weight = live_weights(topk_weight, topk_idx, E)
     rows = all_to_all(rows, send, receive, group)
     experts = torch.arange(E // n, device=x.device).repeat(n)  # in the order of `received`
     experts = experts.repeat_interleave(received.flatten(), output_size=sum(receive))

@@ -61,6 +61,11 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(row_slot).scatter_(0, row_slot, torch.arange(row_slot.numel(), device=row_slot.device))
 
 
+def live_weights(topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return `topk_weight` with zeros for dropped slots, whose weights may be anything."""
+    return topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), 0)
+
+
 def _dispatch(topk_idx, num_experts, backend):
     if backend == "triton":
         from moe_runtime.kernels.dispatch import dispatch_forward

@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from moe_runtime import backends
+from moe_runtime.ops.expert_rows import check_apart, check_place, trained_rows, weight_at
 from moe_runtime.ops.library import LIB, register, register_backward
 
 
@@ -50,18 +51,8 @@ def grouped_gemm(
 def _check_trained(weight, trainable, trained) -> None:
     if trainable is None and trained is None:
         return
-    E = weight.shape[0]
-    fits = trainable is not None and trainable.shape == (E,) and trainable.dtype == torch.int32
-    if not fits or trainable.device != weight.device or trained is None:
-        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype} on {trainable.device}"
-        raise ValueError(f"trainable is {got}; want [{E}] int32 on {weight.device}, and trained with it")
-    if trained.shape[1:] != weight.shape[1:] or trained.dtype != weight.dtype or trained.device != weight.device:
-        raise ValueError(
-            f"trained is {tuple(trained.shape)} {trained.dtype} on {trained.device}; want [n, *{list(weight.shape[1:])}] "
-            f"{weight.dtype} on {weight.device}"
-        )
-    if weight.requires_grad:
-        raise ValueError("weight requires a gradient; want it frozen where `trained` holds what trains")
+    check_place(trainable, trained, weight, torch.int32)
+    check_apart("trained", trained, "weight", weight)
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
@@ -140,24 +131,15 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     return dx, dweight, dbias
 
 
-def _rows(E: int, trainable) -> list[int]:
-    """Return for each expert the row of the weights that train, -1 if it is frozen."""
-    return list(range(E)) if trainable is None else trainable.tolist()
-
-
-def _at(e: int, row: int, weight, trained):
-    return weight[e] if trained is None or row < 0 else trained[row]
-
-
 def _forward(x, weight, expert_offsets, bias, trainable, trained, backend):
     if backend == "triton":
         return _forward_triton(x, weight, expert_offsets, bias, trainable, trained)
     segments, end = _segments(expert_offsets, x.shape[0])
-    rows = _rows(weight.shape[0], trainable)
+    rows = trained_rows(weight.shape[0], trainable)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, (a, b) in enumerate(segments):
         if a < b:
-            torch.mm(x[a:b], _at(e, rows[e], weight, trained).t(), out=y[a:b])
+            torch.mm(x[a:b], weight_at(e, rows[e], weight, trained).t(), out=y[a:b])
             if bias is not None:
                 y[a:b].add_(bias[e])
     y[end:].zero_()
@@ -173,14 +155,14 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     if backend == "triton":
         return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
     segments, end = _segments(expert_offsets, x.shape[0])
-    shapes, rows = _shapes(x, weight, trained), _rows(weight.shape[0], trainable)
+    shapes, rows = _shapes(x, weight, trained), trained_rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
     for row in set(range(dweight.shape[0])).difference(rows):  # no expert's
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]
         if needs[0] and a < b:
-            torch.mm(dy[a:b], _at(e, row, weight, trained), out=dx[a:b])
+            torch.mm(dy[a:b], weight_at(e, row, weight, trained), out=dx[a:b])
         if needs[1] and row >= 0:
             dweight[row].zero_() if a == b else torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
         if needs[2]:

@@ -14,9 +14,9 @@ import torch
 from moe_runtime.config import GATES, SHARED_GATES, SHARED_MODES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.activation import SCHEMA, Activation
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.library import LIB, register, register_backward
 from moe_runtime.ops.moe_mlp import check_weights, kernels_of, pick
-from moe_runtime.ops.moe_mlp_torch import Experts
 
 
 class MoEOutput(NamedTuple):

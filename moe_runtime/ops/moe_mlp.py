@@ -16,6 +16,7 @@ from moe_runtime.config import SHARED_MODES, check_choice
 from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import SCHEMA, Activation, activate
 from moe_runtime.ops.dispatch import INTEGERS
+from moe_runtime.ops.expert_rows import Experts, check_apart, check_place
 from moe_runtime.ops.library import LIB, register, register_backward
 
 
@@ -140,28 +141,15 @@ def _check_slots(x, topk_weight, topk_idx) -> None:
 
 
 def _check_trained(up, down, trainable, trained) -> None:
-    dtype = torch.bool if trained is None else torch.int32
     if trainable is None and trained is None:
         return
-    if (
-        trainable is None
-        or trainable.shape != up.shape[:1]
-        or trainable.dtype != dtype
-        or trainable.device != up.device
-    ):
-        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype} on {trainable.device}"
-        raise ValueError(f"trainable is {got}; want [{up.shape[0]}] {str(dtype).removeprefix('torch.')} on {up.device}")
+    check_place(trainable, trained, up, torch.bool if trained is None else torch.int32)
     for name, part, stack in zip(("gate_up", "down"), trained or (), (up, down)):
-        fits = part.shape[1:] == stack.shape[1:] and part.shape[0] == trained[0].shape[0]
-        if not fits or part.dtype != stack.dtype or part.device != stack.device:
-            raise ValueError(
-                f"trained {name} is {tuple(part.shape)} {part.dtype} on {part.device}; want [n, *{list(stack.shape[1:])}] "
-                f"{stack.dtype} on {stack.device}"
-            )
-        if stack.requires_grad:
-            raise ValueError(
-                f"the stack of {name} requires a gradient; want it frozen where `trained` holds what trains"
-            )
+        check_apart(f"trained {name}", part, f"the stack of {name}", stack)
+    if trained is not None and trained[0].shape[0] != trained[1].shape[0]:
+        raise ValueError(
+            f"trained gate_up is {tuple(trained[0].shape)}, trained down {tuple(trained[1].shape)}; want [n, ...] both"
+        )
 
 
 def _check_shared(shared, trainable, topk_idx) -> None:
@@ -227,9 +215,7 @@ def _forward(
     act, gated, limit, up_offset, interleaved, shared, save, backend,
 ):  # fmt: skip
     activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = moe_mlp_torch.Experts(
-        up, down, up_bias, down_bias, activation, shared, trainable, up_trained, down_trained
-    )
+    experts = Experts(up, down, up_bias, down_bias, activation, shared, trainable, up_trained, down_trained)
     return kernels_of(backend).forward(x.contiguous(), experts, topk_weight.contiguous(), topk_idx.contiguous(), save)
 
 
@@ -251,9 +237,7 @@ def _backward(
     z, expert_offsets, row_slot, needs, act, gated, limit, up_offset, interleaved, shared, backend,
 ):  # fmt: skip
     activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = moe_mlp_torch.Experts(
-        up, down, up_bias, down_bias, activation, shared, trainable, up_trained, down_trained
-    )
+    experts = Experts(up, down, up_bias, down_bias, activation, shared, trainable, up_trained, down_trained)
     grads = kernels_of(backend).backward(
         dout.contiguous(), x.contiguous(), experts, topk_weight.contiguous(), z, expert_offsets, row_slot, needs
     )

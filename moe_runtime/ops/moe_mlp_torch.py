@@ -6,101 +6,19 @@ rows that stay in the cache between the passes.
 """
 
 import itertools
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
+from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.combine import weighted_sum
-from moe_runtime.ops.dispatch import invert, sort_slots
+from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
+from moe_runtime.ops.expert_rows import Experts, Gradients, Group, groups, new_gradients, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
-ROWS = 8  # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
 ALONE_FROM = 24  # tokens; below, to gather them costs less than to go without the other experts
-PADDED_FROM = 4  # rows; fewer take the way of a matrix and a vector, which is faster
 GROUPED = 48  # rows of an expert, on average, up to which torch's grouped_mm is faster than our loop; 2026-11-22
-GROUP_ELEMENTS = 1 << 19  # rows of the experts that go together, times the columns of the widest buffer
 BLOCK_ELEMENTS = 1 << 18  # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
-
-
-class Experts(NamedTuple):
-    """The weights of all experts and what to do with them."""
-
-    up: torch.Tensor  # [E, 2I or I, H]
-    down: torch.Tensor  # [E, H, I]
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    activation: Activation
-    shared: str = "group"  # "dense": the Triton backend leaves expert 0's matmuls to torch
-    trainable: torch.Tensor | None = (
-        None  # [E] bool, or with the two below int32: their row that is the expert's, or -1
-    )
-    up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
-    down_trained: torch.Tensor | None = None  # [n, H, I]
-
-    def rows(self) -> list[int]:
-        """Return for each expert the row of the trainable weights that it has, -1 if it is frozen."""
-        E = self.up.shape[0]
-        if self.trainable is None:
-            return list(range(E))
-        if self.up_trained is None:
-            return [e if trains else -1 for e, trains in enumerate(self.trainable.tolist())]
-        return self.trainable.tolist()
-
-    def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of expert e, whose place among the trainable ones is `row`."""
-        if self.up_trained is None or row < 0:
-            return self.up[e], self.down[e]
-        return self.up_trained[row], self.down_trained[row]
-
-
-class Member(NamedTuple):
-    """An expert of a group; its rows count from the group's first."""
-
-    expert: int
-    start: int
-    end: int
-    padded: int  # the end, moved on to a multiple of ROWS rows if there are so many
-
-    def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a group's."""
-        return rows[self.start : self.end]
-
-    def wide(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return its rows and those up to the padded end.
-
-        What is computed for the rows of later experts is overwritten when their turn comes: experts go in ascending order.
-        """
-        return rows[self.start : self.padded]
-
-
-class Group(NamedTuple):
-    """Neighbouring experts, whose rows are gathered and go through the activation together."""
-
-    start: int
-    end: int  # the last member's padded one
-    members: list[Member]
-    everyone: bool  # one expert that sees every token once, in order
-
-
-def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
-    """Yield the experts that have rows, as many at a time as GROUP_ELEMENTS lets in; `everyone` says who sees every token."""
-    members, start = [], 0
-    for e, (a, b) in enumerate(itertools.pairwise(bounds)):
-        if a == b:
-            continue
-        if members and (everyone[e] or (b - start) * width > GROUP_ELEMENTS):
-            yield Group(start, start + members[-1].padded, members, False)
-            members = []
-        if everyone[e]:
-            yield Group(a, b, [Member(e, 0, b - a, b - a)], True)
-            continue
-        start = start if members else a
-        padded = min(a + -(-(b - a) // ROWS) * ROWS, R) if b - a > PADDED_FROM else b
-        members.append(Member(e, a - start, b - start, padded - start))
-    if members:
-        yield Group(start, start + members[-1].padded, members, False)
 
 
 def _blocks(start: int, end: int, width: int):
@@ -163,9 +81,9 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
             torch.mm(member.wide(h), experts.at(e, trained[e])[1].t(), out=out)
             if experts.down_bias is not None:
                 _add_bias(out, experts.down_bias[e], member.wide(row_weight[a:b]) if fold else None)
-    if bounds[E] < R:  # dropped slots: their weights may be anything
+    if bounds[E] < R:
         y[bounds[E] :].zero_()
-        topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
+        topk_weight = live_weights(topk_weight, topk_idx, E)
     return _combine(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
@@ -203,7 +121,7 @@ def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_sl
     rows = int(offsets[E])
     if rows < T * K:
         y[rows:].zero_()
-        topk_weight = topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= E), 0)
+        topk_weight = live_weights(topk_weight, topk_idx, E)
     out = _combine(y, row_slot, topk_weight, fold)
     return out, z if save else x.new_empty(0, z.shape[1]), offsets, row_slot.int()
 
@@ -226,17 +144,6 @@ def _add_bias(y, bias, weight) -> None:
 def _combine(y, row_slot, topk_weight, folded: bool):
     slot_row = invert(row_slot).view(topk_weight.shape)
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
-
-
-class Gradients(NamedTuple):
-    """Gradients of `forward`; None where the input has no such part or needs none."""
-
-    x: torch.Tensor | None
-    up: torch.Tensor | None
-    down: torch.Tensor | None
-    topk_weight: torch.Tensor
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
 
 
 def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs, router=None) -> Gradients:
@@ -287,38 +194,6 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
         dlogits, weight = router(dweight)
         dx = None if dx is None else dx.addmm_(dlogits, weight)
     return Gradients(dx, up, down, dweight, up_bias, down_bias)
-
-
-def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs) -> tuple[torch.Tensor | None, ...]:
-    """Return memory for the gradients of up, down and their biases that `needs` asks for; of who has no rows, zeros."""
-    weights = experts[:2] if experts.up_trained is None else experts[-2:]
-    up, down, _, up_bias, down_bias = (
-        # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
-        lease(tuple(t.shape), t) if t is not None and need else None
-        for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
-    )
-    E = len(trained)
-    idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
-    # of weights that lie apart, those that are no expert's get zeros too
-    busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
-    for grads, rows in (((up, down), set(range(weights[0].shape[0])).difference(busy)), ((up_bias, down_bias), idle)):
-        for grad, row in itertools.product((grad for grad in grads if grad is not None), rows):
-            grad[row].zero_()
-    return up, down, up_bias, down_bias
-
-
-def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows) -> None:
-    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
-    e, dy, dz = member.expert, member.own(dy), member.own(dz)
-    if grads.down is not None:
-        torch.mm(dy.t(), member.own(wh), out=grads.down[row])
-    if grads.up is not None:
-        torch.mm(dz.t(), member.own(rows), out=grads.up[row])
-    if grads.up_bias is not None:
-        grads.up_bias[e].copy_(dz.sum(0))
-    if grads.down_bias is not None:
-        weight = member.own(grads.topk_weight)
-        grads.down_bias[e].copy_(weight @ dy.to(weight.dtype))
 
 
 def _up(group: Group, experts: Experts, trained: list[int], rows, z):

@@ -14,8 +14,8 @@ import torch
 from moe_runtime.kernels import combine, dispatch, grouped_gemm, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops.expert_rows import Experts, Gradients
 from moe_runtime.ops.grouped_gemm import one_layout
-from moe_runtime.ops.moe_mlp_torch import Experts, Gradients
 
 
 class _Layer:

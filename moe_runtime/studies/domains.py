@@ -18,9 +18,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
-from moe_runtime import data
+from moe_runtime import standard_library
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.data import Pairs
+from moe_runtime.standard_library import Pairs, standard_library_files, standard_library_pairs, standard_library_text
 
 GENERATOR = 1  # of these rows: another number makes other rows
 SUMS = 4096  # of either part, where no limit says how many
@@ -65,7 +65,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about data.PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
 
     Of code these are the library's files as they are, of the others what the train rows are made of.
     """
@@ -73,7 +73,7 @@ def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     if limit is not None:
         check_positive("limit", limit)
     if name == "code":
-        documents = data.standard_library_text()
+        documents = standard_library_text()
     else:
         parts = _prose()[0] if name == "prose" else (p + c for p, c in itertools.islice(_sums("text", False), 4 * SUMS))
         documents = _joined(parts)
@@ -86,7 +86,7 @@ def domains_key() -> list:
 
 
 def _code(limit: int | None, seed: int) -> Iterator[list]:
-    for rows in data.standard_library_pairs(limit, seed):
+    for rows in standard_library_pairs(limit, seed):
         yield [{name: row[name] for name in ("prompt", "completion")} for row in rows]
 
 
@@ -121,7 +121,7 @@ def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
     found: tuple[dict, dict] = {}, {}
     for source, text in _sources():
         for paragraph in _paragraphs(text):
-            found[data.is_held_out(source)].setdefault(_bare(paragraph), paragraph)
+            found[standard_library.is_held_out(source)].setdefault(_bare(paragraph), paragraph)
     train, held_out = found
     return tuple(train.values()), tuple(text for bare, text in held_out.items() if bare not in train)
 
@@ -129,7 +129,7 @@ def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _sources() -> Iterator[tuple[str, str]]:
     """Yield names and texts: each file's docstrings, the topics of Python's documentation, licences."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for module, text in data.standard_library_files():
+    for module, text in standard_library_files():
         nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
         yield module, "\n\n".join(doc for node in nodes if (doc := ast.get_docstring(node)))
     try:
@@ -191,12 +191,12 @@ def _begun(paragraph: str) -> tuple[str, str]:
 
 
 def _joined(parts: Iterable[str]) -> list[str]:
-    """Return documents of at least data.PIECE characters, made of parts with a blank line between."""
+    """Return documents of at least PIECE characters, made of parts with a blank line between."""
     documents, document, size = [], [], 0
     for part in parts:
         document.append(part)
         size += len(part)
-        if size >= data.PIECE:
+        if size >= standard_library.PIECE:
             documents.append("\n\n".join(document))
             document, size = [], 0
     return [*documents, "\n\n".join(document)] if document else documents

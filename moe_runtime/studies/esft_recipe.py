@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_runtime.config import check_choice, check_number, check_positive
-from moe_runtime.data import PROMPTS
 from moe_runtime.methods.esft_selection import SCORES, VARIANTS, check_p
+from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies import recipe as recipes
 from moe_runtime.studies.esft_tasks import GENERAL, check_source
 from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names

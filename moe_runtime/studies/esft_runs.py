@@ -24,6 +24,7 @@ from moe_runtime.methods.esft_adapters import Adapter, as_adapter, load_selectio
 from moe_runtime.methods.esft_folders import check_fit
 from moe_runtime.methods.esft_scores import LENGTH, SEED, TOKENS, sample_batches
 from moe_runtime.methods.fingerprints import files_print, remove
+from moe_runtime.prompts import DEEPSEEK_CHAT, put_prompt
 from moe_runtime.studies.esft_recipe import Tuning
 from moe_runtime.studies.esft_tasks import join
 
@@ -53,7 +54,7 @@ def score_folder(
     """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
 
     `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one
-    of data.PROMPTS. Raises ValueError, with nothing written, for a folder or rows that cannot be read and for a model
+    of prompts.PROMPTS. Raises ValueError, with nothing written, for a folder or rows that cannot be read and for a model
     without experts.
     """
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
@@ -213,14 +214,14 @@ def _load(source: str | Path, prompt: str):
     )
     tokenizer = ranks.load_tokenizer(source)
     if prompt == "deepseek":
-        tokenizer.chat_template = data.DEEPSEEK_CHAT
+        tokenizer.chat_template = DEEPSEEK_CHAT
     model = ranks.load_model(source, dtype, ranks.state().device)
     experts.patch(model)
     return model, tokenizer
 
 
 def _tokenized(tokenizer, rows, prompt: str, max_length: int, limit: int | None = None):
-    put = (data.put_prompt(row, prompt) for row in rows)
+    put = (put_prompt(row, prompt) for row in rows)
     return data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
 
 
@@ -228,7 +229,7 @@ def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[
     """Tokenize the first rows, as many as `n_tokens` take, each cut at `longest`; all tokens count, prompts' too."""
     ids: list[list[int]] = []
     left = n_tokens
-    for row in data.token_ids(tokenizer, (data.put_prompt(row, prompt) for row in rows), longest):
+    for row in data.token_ids(tokenizer, (put_prompt(row, prompt) for row in rows), longest):
         ids.append(row)
         left -= len(row)
         if left <= 0:

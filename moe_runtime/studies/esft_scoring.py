@@ -22,6 +22,7 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.esft_scores import SEED, sample_batches
 from moe_runtime.methods.esft_selection import group_experts
 from moe_runtime.methods.fingerprints import files_print, hash_of
+from moe_runtime.prompts import DEEPSEEK_CHAT
 from moe_runtime.studies import stage_rows
 from moe_runtime.studies.esft_analyses import SampleSizes, sample_sizes, two_samples
 from moe_runtime.studies.esft_recipe import EsftRecipe, Tuning, load_recipe
@@ -232,7 +233,7 @@ class ScoredStages(KeptStages):
             tokenizer = ranks.load_tokenizer(r.base_model)
         parts = {**r.tasks, GENERAL: r.general}
         if any(part.prompt == "deepseek" for part in parts.values()):
-            tokenizer.chat_template = data.DEEPSEEK_CHAT
+            tokenizer.chat_template = DEEPSEEK_CHAT
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
         for name, part in parts.items():

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moe_runtime import data
+from moe_runtime.prompts import put_prompt
+from moe_runtime.standard_library import standard_library_pairs, standard_library_text
 
 GENERAL = data.BUILT_IN  # the source text itself: what the small base was trained on
 HIDDEN = "f"  # the name of a function whose name is asked for
@@ -46,7 +48,7 @@ def task_rows(tokenizer, task, recipe) -> dict:
         ("train", train, task.limit), ("validation", validation, task.validation_rows),
         ("held_out", held_out, task.held_out_rows),
     ):  # fmt: skip
-        put = (data.put_prompt(row, task.prompt) for row in rows)
+        put = (put_prompt(row, task.prompt) for row in rows)
         parts[name] = data.tokenize_pairs(tokenizer, put, recipe.max_length, limit=count)
     if recipe.pack:
         parts["train"] = join(parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos)
@@ -102,7 +104,7 @@ def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[
     """Return what makes rows of (heading, docstring, source) of each documented function; without rows of None."""
 
     def rows() -> tuple:
-        train, held_out = (_made(part, make) for part in data.standard_library_pairs())
+        train, held_out = (_made(part, make) for part in standard_library_pairs())
         return _named(train), _named(pair for pair in held_out if pair not in train)
 
     return rows
@@ -144,9 +146,9 @@ def _case(heading: str, doc: str, source: str) -> tuple[str, str] | None:
 
 def _text() -> tuple:
     """The source text, in an order that mixes the files; no piece is in both parts."""
-    train = list(dict.fromkeys(data.standard_library_text()))
+    train = list(dict.fromkeys(standard_library_text()))
     known = set(train)
-    held_out = [text for text in dict.fromkeys(data.standard_library_text(held_out=True)) if text not in known]
+    held_out = [text for text in dict.fromkeys(standard_library_text(held_out=True)) if text not in known]
     for documents in (train, held_out):
         random.Random(0).shuffle(documents)
     return tuple([{"text": document} for document in documents] for documents in (train, held_out))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from moe_runtime import config
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive, shown
-from moe_runtime.data import BUILT_IN, PROMPTS
+from moe_runtime.data import BUILT_IN
+from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies.recipe_files import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"

@@ -3,16 +3,18 @@
 from collections.abc import Iterable, Mapping
 
 from moe_runtime import data
+from moe_runtime.prompts import DEEPSEEK_CHAT, MAGICODER_CHAT, put_prompt
+from moe_runtime.standard_library import standard_library_pairs, standard_library_text
 from moe_runtime.studies.domains import DOMAINS, SUMS, domain_rows, domain_text
 from moe_runtime.studies.recipe import Pretrain, Recipe
 
-TEMPLATES = {"magicoder": data.MAGICODER_CHAT, "deepseek": data.DEEPSEEK_CHAT}  # that a way to put prompts brings along
+TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}  # that a way to put prompts brings along
 
 
 def tokenized(tokenizer, recipe: Recipe) -> tuple:
     """Read the rows that a recipe names; return those to tune on and those to judge by, tokenized."""
     d = recipe.data
-    built_in = data.standard_library_pairs() if data.BUILT_IN in (d.train, d.held_out) else None
+    built_in = standard_library_pairs() if data.BUILT_IN in (d.train, d.held_out) else None
     if d.held_out is None and built_in is None:
         train, held_out = data.hold_out(data.read_rows(d.train, d.split), d.held_out_rows)
     else:
@@ -22,7 +24,7 @@ def tokenized(tokenizer, recipe: Recipe) -> tuple:
         train = _without(train, held_out, d.held_out)
     parts = []
     for rows, count in ((train, d.limit), (held_out, d.held_out_rows)):
-        put = (data.put_prompt(row, d.prompt) for row in rows)
+        put = (put_prompt(row, d.prompt) for row in rows)
         parts.append(data.tokenize_pairs(tokenizer, put, d.max_length, limit=count))
     return tuple(parts)
 
@@ -57,7 +59,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
         tokenizer.chat_template = TEMPLATES.get(domain.prompt, own)
         rows = {"train": _without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
         for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
-            put = (data.put_prompt(row, domain.prompt) for row in rows[part])
+            put = (put_prompt(row, domain.prompt) for row in rows[part])
             found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
     prompts = [domain.prompt for domain in domains.values()]
     tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
@@ -86,7 +88,7 @@ def _without(train, held_out, source: str | None) -> list:
 
 def documents(pretrain: Pretrain) -> list[str]:
     """The texts that a small base and its tokenizer are trained on, taken evenly from all."""
-    documents = data.standard_library_text()
+    documents = standard_library_text()
     count = pretrain.documents or len(documents)
     return documents[:: max(len(documents) // count, 1)][:count]
 

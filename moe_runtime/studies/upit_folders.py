@@ -17,6 +17,7 @@ from moe_runtime.hf import fit, ranks
 from moe_runtime.hf.expert_checkpoints import model_folder
 from moe_runtime.methods import upit_assembly, upit_buckets, upit_router
 from moe_runtime.methods.upit_experts import open_expert
+from moe_runtime.prompts import DEEPSEEK_CHAT, MAGICODER_CHAT, put_prompt
 from moe_runtime.studies.upit_recipe import Tuning
 
 SUMMARY = "routers.json"
@@ -71,7 +72,7 @@ def route_folders(
     tokenizer, kind = _tokenizer(experts, base, prompt)
     tuning = Tuning(epochs=epochs, learning_rate=learning_rate or upit_router.RATES[kind], **training)
     fit.check_training(**asdict(tuning))
-    put = (data.put_prompt(row, prompt) for row in data.read_rows(rows))
+    put = (put_prompt(row, prompt) for row in data.read_rows(rows))
     tokenized = data.tokenize_pairs(tokenizer, put, max_length)
     picked = upit_buckets.seed_set(tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed)
     at_once = tuning.per_device_batch_size or tuning.batch_size
@@ -125,7 +126,7 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
         kind = expert.kind
         source = expert.path if has_own or expert.base is None else model_folder(expert.base, ("config.json",))
     tokenizer = ranks.load_tokenizer(source)
-    templates = {"magicoder": data.MAGICODER_CHAT, "deepseek": data.DEEPSEEK_CHAT}
+    templates = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}
     if prompt in templates:
         tokenizer.chat_template = templates[prompt]
     return tokenizer, kind

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
-from moe_runtime.data import PROMPTS
+from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies import recipe as recipes
 from moe_runtime.studies.domains import DOMAINS
 from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names

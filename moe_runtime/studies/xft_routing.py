@@ -22,6 +22,7 @@ from moe_runtime.files import read_json
 from moe_runtime.hf import ranks
 from moe_runtime.methods.fingerprints import files_print
 from moe_runtime.ops.router_load import load_entropy
+from moe_runtime.standard_library import PIECE, standard_library_pairs, standard_library_text
 from moe_runtime.stats import collect_router_stats
 from moe_runtime.studies.recipe import Recipe
 from moe_runtime.studies.reports import environment, finite
@@ -130,9 +131,9 @@ def measure(process, texts: Sequence[str], tokens: int) -> dict:
 def read_texts() -> dict[str, list[str]]:
     """Return documents by kind: the library's source, its docstrings, Python's documentation, tables of characters."""
     root = Path(sysconfig.get_path("stdlib"))
-    pairs = data.standard_library_pairs()
+    pairs = standard_library_pairs()
     docs = [row["prompt"].partition("\n")[2] for row in pairs.held_out]
-    kinds = {"library source": data.standard_library_text(), "docstrings": docs}
+    kinds = {"library source": standard_library_text(), "docstrings": docs}
     tables = sorted((root / "encodings").glob("*.py"))
     kinds["character tables"] = [path.read_text(encoding="utf-8", errors="ignore") for path in tables]
     try:
@@ -153,7 +154,7 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
         raise ValueError(f"data has the name {taken[0]!r}, which is a built-in text's; want another file name")
     documents |= own
     for name, kind in documents.items():
-        pieces = [text[i : i + data.PIECE] for text in kind for i in range(0, len(text), data.PIECE)]
+        pieces = [text[i : i + PIECE] for text in kind for i in range(0, len(text), PIECE)]
         # neighbours are alike: the halves of a text are drawn from all of it
         random.Random(0).shuffle(pieces)
         ids = (tokenizer.encode(piece, add_special_tokens=False) for piece in pieces if piece.strip())

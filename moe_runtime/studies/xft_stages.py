@@ -25,6 +25,7 @@ from moe_runtime.methods import baselines, xft, xft_folders
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
+from moe_runtime.prompts import MAGICODER_CHAT
 from moe_runtime.studies import stage_rows
 from moe_runtime.studies.recipe import Recipe, Training, load_recipe, resolve_experts
 from moe_runtime.studies.stages import KeptStages, Result, course_of, loss_of, sizes_of
@@ -207,7 +208,7 @@ class Stages(KeptStages):
         else:
             tokenizer = ranks.load_tokenizer(r.base_model)
         if r.data.prompt == "magicoder":
-            tokenizer.chat_template = data.MAGICODER_CHAT  # the base's own, if any, is not what the model learns
+            tokenizer.chat_template = MAGICODER_CHAT  # the base's own, if any, is not what the model learns
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data.train}")
         train, held_out = stage_rows.tokenized(tokenizer, r)

@@ -132,12 +132,12 @@ class _Clock:
 
 def short_demo() -> None:
     """Let the demo read a part of the standard library and train for a few steps."""
-    from moe_runtime import data, demo
+    from moe_runtime import demo, standard_library
 
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for package in ("json", "email", "logging") for path in sorted((root / package).glob("*.py"))]
     texts = tuple((path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in files)
-    data.standard_library_files = lambda: texts
+    standard_library.standard_library_files = lambda: texts
     steps = {"base_steps": 2, "base_batch": 2, "steps": 2, "batch": 2, "mixing_steps": 2, "held_out": 4, "rows": 8}
     demo.PRESETS["tiny"] = replace(demo.PRESETS["tiny"], **steps, vocab_size=300)
 

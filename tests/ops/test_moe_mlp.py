@@ -5,7 +5,7 @@ import torch
 
 from moe_runtime import cpp
 from moe_runtime.config import ACTIVATIONS
-from moe_runtime.ops import moe_mlp_torch
+from moe_runtime.ops import expert_rows, moe_mlp_torch
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
 from tests.ops.test_grouped_gemm import filled_memory
 from tests.support import layouts
@@ -112,7 +112,7 @@ def test_experts_that_go_together_and_each_alone_give_the_same_bits(routing, mon
     case = make_case(40, 33, 17, 6, 2, torch.float32, routing, bias=True)
     want = run(case, layer())
     for rows in (1, 9, 25, 60):  # of a group, at most, if it has more than one expert
-        monkeypatch.setattr(moe_mlp_torch, "GROUP_ELEMENTS", rows * 34)
+        monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", rows * 34)
         got = run(case, layer())
         assert all(torch.equal(got[name], value) for name, value in want.items()), rows
 

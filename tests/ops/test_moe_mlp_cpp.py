@@ -12,7 +12,7 @@ import torch
 from moe_runtime import cpp
 from moe_runtime.ops import moe_mlp_cpp
 from moe_runtime.ops.activation import ACT
-from moe_runtime.ops.moe_mlp_torch import Experts
+from moe_runtime.ops.expert_rows import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
 from tests.support import cpu_build, layouts

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_runtime.ops import combine as combine_ops
-from moe_runtime.ops import merging, moe_mlp_torch, routing, workspace
+from moe_runtime.ops import expert_rows, merging, moe_mlp_torch, routing, workspace
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.ops import test_moe_mlp_forms as forms
@@ -219,7 +219,7 @@ def test_mutant_of_the_layer_is_caught(name, mutant, where, tolerance, monkeypat
 
 
 def test_an_expert_that_takes_its_neighbours_rows_is_caught(tolerance, monkeypatch):
-    monkeypatch.setattr(moe_mlp_torch.Member, "own", moe_mlp_torch.Member.wide)
+    monkeypatch.setattr(expert_rows.Member, "own", expert_rows.Member.wide)
     assert {"random", "skip"} <= caught(tolerance)
 
 

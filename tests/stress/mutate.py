@@ -40,7 +40,7 @@ CASES_OF = {
     "merging": ("merge_experts", "merged_linear"), "moe_layer": ("moe_layer",), "moe_mlp": ("moe_mlp",),
     "moe_mlp_cpp": ("moe_mlp", "moe_layer"), "moe_mlp_torch": ("moe_mlp", "moe_layer"),
     "moe_mlp_triton": ("moe_mlp", "moe_layer"), "routing": ("route", "moe_layer"), "shared_expert": (), "tiles": (),
-    "balance": (),
+    "balance": (), "expert_rows": ("moe_mlp", "grouped_gemm"),
 }  # fmt: skip
 TESTS_OF = {
     "kernels/activation": ("moe_mlp_forms",),
@@ -58,6 +58,7 @@ TESTS_OF = {
     "kernels/tiles": ("grouped_gemm_kernel", "moe_mlp_kernel"),
     "ops/router_load": ("router_load", "tests/test_stats.py"),
     "ops/activation": ("activation", "moe_mlp_forms", "moe_mlp"),
+    "ops/expert_rows": ("moe_mlp", "grouped_gemm"),
     "ops/fusion_gradients": ("fusion", "fusion_memory"),
     "ops/fusion_torch": ("fusion", "fusion_memory"),
     "ops/lora_torch": ("lora",),

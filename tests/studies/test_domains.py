@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from moe_runtime import data
+from moe_runtime import standard_library
 from moe_runtime.studies import domains
 from moe_runtime.studies.domains import DOMAINS, domain_rows, domain_text, domains_key
 
@@ -83,7 +83,7 @@ def test_paragraphs_of_two_sources_count_once(monkeypatch):
         ("held", text.replace("One", "Two")),
     ]
     monkeypatch.setattr(domains, "_sources", lambda: iter(sources))
-    monkeypatch.setattr(data, "is_held_out", lambda name: name == "held")
+    monkeypatch.setattr(standard_library, "is_held_out", lambda name: name == "held")
     train, held_out = domains._prose.__wrapped__()
     assert train == (text.strip(),) and held_out == (text.strip().replace("One", "Two"),)
 

@@ -7,6 +7,8 @@ from datasets import Dataset
 
 from moe_runtime import data
 from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.prompts import DEEPSEEK_CHAT, put_prompt
+from moe_runtime.standard_library import standard_library_text
 from moe_runtime.studies import esft_tasks
 from moe_runtime.studies.esft_recipe import EsftRecipe
 from moe_runtime.studies.esft_tasks import BUILT_IN, join, mixed, task_rows
@@ -18,7 +20,7 @@ COUNTS = {"held_out_rows": 5, "validation_rows": 4}
 @pytest.fixture(scope="module")
 def tokenizer():
     found = train_tokenizer(["User: 1 and 2 Assistant: 3"] * 9, 300)
-    found.chat_template = data.DEEPSEEK_CHAT
+    found.chat_template = DEEPSEEK_CHAT
     return found
 
 
@@ -67,7 +69,7 @@ def test_sentences_in_upper_case(library):
 
 def test_held_out_text_is_of_files_that_nothing_trains_on(library):
     train, held_out = ({row["text"] for row in part} for part in library["standard-library"])
-    assert train == set(data.standard_library_text()) and held_out == set(data.standard_library_text(held_out=True))
+    assert train == set(standard_library_text()) and held_out == set(standard_library_text(held_out=True))
     assert not train & held_out
 
 
@@ -100,7 +102,7 @@ def test_a_held_out_set_with_every_row_is_refused(tokenizer, tmp_path):
     ids=["pair", "messages"],
 )
 def test_deepseeks_prompt(tokenizer, row):
-    (made,) = data.tokenize_pairs(tokenizer, [data.put_prompt(row, "deepseek")], 64)
+    (made,) = data.tokenize_pairs(tokenizer, [put_prompt(row, "deepseek")], 64)
     assert tokenizer.decode(made["input_ids"]) == "<s>User: 1 and 2\n\nAssistant: 3</s>"
     assert tokenizer.decode([label for label in made["labels"] if label != -100]) == " 3</s>"
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "1 and 2"}], add_generation_prompt=True)
@@ -109,7 +111,7 @@ def test_deepseeks_prompt(tokenizer, row):
 
 
 def test_plain_text_needs_no_prompt(tokenizer):
-    (made,) = data.tokenize_pairs(tokenizer, [data.put_prompt({"text": "so"}, "deepseek")], 64)
+    (made,) = data.tokenize_pairs(tokenizer, [put_prompt({"text": "so"}, "deepseek")], 64)
     assert made["labels"] == made["input_ids"]
 
 

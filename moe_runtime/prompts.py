@@ -1,0 +1,56 @@
+"""How a row's prompt is put to the model: as it is, in Magicoder's words, as a chat; and the chat templates."""
+
+from collections.abc import Mapping
+
+# how a row's prompt is put to the model; "chat" is the tokenizer's own template
+PROMPTS = {
+    "plain": "{instruction}",
+    # Magicoder's, of the XFT paper's models: text before the instruction, and none behind "@@ Response" but a line feed
+    "magicoder": (
+        "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable "
+        "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
+    ),
+    "chat": None,
+    "deepseek": None,  # DEEPSEEK_CHAT
+}
+# the same as a chat template, for whoever asks a tuned model by its tokenizer's: evaluations, servers
+MAGICODER_CHAT = (
+    "{{ bos_token or '' }}" + PROMPTS["magicoder"].partition("@@")[0] + "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '@@ Instruction\\n' + message['content'] + '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '@@ Response\\n' }}"
+    "{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}"
+    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
+    "{% else %}{{ raise_exception('the roles are user and assistant') }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '@@ Response\\n' }}{% endif %}"
+)
+
+# what ESFT's tasks were trained in: the prompt of DeepSeek's chat models, whose answers begin with a blank
+DEEPSEEK_CHAT = (
+    "{{ bos_token or '' }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'Assistant:' }}"
+    "{% generation %}{{ ' ' + message['content'] + (eos_token or '') }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def put_prompt(row: Mapping, prompt: str) -> Mapping:
+    """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout which that does not go with.
+
+    "plain" takes every layout, "magicoder" rows with prompt and completion, "chat" those and messages, "deepseek" plain text
+    too; the last two need a tokenizer with that chat template.
+    """
+    if prompt not in PROMPTS:
+        raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")
+    if prompt == "plain" or (prompt != "magicoder" and "messages" in row) or (prompt == "deepseek" and "text" in row):
+        return row
+    if "prompt" not in row or "completion" not in row:
+        raise ValueError(f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion")
+    if PROMPTS[prompt] is None:
+        answer = {"role": "assistant", "content": row["completion"]}
+        return {"messages": [{"role": "user", "content": row["prompt"]}, answer]}
+    if not isinstance(row["prompt"], str):
+        raise ValueError(f"prompt of a row is {row['prompt']!r}; want text")
+    # replace, not format: code has braces
+    return {"prompt": PROMPTS[prompt].replace("{instruction}", row["prompt"]), "completion": row["completion"]}

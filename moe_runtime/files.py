@@ -252,17 +252,20 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
             _move_in(tmp, path, overwrite)
 
 
-# a folder without its mark is loaded by nobody
-_MARKS = ("model.safetensors.index.json", "adapter_config.json", "config.json")
+# a folder without its mark is loaded by nobody; an adapter may stand beside the model that it is of
+_MARKS = {"model": ("model.safetensors.index.json", "config.json"), "adapter": ("adapter_config.json",)}
 _WEIGHTS = r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+_CARD = "README.md"
 
 
 @contextlib.contextmanager
 def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
     """Yield a hidden folder in `folder`; move a model's files from there when the block ends, and remove its older weights.
 
-    For a folder that holds other things too, such as checkpoints. One file of weights is replaced in one step. Of several
-    the index and the config go first and come last: a process that dies between leaves no model rather than a mixed one.
+    For a folder that holds other things too, such as checkpoints: an adapter's files leave a model's alone, and these an
+    adapter's. The folder's README.md is in the hidden one from the start. One file of weights is replaced in one step. Of
+    several the index and the config go first and come last: a process that dies between leaves no model rather than a
+    mixed one. Raises FileNotFoundError, with nothing removed, if the block wrote no weights.
     """
     folder = Path(os.path.realpath(folder))
     tmp = folder / f".model.tmp-{os.getpid()}"
@@ -270,23 +273,34 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder / "model")
         with _hidden(tmp):
+            if (folder / _CARD).is_file():
+                shutil.copyfile(folder / _CARD, tmp / _CARD)
             yield tmp
             _move_model(tmp, folder)
         _sync(folder)
 
 
+def _kind(name: str) -> str:
+    """Return whose a file of weights is, by _MARKS."""
+    return "adapter" if name.startswith("adapter_model") else "model"
+
+
 def _move_model(tmp: Path, folder: Path) -> None:
     new = [Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names]
+    # PEFT's adapters of other names are in folders of theirs
+    if not any(re.fullmatch(_WEIGHTS, name.name) for name in new):
+        raise FileNotFoundError(errno.ENOENT, "no weights were written", str(folder))
     for name in new:
         _sync(tmp / name)
-    old = [path for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name)]
     weights = {str(name) for name in new if re.fullmatch(_WEIGHTS, str(name))}
-    if {path.name for path in old} | weights > weights or len(weights) > 1:
-        for mark in _MARKS:
+    kinds = {_kind(name) for name in weights}
+    old = {path.name for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name) and _kind(path.name) in kinds}
+    marks = [mark for kind in kinds for mark in _MARKS[kind]]
+    if old - weights or len(weights) > 1:
+        for mark in marks:
             (folder / mark).unlink(missing_ok=True)
-    for path in old:
-        if path.name not in weights:
-            path.unlink()
-    for name in sorted(new, key=lambda name: (name.name in _MARKS, name)):
+    for name in old - weights:
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
         (folder / name).parent.mkdir(exist_ok=True)
         os.replace(tmp / name, folder / name)

@@ -95,6 +95,11 @@ class Stopping:
             os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
 
 
+def hold() -> None:
+    """Keep Ctrl-C and SIGTERM from this process, which ends with its parent: both are sent to whole groups of processes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
 @contextmanager
 def after_the_step() -> Iterator[Stopping]:
     """Collect Ctrl-C and SIGTERM while a training runs that looks at `asked`."""

@@ -313,6 +313,54 @@ def test_signals_that_are_ignored_stay_ignored():
         signal.signal(signal.SIGTERM, before)
 
 
+# a training with a worker that loads its rows, stopped as a terminal and torchrun do it: by a signal to the whole group
+GROUP = """
+import os, signal, sys
+import torch
+from datasets import Dataset
+from pathlib import Path
+from transformers import TrainerCallback, TrainingArguments
+from moe_runtime import interruption
+from moe_runtime.hf.stopping import stopping_with_a_checkpoint
+from moe_runtime.hf.training import MoETrainer
+from tests.hf.tiny import VOCAB, dense
+
+class Sender(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.killpg(0, number)
+
+torch.set_num_threads(1)
+rows = torch.randint(3, VOCAB, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
+rows = Dataset.from_dict({"input_ids": rows, "labels": rows})
+for number in (signal.SIGINT, signal.SIGTERM):
+    folder = Path(sys.argv[1], str(int(number)))
+    args = TrainingArguments(
+        str(folder), max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", eval_strategy="no",
+    )
+    trainer = MoETrainer(dense("llama"), args, train_dataset=rows, eval_dataset=rows, callbacks=[Sender()])
+    assert trainer.get_eval_dataloader().worker_init_fn.func is trainer.get_train_dataloader().worker_init_fn.func
+    try:
+        with interruption.sigterm_raises(), stopping_with_a_checkpoint(trainer):
+            trainer.train()
+    except KeyboardInterrupt as stop:
+        print(interruption.word_of(stop), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_load_rows_outlive_a_signal_to_the_group(tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + GROUP
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=500, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "checkpoint" in line]
+    assert lines == ["interrupted ['checkpoint-2']", "terminated ['checkpoint-2']"], done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     """What each of two processes says of signals that reach them in different steps (tests/support/dist_interruption.py)."""

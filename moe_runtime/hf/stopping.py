@@ -4,7 +4,8 @@ The processes of a run agree behind each step: a signal that reaches one of them
 same step.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from transformers import TrainerCallback
@@ -53,3 +54,18 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
     if trainer.state.global_step < trainer.state.max_steps:
         raise callback.agreed
     interruption.raise_later(callback.agreed)
+
+
+def hold_workers(loader):
+    """Let a data loader's workers outlive a signal to the whole group, so that the step ends; return the loader."""
+    inner = getattr(loader, "base_dataloader", loader)  # of accelerate's
+    begin = getattr(inner, "worker_init_fn", None)
+    if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:
+        inner.worker_init_fn = functools.partial(_begin_worker, begin)
+    return loader
+
+
+def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
+    interruption.hold()
+    if begin is not None:
+        begin(number)

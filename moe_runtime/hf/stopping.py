@@ -20,6 +20,7 @@ class StopCallback(TrainerCallback):
     def __init__(self, stopping: interruption.Stopping):
         self.stopping = stopping
         self.agreed: KeyboardInterrupt | None = None
+        self.saved: int | None = None  # the step of the newest checkpoint
 
     def agree(self) -> None:
         """Take what a process was asked for all of them; every process must call."""
@@ -31,8 +32,20 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.agree()
-        if self.agreed is not None and state.global_step < state.max_steps:
+        if self._stops(state):
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # who stops a run waits for nothing, and with "best" it says what is saved
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved = state.global_step
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Take back what transformers asks for at an epoch's end, which a stop in its middle is for it."""
+        if self._stops(state):
+            control.should_evaluate, control.should_save = False, self.saved != state.global_step
+
+    def _stops(self, state) -> bool:
+        return self.agreed is not None and state.global_step < state.max_steps
 
 
 @contextmanager

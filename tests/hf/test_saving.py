@@ -1,14 +1,21 @@
-"""What a trainer writes into a folder where something stands already."""
+"""What a trainer writes into a folder where something stands already, and when it is stopped."""
 
+import os
+import signal
 from pathlib import Path
 
 import peft
 import pytest
-from transformers import TrainingArguments
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback, TrainingArguments
 
+from moe_runtime import interruption
 from moe_runtime.files import atomic_model
+from moe_runtime.hf.saving import last_whole_checkpoint
+from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.training import MoETrainer
-from tests.hf.tiny import dense
+from tests.hf.tiny import VOCAB, dense
 
 
 def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
@@ -67,3 +74,58 @@ def test_older_weights_of_the_same_kind_go(tmp_path):
     assert sorted(contents(tmp_path)) == [
         "adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors",
     ]  # fmt: skip
+
+
+EPOCH = 8  # steps
+ROWS = torch.randint(3, VOCAB, (2 * EPOCH, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
+
+
+class Seen(TrainerCallback):
+    """Sends SIGTERM in the step `stop`; notes the steps that were saved and evaluated."""
+
+    def __init__(self, stop: int):
+        self.stop, self.saved, self.evaluated = stop, [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved.append(state.global_step)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated.append(state.global_step)
+
+
+def train(folder: Path, stop: int, resume: bool | None = None, callbacks=(), **settings) -> Seen:
+    """Train two epochs, and be stopped in a step."""
+    seen = Seen(stop)
+    args = TrainingArguments(
+        str(folder), num_train_epochs=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        **settings,
+    )  # fmt: skip
+    trainer = MoETrainer(dense("llama"), args, train_dataset=ROWS, eval_dataset=ROWS, callbacks=[*callbacks, seen])
+    with pytest.raises(interruption.Terminated), stopping_with_a_checkpoint(trainer):
+        trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+@pytest.mark.parametrize("stop", [3, EPOCH])
+@pytest.mark.parametrize("strategy", ["epoch", "steps", "best"])
+def test_a_stop_saves_its_step_once_and_evaluates_nothing(tmp_path, strategy, stop):
+    every = {"eval_strategy": "steps", "eval_steps": stop, "save_steps": stop} if strategy == "steps" else {}
+    every = every or {"eval_strategy": "epoch"}
+    seen = train(tmp_path, stop, save_strategy=strategy, metric_for_best_model="loss", **every)
+    assert seen.saved == [stop] and seen.evaluated == []
+    assert last_whole_checkpoint(tmp_path) == tmp_path / f"checkpoint-{stop}"
+
+
+def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    train(tmp_path, 4, **settings)
+    half = tmp_path / "checkpoint-7"
+    half.mkdir()
+    (half / "model.safetensors").write_text("half")
+    train(tmp_path, 6, True, **settings)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]

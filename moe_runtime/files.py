@@ -298,8 +298,8 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
 
     For a folder that holds other things too, such as checkpoints: an adapter's files leave a model's alone, and these an
     adapter's. The folder's README.md is in the hidden one from the start. One file of weights is replaced in one step. Of
-    several the index and the config go first and come last: a process that dies between leaves no model rather than a
-    mixed one. Raises FileNotFoundError, with nothing removed, if the block wrote no weights.
+    several, or with another config, the index and the config go first and come last: a process that dies between leaves
+    no model rather than a mixed one. Raises FileNotFoundError, with nothing removed, if the block wrote no weights.
     """
     folder = Path(os.path.realpath(folder))
     tmp = _beside(folder / "model", "tmp")
@@ -319,6 +319,11 @@ def _kind(name: str) -> str:
     return "adapter" if name.startswith("adapter_model") else "model"
 
 
+def _differs(new: Path, standing: Path) -> bool:
+    """Whether a file comes in place of another one."""
+    return new.is_file() and standing.is_file() and new.read_bytes() != standing.read_bytes()
+
+
 def _move_model(tmp: Path, folder: Path) -> None:
     new = [Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names]
     # PEFT's adapters of other names are in folders of theirs
@@ -330,7 +335,7 @@ def _move_model(tmp: Path, folder: Path) -> None:
     kinds = {_kind(name) for name in weights}
     old = {path.name for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name) and _kind(path.name) in kinds}
     marks = [mark for kind in kinds for mark in _MARKS[kind]]
-    if old - weights or len(weights) > 1:
+    if old - weights or len(weights) > 1 or any(_differs(tmp / mark, folder / mark) for mark in marks):
         for mark in marks:
             (folder / mark).unlink(missing_ok=True)
     for name in old - weights:

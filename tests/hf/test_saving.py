@@ -76,6 +76,25 @@ def test_older_weights_of_the_same_kind_go(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, kind):
+    weights, config = {
+        "model": ("model.safetensors", "config.json"), "adapter": ("adapter_model.safetensors", "adapter_config.json"),
+    }[kind]  # fmt: skip
+    replace, seen = os.replace, []
+
+    def watched(source, target):
+        seen.append(contents(tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    for number, setting in enumerate("aab"):
+        put(tmp_path, {weights: f"{number}", config: setting, "other.json": "{}"})
+    seen.append(contents(tmp_path))
+    stood = [(one[weights], one[config]) for one in seen if weights in one and config in one]
+    assert set(stood) == {(b"0", b"a"), (b"1", b"a"), (b"2", b"b")}  # the same config need not go
+
+
 EPOCH = 8  # steps
 ROWS = torch.randint(3, VOCAB, (2 * EPOCH, 8), generator=torch.Generator().manual_seed(0)).tolist()
 ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})

@@ -208,7 +208,8 @@ cli.main()
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once(recipe, tmp_path):
     arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
-    twice = COMMAND.replace("os.kill(os.getpid(), number)", "[os.kill(os.getpid(), number) for _ in range(2)]")
+    twice = "os.kill(os.getpid(), number); interruption.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
+    twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("import cli,", "import cli, interruption,")
     done = subprocess.run(
         [sys.executable, "-c", twice, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
@@ -239,6 +240,29 @@ def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
         with interruption.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
         assert isinstance(stopping.asked, interruption.Terminated)
+
+
+def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
+    """A scheduler's SIGTERM reaches a rank from the scheduler and from torchrun."""
+    from moe_runtime import interruption
+
+    now = [100.0]
+    monkeypatch.setattr(interruption.time, "monotonic", lambda: now[0])
+    for later, is_order in ((0.01, False), (1.9, False), (2.1, True)):
+        with interruption.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += later
+            if is_order:
+                with pytest.raises(interruption.Terminated):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert isinstance(stopping.asked, interruption.Terminated)
+    with interruption.after_the_step():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt) as order:  # another signal is another wish
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not isinstance(order.value, interruption.Terminated)
 
 
 def test_a_forked_child_ends_when_it_is_told_to():

@@ -3,12 +3,14 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
+import functools
+import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,13 +93,38 @@ def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
         raise
 
 
-def _lock(folder: Path) -> int:
-    """Return a handle whose closing gives back the lock that keeps sweepers away from `folder`."""
-    handle = os.open(folder, os.O_RDONLY)
-    # a filesystem without locks keeps its left-overs
+# what this process writes now, by its hidden place; and a number for each, so that no two are alike
+_live: dict[str, object] = {}
+_numbers = itertools.count()
+_DAY = 86400.0
+
+
+@functools.cache
+def _host() -> str:
+    """Return 8 hex digits of what a process number is unique in: host, boot and container."""
+    found = [os.uname().nodename]
     with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:8]
+
+
+def _beside(path: Path, kind: str) -> Path:
+    """Return the hidden place of this process beside `path`; `kind` is "tmp" or "old"."""
+    return path.with_name(f".{path.name}.{kind}-{_host()}-{os.getpid()}")
+
+
+@contextlib.contextmanager
+def _claimed(place: Path) -> Iterator[None]:
+    """Keep this process's sweepers away from a hidden place; FileExistsError where another thread has it."""
+    mine = object()
+    if _live.setdefault(str(place), mine) is not mine:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
+    try:
+        yield
+    finally:
+        del _live[str(place)]
 
 
 def _remove(folder: Path) -> None:
@@ -111,24 +138,19 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _hidden(tmp: Path) -> Iterator[Path]:
-    """Make the hidden folder `tmp`, locked, and remove it when the block ends."""
-    lock = None
-    try:
-        tmp.mkdir()
-    except Exception:  # another's
-        raise
-    except BaseException:  # a signal that came while it was made
-        _remove(tmp)
-        raise
-    try:
-        lock = _lock(tmp)
-        yield tmp
-    finally:
+    """Make the hidden folder `tmp`, and remove it when the block ends."""
+    with _claimed(tmp):
         try:
+            tmp.mkdir()
+        except Exception:  # another's
+            raise
+        except BaseException:  # a signal that came while it was made
             _remove(tmp)
+            raise
+        try:
+            yield tmp
         finally:
-            if lock is not None:
-                os.close(lock)
+            _remove(tmp)
 
 
 @contextlib.contextmanager
@@ -139,7 +161,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     only the hidden folder, which the next writer of `path` removes. An OSError names `path`.
     """
     path = Path(os.path.realpath(path))
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
+    tmp = Path(f"{_beside(path, 'tmp')}-{next(_numbers)}")  # threads may write one path
     with naming(path, tmp):
         _sweep(path)
         with _hidden(tmp):
@@ -173,25 +195,29 @@ def check_out_dir(path: str | os.PathLike, overwrite: bool = False) -> Path:
     return path
 
 
-def _is_abandoned(folder: Path, pid: int) -> bool:
-    if pid != os.getpid() and os.path.exists(f"/proc/{pid}"):
+def _is_abandoned(left: Path, host: str, pid: int) -> bool:
+    """Whether nobody writes a hidden folder: its process is gone or, where nobody can tell, it was left alone for a day."""
+    if host != _host():
+        with contextlib.suppress(OSError):
+            # when it changed: what was renamed has times of its own
+            return time.time() - max(path.lstat().st_ctime for path in (left, *left.rglob("*"))) > _DAY
         return False
-    # the lock speaks where the pid does not: for this process, and for containers that share a disk but not their pids
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(handle)
+    if pid == os.getpid():
+        return str(left) not in _live
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # another user's; no number of a process
+        return False
     return False
 
 
 def _sweep(path: Path) -> None:
     """Remove what killed writers of `path` left beside it; bring back an old folder set aside and not replaced."""
     for left in list(path.parent.iterdir()) if path.parent.is_dir() else ():
-        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-(\d+)(-\d+)?", left.name)
-        if match and left.is_dir() and _is_abandoned(left, int(match[2])):
+        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-([0-9a-f]{{8}})-(\d+)(-\d+)?", left.name)
+        if match and left.is_dir() and _is_abandoned(left, match[2], int(match[3])):
             if match[1] == "old" and not path.exists():
                 os.rename(left, path)
             else:
@@ -207,11 +233,15 @@ def _exchange(a: Path, b: Path) -> bool:
 
 def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
     """Rename `tmp` to `path`, which is absent, empty, or (with `overwrite`) replaced and deleted."""
-    old = tmp
     if not (overwrite and path.exists()):
         os.rename(tmp, path)
-    elif not _exchange(tmp, path):
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+        _sync(path.parent)
+        return
+    if _exchange(tmp, path):
+        _sync_and_remove(path, tmp)
+        return
+    old = _beside(path, "old")
+    with _claimed(old):
         try:
             os.rename(path, old)
             os.rename(tmp, path)
@@ -219,6 +249,10 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
             if old.exists() and not path.exists():
                 os.rename(old, path)
             raise
+        _sync_and_remove(path, old)
+
+
+def _sync_and_remove(path: Path, old: Path) -> None:
     try:
         _sync(path.parent)
     finally:
@@ -234,7 +268,7 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
     ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
     """
     path = check_out_dir(path, overwrite)
-    tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    tmp = _beside(path, "tmp")
     with contextlib.ExitStack() as stack:
         try:
             _sweep(path)
@@ -252,41 +286,60 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
             _move_in(tmp, path, overwrite)
 
 
-# a folder without its mark is loaded by nobody
-_MARKS = ("model.safetensors.index.json", "adapter_config.json", "config.json")
+# a folder without its mark is loaded by nobody; an adapter may stand beside the model that it is of
+_MARKS = {"model": ("model.safetensors.index.json", "config.json"), "adapter": ("adapter_config.json",)}
 _WEIGHTS = r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+_CARD = "README.md"
 
 
 @contextlib.contextmanager
 def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
     """Yield a hidden folder in `folder`; move a model's files from there when the block ends, and remove its older weights.
 
-    For a folder that holds other things too, such as checkpoints. One file of weights is replaced in one step. Of several
-    the index and the config go first and come last: a process that dies between leaves no model rather than a mixed one.
+    For a folder that holds other things too, such as checkpoints: an adapter's files leave a model's alone, and these an
+    adapter's. The folder's README.md is in the hidden one from the start. One file of weights is replaced in one step. Of
+    several, or with another config, the index and the config go first and come last: a process that dies between leaves
+    no model rather than a mixed one. Raises FileNotFoundError, with nothing removed, if the block wrote no weights.
     """
     folder = Path(os.path.realpath(folder))
-    tmp = folder / f".model.tmp-{os.getpid()}"
+    tmp = _beside(folder / "model", "tmp")
     with naming(folder, tmp):
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder / "model")
         with _hidden(tmp):
+            if (folder / _CARD).is_file():
+                shutil.copyfile(folder / _CARD, tmp / _CARD)
             yield tmp
             _move_model(tmp, folder)
         _sync(folder)
 
 
+def _kind(name: str) -> str:
+    """Return whose a file of weights is, by _MARKS."""
+    return "adapter" if name.startswith("adapter_model") else "model"
+
+
+def _differs(new: Path, standing: Path) -> bool:
+    """Whether a file comes in place of another one."""
+    return new.is_file() and standing.is_file() and new.read_bytes() != standing.read_bytes()
+
+
 def _move_model(tmp: Path, folder: Path) -> None:
     new = [Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names]
+    # PEFT's adapters of other names are in folders of theirs
+    if not any(re.fullmatch(_WEIGHTS, name.name) for name in new):
+        raise FileNotFoundError(errno.ENOENT, "no weights were written", str(folder))
     for name in new:
         _sync(tmp / name)
-    old = [path for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name)]
     weights = {str(name) for name in new if re.fullmatch(_WEIGHTS, str(name))}
-    if {path.name for path in old} | weights > weights or len(weights) > 1:
-        for mark in _MARKS:
+    kinds = {_kind(name) for name in weights}
+    old = {path.name for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name) and _kind(path.name) in kinds}
+    marks = [mark for kind in kinds for mark in _MARKS[kind]]
+    if old - weights or len(weights) > 1 or any(_differs(tmp / mark, folder / mark) for mark in marks):
+        for mark in marks:
             (folder / mark).unlink(missing_ok=True)
-    for path in old:
-        if path.name not in weights:
-            path.unlink()
-    for name in sorted(new, key=lambda name: (name.name in _MARKS, name)):
+    for name in old - weights:
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
         (folder / name).parent.mkdir(exist_ok=True)
         os.replace(tmp / name, folder / name)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -78,21 +79,33 @@ def raise_later(stop: KeyboardInterrupt) -> None:
         _command["late"] = stop
 
 
+# a scheduler signals the launcher and the workers, and the launcher signals them again
+SAME_WISH = 2.0  # seconds
+
+
 class Stopping:
     """What was asked while a training runs: `asked` is the exception to raise when its step is done, or None."""
 
     def __init__(self):
         self.asked: KeyboardInterrupt | None = None
+        self._since = 0.0
 
     def handle(self, number, frame) -> None:
-        """Take the first signal as a wish, and the second as an order."""
+        """Take the first signal as a wish, and a second as an order; the same again within SAME_WISH is the same wish."""
         stop = of(128 + number)
         if self.asked is not None:
+            if type(stop) is type(self.asked) and time.monotonic() - self._since < SAME_WISH:
+                return
             raise stop
-        self.asked = stop
+        self.asked, self._since = stop, time.monotonic()
         # print is not for signal handlers: it may be what was interrupted; a terminal's Ctrl-C ends `| tee log` as well
         with suppress(OSError, ValueError, AttributeError):
             os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
+
+
+def hold() -> None:
+    """Keep Ctrl-C and SIGTERM from this process, which ends with its parent: both are sent to whole groups of processes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ from moe_runtime.checkpoint import (
 from tests.support import limited
 
 ROOT = Path(__file__).parents[1]
+HERE = files._host()  # what hidden folders are named by, before the process
 
 # a shard left open is an error
 pytestmark = [
@@ -620,7 +623,7 @@ def test_an_exception_leaves_nothing(tmp_path):
         with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "a" / "out", 800) as writer:
             for key, tensor in list(ten_tensors().items())[:done]:
                 writer.add(key, tensor)
-            assert [file.name for file in (tmp_path / "a").iterdir()] == [f".out.tmp-{os.getpid()}"]
+            assert [file.name for file in (tmp_path / "a").iterdir()] == [f".out.tmp-{HERE}-{os.getpid()}"]
             raise KeyboardInterrupt
         assert list((tmp_path / "a").iterdir()) == []
 
@@ -729,7 +732,7 @@ def test_read_only_parent(tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "mkdir", refuse)
     else:
         tmp_path.chmod(0o555)
-    message = rf"out_dir is .*out, beside which .out.tmp-{os.getpid()} cannot be made \(Permission denied\)"
+    message = rf"out_dir is .*out, beside which .out.tmp-{HERE}-{os.getpid()} cannot be made \(Permission denied\)"
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ten_tensors())
     tmp_path.chmod(0o755)
@@ -808,7 +811,7 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
     )
     monkeypatch.setattr(files, "_move_in", lambda *args: (order.append("move"), move(*args)))
     write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
-    tmp = str(tmp_path / f".out.tmp-{os.getpid()}")
+    tmp = str(tmp_path / f".out.tmp-{HERE}-{os.getpid()}")
     written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
     assert {*written, tmp} == set(order[: order.index("move")])
     assert order[order.index("move") + 1 :] == [str(tmp_path)]
@@ -816,28 +819,61 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
 
 def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path, dead_pid):
     out = tmp_path / "out"
-    dead = [f".out.tmp-{dead_pid}", f".out.tmp-{os.getpid()}"]
+    dead = [f".out.tmp-{HERE}-{dead_pid}", f".out.tmp-{HERE}-{os.getpid()}"]
     kept = [
-        f".out.tmp-{os.getppid()}",
+        f".out.tmp-{HERE}-{os.getppid()}",
         ".out.tmp-abc",
-        f".outer.tmp-{dead_pid}",
-        f"out.tmp-{dead_pid}",
-        f"x.out.tmp-{dead_pid}",
+        ".out.tmp-0123abcd-1",
+        f".outer.tmp-{HERE}-{dead_pid}",
+        f"out.tmp-{HERE}-{dead_pid}",
+        f"x.out.tmp-{HERE}-{dead_pid}",
     ]
     for name in dead + kept:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model-00001.safetensors").write_text("half")
-    (tmp_path / f".out.tmp-{dead_pid + 1}").write_text("a file, not ours")
+    (tmp_path / f".out.tmp-{HERE}-{dead_pid + 1}").write_text("a file, not ours")
     write(out, ten_tensors())
-    assert siblings(out) == sorted([*kept, f".out.tmp-{dead_pid + 1}"])
+    assert siblings(out) == sorted([*kept, f".out.tmp-{HERE}-{dead_pid + 1}"])
     (tmp_path / dead[0]).mkdir()
-    (tmp_path / f".out.old-{dead_pid}").mkdir()
+    (tmp_path / f".out.old-{HERE}-{dead_pid}").mkdir()
     write(out, ten_tensors(), overwrite=True)
-    assert siblings(out) == sorted([*kept, f".out.tmp-{dead_pid + 1}"])
+    assert siblings(out) == sorted([*kept, f".out.tmp-{HERE}-{dead_pid + 1}"])
+
+
+def test_left_overs_of_other_hosts_stay_for_a_day(tmp_path, dead_pid, monkeypatch):
+    """A disk may be shared: what a process of another host writes now cannot be told by its number here."""
+    out, numbers = tmp_path / "out", (dead_pid, os.getpid(), 1)
+    for number in numbers:
+        (tmp_path / f".out.tmp-0123abcd-{number}").mkdir()
+        (tmp_path / f".out.tmp-0123abcd-{number}" / "model-00001.safetensors").write_text("half")
+    now = time.time()
+    for days, left in ((0, len(numbers)), (0.9, len(numbers)), (1.1, 0)):
+        monkeypatch.setattr(time, "time", lambda days=days: now + days * 86400)
+        write(out, ten_tensors(), overwrite=True)
+        assert len(siblings(out)) == left
+
+
+def test_threads_write_one_path(tmp_path):
+    errors = []
+
+    def work(number):
+        try:
+            for _ in range(150):
+                atomic_write_text(tmp_path / "a", f"{number}" * 100)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and len(set((tmp_path / "a").read_text())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, dead_pid, monkeypatch):
-    left, open_ = tmp_path / f".out.tmp-{dead_pid}", os.open
+    left, open_ = tmp_path / f".out.tmp-{HERE}-{dead_pid}", os.open
     left.mkdir()
 
     def refuse(path, *args, **options):
@@ -853,7 +889,7 @@ def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, dead_pid
 def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path, dead_pid):
     out = write(tmp_path / "out", ten_tensors())
     before = snapshot(out)
-    out.rename(tmp_path / f".out.old-{dead_pid}")
+    out.rename(tmp_path / f".out.old-{HERE}-{dead_pid}")
     with pytest.raises(ValueError, match="which exists"):
         write(out, {"new": torch.zeros(1)})
     assert snapshot(out) == before
@@ -987,7 +1023,7 @@ def test_sigkill(tmp_path, killer, moment, overwrite):
     if after != new_files:
         left = {"between the renames": 2}.get(moment, 1)
         assert len(siblings(out)) == left or moment.startswith("after ms")
-        assert all(re.fullmatch(r"\.out\.(tmp|old)-\d+", name) for name in siblings(out))
+        assert all(re.fullmatch(rf"\.out\.(tmp|old)-{HERE}-\d+", name) for name in siblings(out))
     write(out, new, 800, overwrite=overwrite or after is not None)
     assert siblings(out) == []
     assert snapshot(out) == new_files

@@ -208,7 +208,8 @@ cli.main()
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once(recipe, tmp_path):
     arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
-    twice = COMMAND.replace("os.kill(os.getpid(), number)", "[os.kill(os.getpid(), number) for _ in range(2)]")
+    twice = "os.kill(os.getpid(), number); interruption.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
+    twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("import cli,", "import cli, interruption,")
     done = subprocess.run(
         [sys.executable, "-c", twice, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
@@ -239,6 +240,29 @@ def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
         with interruption.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
         assert isinstance(stopping.asked, interruption.Terminated)
+
+
+def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
+    """A scheduler's SIGTERM reaches a rank from the scheduler and from torchrun."""
+    from moe_runtime import interruption
+
+    now = [100.0]
+    monkeypatch.setattr(interruption.time, "monotonic", lambda: now[0])
+    for later, is_order in ((0.01, False), (1.9, False), (2.1, True)):
+        with interruption.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += later
+            if is_order:
+                with pytest.raises(interruption.Terminated):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert isinstance(stopping.asked, interruption.Terminated)
+    with interruption.after_the_step():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt) as order:  # another signal is another wish
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not isinstance(order.value, interruption.Terminated)
 
 
 def test_a_forked_child_ends_when_it_is_told_to():
@@ -311,6 +335,54 @@ def test_signals_that_are_ignored_stay_ignored():
             assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# a training with a worker that loads its rows, stopped as a terminal and torchrun do it: by a signal to the whole group
+GROUP = """
+import os, signal, sys
+import torch
+from datasets import Dataset
+from pathlib import Path
+from transformers import TrainerCallback, TrainingArguments
+from moe_runtime import interruption
+from moe_runtime.hf.stopping import stopping_with_a_checkpoint
+from moe_runtime.hf.training import MoETrainer
+from tests.hf.tiny import VOCAB, dense
+
+class Sender(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.killpg(0, number)
+
+torch.set_num_threads(1)
+rows = torch.randint(3, VOCAB, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
+rows = Dataset.from_dict({"input_ids": rows, "labels": rows})
+for number in (signal.SIGINT, signal.SIGTERM):
+    folder = Path(sys.argv[1], str(int(number)))
+    args = TrainingArguments(
+        str(folder), max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", eval_strategy="no",
+    )
+    trainer = MoETrainer(dense("llama"), args, train_dataset=rows, eval_dataset=rows, callbacks=[Sender()])
+    assert trainer.get_eval_dataloader().worker_init_fn.func is trainer.get_train_dataloader().worker_init_fn.func
+    try:
+        with interruption.sigterm_raises(), stopping_with_a_checkpoint(trainer):
+            trainer.train()
+    except KeyboardInterrupt as stop:
+        print(interruption.word_of(stop), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_load_rows_outlive_a_signal_to_the_group(tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + GROUP
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=500, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "checkpoint" in line]
+    assert lines == ["interrupted ['checkpoint-2']", "terminated ['checkpoint-2']"], done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, parse_size
-from moe_runtime.files import atomic_folder
+from moe_runtime.files import atomic_folder, read_json
 from moe_runtime.hf import adapters, ranks
 from moe_runtime.hf.layers import plain_name
 from moe_runtime.hf.rope import write_legacy_rope
@@ -37,10 +37,11 @@ class ExpertCheckpoints(TrainerCallback):
 
     For any Trainer, and for models under DDP and FSDP2, where all processes must have it. A folder appears whole or not
     at all, before the Trainer's own checkpoint of that step: a training that goes on from one finds its experts there,
-    and keeps them. `base` is the model's folder before the training, which is noted; with `only_changed` what equals it
-    is left out. `dtype` is that of the weights written, their own unless given: with `only_changed` give the base's where
-    another one trains. Memory holds a shard of `max_shard_size` beside the model. Raises ValueError when the training
-    begins for a model that cannot be saved so, and for a folder with experts of an earlier training, unless `overwrite`.
+    and keeps them, but for that of a step in which it was ended early. `base` is the model's folder before the training,
+    which is noted; with `only_changed` what equals it is left out. `dtype` is that of the weights written, their own
+    unless given: with `only_changed` give the base's where another one trains. Memory holds a shard of `max_shard_size`
+    beside the model. Raises ValueError when the training begins for a model that cannot be saved so, and for a folder with
+    experts of an earlier training, unless `overwrite`.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class ExpertCheckpoints(TrainerCallback):
                 f"folder is {self.folder}, which has {there[0]} of an earlier training; want an empty folder; or pass "
                 "overwrite=True"
             )
-        if there and not state.global_step:
+        if there:
             for name in there if state.is_world_process_zero else ():
-                shutil.rmtree(self.folder / name)
+                if not state.global_step or not _is_due(self.folder / name):
+                    shutil.rmtree(self.folder / name)
             ranks.agree()
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
@@ -100,8 +102,9 @@ class ExpertCheckpoints(TrainerCallback):
             # whole intervals until now; epochs are sums of fractions
             passed = [math.floor(epoch / self.every_epochs + 1e-6) for epoch in (before, self._epoch)]
             due = passed[0] != passed[1]
-        if due or state.global_step >= state.max_steps or control.should_training_stop:
-            self._save(state, model, processing_class)
+        due = due or state.global_step >= state.max_steps
+        if due or control.should_training_stop:
+            self._save(state, model, processing_class, due)
 
     def on_epoch_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """Save if a callback has ended the training, before the Trainer may load its best weights."""
@@ -115,17 +118,22 @@ class ExpertCheckpoints(TrainerCallback):
         if state.global_step and not args.load_best_model_at_end:
             self._save(state, model, processing_class)
 
-    def _save(self, state, model, tokenizer) -> None:
+    def _save(self, state, model, tokenizer, due: bool = False) -> None:
         target = self.folder / f"{STEP}{state.global_step}"
         if ranks.agree((target / RECORD).is_file()):
             return
-        record = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch}
+        record = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch, "due": due}
         record |= {"base": None if self.base is None else str(self.base), "base_hash": self._base_hash}
         save_expert(
             model, target, tokenizer=tokenizer, base=self.base if self.only_changed else None, dtype=self.dtype,
             max_shard_size=self.max_shard_size, is_main=state.is_world_process_zero, record=record,
         )  # fmt: skip
         ranks.agree()  # nobody reads before rank 0 has moved the folder in
+
+
+def _is_due(folder: Path) -> bool:
+    """Whether an expert is one that the intervals ask for, not of where a training was ended early."""
+    return not (folder / RECORD).is_file() or read_json(folder / RECORD).get("due", True)
 
 
 @torch.no_grad()

@@ -17,6 +17,14 @@ def last_whole_checkpoint(folder: str | Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
+def _remove_halves(folder: str | Path, last: Path) -> None:
+    """Remove the checkpoints in `folder` newer than `last` and not whole: transformers would count them among the kept."""
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = path.name.rpartition("-")[2]
+        if step.isdecimal() and int(step) > int(last.name.rpartition("-")[2]) and not _is_whole(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _is_whole(checkpoint: Path) -> bool:
     """The trainer's state is the last file that transformers writes."""
     try:
@@ -38,6 +46,8 @@ class WholeSaves:
                     f"resume_from_checkpoint is True, output_dir is {self.args.output_dir}; want a whole checkpoint in it; "
                     "begin without resume_from_checkpoint"
                 )
+            if self.args.should_save:
+                _remove_halves(self.args.output_dir, resume_from_checkpoint)
             resume_from_checkpoint = str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

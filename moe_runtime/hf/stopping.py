@@ -4,7 +4,8 @@ The processes of a run agree behind each step: a signal that reaches one of them
 same step.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from transformers import TrainerCallback
@@ -19,6 +20,7 @@ class StopCallback(TrainerCallback):
     def __init__(self, stopping: interruption.Stopping):
         self.stopping = stopping
         self.agreed: KeyboardInterrupt | None = None
+        self.saved: int | None = None  # the step of the newest checkpoint
 
     def agree(self) -> None:
         """Take what a process was asked for all of them; every process must call."""
@@ -30,8 +32,20 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.agree()
-        if self.agreed is not None and state.global_step < state.max_steps:
+        if self._stops(state):
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # who stops a run waits for nothing, and with "best" it says what is saved
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved = state.global_step
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Take back what transformers asks for at an epoch's end, which a stop in its middle is for it."""
+        if self._stops(state):
+            control.should_evaluate, control.should_save = False, self.saved != state.global_step
+
+    def _stops(self, state) -> bool:
+        return self.agreed is not None and state.global_step < state.max_steps
 
 
 @contextmanager
@@ -53,3 +67,18 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
     if trainer.state.global_step < trainer.state.max_steps:
         raise callback.agreed
     interruption.raise_later(callback.agreed)
+
+
+def hold_workers(loader):
+    """Let a data loader's workers outlive a signal to the whole group, so that the step ends; return the loader."""
+    inner = getattr(loader, "base_dataloader", loader)  # of accelerate's
+    begin = getattr(inner, "worker_init_fn", None)
+    if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:
+        inner.worker_init_fn = functools.partial(_begin_worker, begin)
+    return loader
+
+
+def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
+    interruption.hold()
+    if begin is not None:
+        begin(number)

@@ -25,6 +25,7 @@ from moe_runtime.hf import adapters, outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
 from moe_runtime.hf.saving import WholeSaves, last_whole_checkpoint
+from moe_runtime.hf.stopping import hold_workers
 from moe_runtime.hf.vocabulary import check_rows
 from moe_runtime.modules.moe import Router
 from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
@@ -267,9 +268,13 @@ class _MoETrainer(WholeSaves):
         if ROW_ID in (getattr(self.train_dataset, "column_names", None) or ()):
             self.data_collator = functools.partial(_collate_with_row_ids, collator)
         try:
-            return super().get_train_dataloader()
+            return hold_workers(super().get_train_dataloader())
         finally:
             self.data_collator = collator
+
+    def get_eval_dataloader(self, *args, **kwargs):
+        """Make transformers' data loader, whose workers outlive a signal to the whole group."""
+        return hold_workers(super().get_eval_dataloader(*args, **kwargs))
 
     def _prepare_inputs(self, inputs):
         self._row_ids = inputs.pop(ROW_ID, None)

@@ -1,6 +1,8 @@
 """moe_runtime.hf.expert_checkpoints: what is saved, when, by whom, and in how much memory."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from transformers import (
     TrainingArguments,
 )
 
+from moe_runtime import interruption
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints, fingerprint, model_folder, save_expert, saved_steps
+from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.hf.training import MoETrainer
 from moe_runtime.methods.upit_experts import materialize, open_expert
@@ -208,6 +212,32 @@ def test_a_resumed_training_writes_none_twice_and_loses_none(base, tmp_path):
     assert all(path.stat().st_mtime_ns == time for path, time in written.items())
     for path in saved_steps(tmp_path / "whole"):
         assert_same(tensors(path), tensors(tmp_path / "killed" / path.name))
+
+
+class Interrupt(TrainerCallback):
+    """Sends this process a signal in a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["between two intervals", "behind one"])
+def test_an_interrupted_training_has_the_same_experts_in_the_end(base, tmp_path, step):
+    def run(*callbacks, resume: bool = False):
+        callback = ExpertCheckpoints(tmp_path / "experts", every_steps=2)
+        one = trainer(loaded(base), tmp_path / "run", callback, *callbacks, kind=MoETrainer)
+        with stopping_with_a_checkpoint(one):
+            one.train(resume_from_checkpoint=resume)
+
+    with pytest.raises(interruption.Terminated):
+        run(Interrupt(step))
+    assert steps(tmp_path / "experts") == list(dict.fromkeys([2, step]))  # what there is, should it never go on
+    run(resume=True)
+    assert steps(tmp_path / "experts") == [2, 4, 6, 8]
 
 
 def test_a_second_training_needs_leave_to_replace(base, tmp_path):

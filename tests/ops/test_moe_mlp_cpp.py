@@ -16,7 +16,7 @@ from moe_runtime.ops.moe_mlp_torch import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
 from tests.support import cpu_build, layouts
-from tests.support.oracle import make_case, moe_mismatches, run
+from tests.support.oracle import make_case, moe_eager, moe_mismatches, run
 
 FLOATS = [torch.float32, torch.bfloat16]
 VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
@@ -273,6 +273,18 @@ def test_skewed_routing_both_ways(counts, H, I, gated, dtype, way, tolerance):
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     case.topk_idx.copy_(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None])
     assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
+
+
+@pytest.mark.parametrize("H, I", [(4096, 64), (64, 4096)])
+def test_long_sums_are_as_exact_as_torchs(H, I, monkeypatch, variant):
+    case = make_case(32, H, I, 1, 1)
+    want = moe_eager(*(case.leaves[name].double() for name in ("x", "up", "down", "topk_weight")), case.topk_idx)
+
+    def error(few):
+        monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: few)
+        return (no_grad(case, backend="cpp") - want).norm()
+
+    assert error(moe_mlp_cpp.ANY) < 2 * error(0)
 
 
 @pytest.mark.parametrize("way_of", [0, 1 << 20], ids=["matmuls", "one call"])

@@ -44,12 +44,13 @@ inline void finish_up(const Experts& f, int64_t row, int64_t rows, int64_t i, in
             const int64_t n = lanes(columns - j), at = m * PANEL + j;
             const Pair pair = {load_up_to(gate + at, n), f.form.form ? load_up_to(gate + C + at, n) : vf{}};
             if (f.z) {
-                T* z = (T*)f.z + (row + m) * Z;
+                T* z = (T*)f.z + (row - f.first_row + m) * Z;
                 if (f.form.form) store_pair(z, f.I, i + j, n, turns, pair);
                 else store_up_to(z + i + j, pair.gate, n);
             }
+            if (!f.h) continue;
             vf h = f.form.form ? gated<ACT>(pair.gate, pair.up, f.form) : activation<ACT>(pair.gate).value;
-            store_up_to((T*)f.h + (row + m) * f.I + i + j, h, n);
+            store_up_to((T*)f.h + (row - f.first_row + m) * f.I + i + j, h, n);
         }
 }
 
@@ -90,44 +91,58 @@ void experts_up(const Experts& f, int64_t unit, float* panel) {
     of[f.form.act](f, unit, panel);
 }
 
-// rows of y onto the sums [T][PANEL] of their tokens
-inline void add_weighted(const Experts& f, int64_t row, int64_t rows, int64_t columns, const float* y, float* sums) {
+// rows of y onto the sums [..][PANEL] of their tokens, from token `first` on
+inline void add_weighted(
+    const Experts& f, int64_t row, int64_t rows, int64_t columns, const float* y, int64_t first, float* sums) {
     for (int64_t m = 0; m < rows; m++, y += PANEL) {
         const int32_t slot = f.row_slot[row + m];
         const float w = f.weight[slot];
-        float* total = sums + slot / f.K * PANEL;
+        float* total = sums + (slot / f.K - first) * PANEL;
         int64_t n = 0;
         for (; n + LANES <= columns; n += LANES) store(total + n, load(total + n) + w * load(y + n));
         for (; n < columns; n++) total[n] += w * y[n];
     }
 }
 
+// the first row of a piece, whose slots ascend, that is of `token` or of a later one
+inline int64_t row_of(const Experts& f, const Piece& piece, int64_t token) {
+    int64_t begin = piece.begin, end = piece.end;
+    while (begin < end) {
+        const int64_t middle = (begin + end) / 2;
+        if (f.row_slot[middle] < token * f.K) begin = middle + 1;
+        else end = middle;
+    }
+    return begin;
+}
+
 template <class T>
 void experts_down(const Experts& f, int64_t unit, float* panel) {
-    const int64_t c = unit * PANEL, columns = f.H - c < PANEL ? f.H - c : PANEL;
+    const int64_t c = unit / f.token_parts * PANEL, columns = f.H - c < PANEL ? f.H - c : PANEL, part = unit % f.token_parts;
+    const int64_t first = f.T * part / f.token_parts, tokens = f.T * (part + 1) / f.token_parts - first;
     alignas(64) float y[Experts::ROWS * PANEL];
-    float* sums = f.sums + unit * f.T * PANEL;
-    memset(sums, 0, f.T * PANEL * sizeof *sums);
+    float* sums = panel + f.sums_at;
+    memset(sums, 0, tokens * PANEL * sizeof *sums);
     for (const Piece* piece = f.pieces; piece != f.pieces + f.n_pieces; piece++) {
         const int64_t e = piece->expert;
         const T* w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
-        const bool packed = many(piece->end - piece->begin);
-        if (packed) lay_out(w, f.down_stride, columns, f.I, panel);
-        for (int64_t r = piece->begin; r < piece->end; r += Experts::ROWS) {
-            const int64_t rest = piece->end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
+        const bool packed = many(piece->end - piece->begin);  // the whole piece's, or threads would change bits
+        const int64_t begin = row_of(f, *piece, first), end = row_of(f, *piece, first + tokens);
+        if (packed && begin < end) lay_out(w, f.down_stride, columns, f.I, panel);
+        for (int64_t r = begin; r < end; r += Experts::ROWS) {
+            const int64_t rest = end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
             const T* h[Experts::ROWS];
-            for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (r + m) * f.I;
+            for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (r - f.first_row + m) * f.I;
             for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
-                for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + f.row_slot[r + m] / f.K * PANEL + n, 1);
+                for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
 #if defined(__AVX512F__)
             if (packed) packed_rows<T, VECTORS>(h, rows, panel, f.I, y);
 #endif
             if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
             if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
-            add_weighted(f, r, rows, columns, y, sums);
+            add_weighted(f, r, rows, columns, y, first, sums);
         }
     }
-    for (int64_t t = 0; t < f.T; t++, sums += PANEL)
+    for (int64_t t = first; t < first + tokens; t++, sums += PANEL)
         for (int64_t n = 0; n < columns; n += LANES) {
             const int64_t some = lanes(columns - n);
             store_up_to((T*)f.out + t * f.H + c + n, load_up_to(sums + n, some), some);

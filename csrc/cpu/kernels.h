@@ -40,7 +40,7 @@ struct Piece {
     int32_t expert, begin, end;
 };
 
-// Units of `up` are (piece, block of COLUMNS columns of h); of `down` blocks of a panel's columns of out.
+// Units of `up` are (piece, block of COLUMNS columns of h); of `down` (part of the tokens, block of a panel's columns of out).
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64;
     static constexpr int64_t PIECE = 1024;  // rows; so many, and who lays out the weights anew for each piece loses nothing
@@ -50,9 +50,9 @@ struct Experts {
     const float* weight;
     const int32_t* row_slot;
     const Piece* pieces;
-    int64_t n_pieces, T, H, I, K;
-    void *h, *z, *out;  // z may be null
-    float* sums;        // [blocks of out, T, PANEL]
+    int64_t n_pieces, T, H, I, K, first_row, token_parts;
+    int64_t sums_at;  // floats of a thread's panel before the sums of `down`
+    void *h, *z, *out;  // z may be null; h and out may
 };
 
 struct Kernels {
@@ -60,7 +60,8 @@ struct Kernels {
     void (*activate[2])(const Forward&, int64_t begin, int64_t end);
     void (*activate_backward[2])(const Backward&, int64_t begin, int64_t end);
     void (*combine[2])(const Combine&, int64_t begin, int64_t end);
-    // a unit's; `panel` is the thread's own, PANEL columns of the longer of H and I, in whole vectors
+    // a unit's; `panel` is the thread's own, PANEL columns of the longer of H and I, in whole vectors; for `down`, PANEL columns
+    // of a part's tokens follow
     void (*experts_up[2])(const Experts&, int64_t unit, float* panel);
     void (*experts_down[2])(const Experts&, int64_t unit, float* panel);
 };

@@ -115,11 +115,15 @@ void in_turns(
 }
 
 template <class T>
-void sort(const T* idx, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row) {
+int64_t sort(const T* idx, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row) {
     memset(offsets, 0, (E + 1) * sizeof *offsets);
     for (int64_t s = 0; s < slots; s++)
         if (idx[s] >= 0 && (uint64_t)idx[s] < (uint64_t)E) offsets[idx[s] + 1]++;
-    for (int64_t e = 0; e < E; e++) offsets[e + 1] += offsets[e];
+    int64_t most = 0;
+    for (int64_t e = 0; e < E; e++) {
+        if (most < offsets[e + 1]) most = offsets[e + 1];
+        offsets[e + 1] += offsets[e];
+    }
     int32_t dropped = offsets[E];
     // offsets[e] runs to the end of e while its rows are given out, which is where the next begins
     for (int64_t s = 0; s < slots; s++) {
@@ -130,6 +134,7 @@ void sort(const T* idx, int64_t slots, int64_t E, int32_t* offsets, int32_t* row
     }
     memmove(offsets + 1, offsets, E * sizeof *offsets);
     offsets[0] = 0;
+    return most;
 }
 
 struct Gather {
@@ -147,10 +152,10 @@ int64_t size_of(int dtype) { return dtype ? 2 : 4; }
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// the experts that have rows, in pieces of nearly the same size each; returns how many
-int64_t cut(const int32_t* offsets, int64_t E, Piece* pieces) {
+// those of the experts first..last-1 that have rows, in pieces of nearly the same size each; returns how many
+int64_t cut(const int32_t* offsets, int64_t first, int64_t last, Piece* pieces) {
     int64_t count = 0;
-    for (int64_t e = 0; e < E; e++) {
+    for (int64_t e = first; e < last; e++) {
         const int64_t begin = offsets[e], rows = offsets[e + 1] - begin, n = blocks(rows, Experts::PIECE);
         for (int64_t i = 0; i < n; i++)
             pieces[count++] = {(int32_t)e, (int32_t)(begin + rows * i / n), (int32_t)(begin + rows * (i + 1) / n)};
@@ -158,16 +163,26 @@ int64_t cut(const int32_t* offsets, int64_t E, Piece* pieces) {
     return count;
 }
 
-// where in the scratch memory of one call what lies, after h
+// How many parts of the tokens the down product is split into, where its panels alone would leave threads without one. Each part
+// lays the weights out anew, which pays for rows enough of an average expert.
+int64_t token_parts(int64_t T, int64_t H, int64_t E, int64_t K, int threads) {
+    const int64_t panels = blocks(H, Experts::PANEL), wanted = panels && threads > 1 ? blocks(2 * threads, panels) : 1;
+    const int64_t worth = T * K / (64 * (E ? E : 1)), parts = wanted < worth ? wanted : worth;
+    return parts > 1 ? parts : 1;
+}
+
+// where in the scratch memory of one call what lies, after the pieces
 struct Parts {
-    int64_t sums, pieces, panels, panel_bytes;
+    int64_t panels, up_bytes, down_bytes, token_parts, h, bytes;
 };
 
-Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K) {
-    const int64_t most_pieces = E + T * K / Experts::PIECE, longest = (H > I ? H : I) + 31;  // a bfloat16 vector more
-    const int64_t sums = aligned(T * K * I * size_of(dtype)), pieces = sums + aligned(T * blocks(H, Experts::PANEL) * Experts::PANEL * 4);
-    const int64_t panels = pieces + aligned(most_pieces * sizeof(Piece));
-    return {sums, pieces, panels, aligned(longest * Experts::PANEL * 4)};
+Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads) {
+    const int64_t parts = token_parts(T, H, E, K, threads), downs = parts * blocks(H, Experts::PANEL);
+    const int64_t longest = (H > I ? H : I) + 31;  // a bfloat16 vector more
+    const int64_t panel = longest * Experts::PANEL * 4, sums = blocks(T, parts) * Experts::PANEL * 4;
+    const int64_t ups = threads * panel, with_sums = (downs < threads ? downs : threads) * (panel + sums);
+    const int64_t panels = aligned((E + T * K / Experts::PIECE) * sizeof(Piece)), h = panels + (ups > with_sums ? ups : with_sums);
+    return {panels, panel, panel + sums, parts, h, h + aligned(T * K * I * size_of(dtype))};
 }
 
 }  // namespace
@@ -188,7 +203,7 @@ void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const vo
     omp_threads = (Number)num_threads;
 }
 
-void moert_cpu_sort(
+int64_t moert_cpu_sort(
     const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row) {
     switch (idx_kind) {
         case 1: return sort((const uint8_t*)topk_idx, slots, E, offsets, row_slot, slot_row);
@@ -238,26 +253,30 @@ void moert_cpu_combine(
     parallel(variant->kernels->combine[dtype / 2], c, T, (double)size_of(dtype) * T * (K + 1) * H, threads);
 }
 
-int64_t moert_cpu_experts_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads) {
-    const Parts parts = parts_of_scratch(dtype, T, H, I, E, K);
-    return parts.panels + threads * parts.panel_bytes;
+int64_t moert_cpu_experts_bytes(
+    int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int z_alone, int threads) {
+    const Parts parts = parts_of_scratch(dtype, T, H, I, E, K, threads);
+    return z_alone ? parts.panels + threads * parts.up_bytes : parts.bytes;
 }
 
 void moert_cpu_experts(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
     int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
-    int64_t I, int64_t E, int64_t K, void* scratch, void* z, void* out, int threads) {
-    const Parts parts = parts_of_scratch(dtype, T, H, I, E, K);
-    char *h = (char*)scratch, *panels = h + parts.panels;
-    Piece* pieces = (Piece*)(h + parts.pieces);
-    const int64_t n_pieces = cut(offsets, E, pieces);
+    int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads) {
+    const Parts parts = parts_of_scratch(dtype, T, H, I, E, K, threads);
+    char *const base = (char*)scratch, *const panels = base + parts.panels;
+    Piece* pieces = (Piece*)base;
+    const int64_t n_pieces = cut(offsets, first, last, pieces), rows = offsets[last] - offsets[first];
     const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
-        weight, row_slot, pieces, n_pieces, T, H, I, K, h, z, out, (float*)(h + parts.sums),
+        weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts,
+        parts.up_bytes / (int64_t)sizeof(float), out ? base + parts.h : nullptr, z, out,
     };
-    const double bytes = (double)size_of(dtype) * n_pieces * I * H;
-    const int64_t ups = n_pieces * blocks(I, Experts::COLUMNS), downs = blocks(H, Experts::PANEL);
-    in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.panel_bytes);
-    in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.panel_bytes);
+    // an expert's weights and its rows: few weights that many rows meet are work too
+    const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
+    const int64_t ups = n_pieces * blocks(I, Experts::COLUMNS), downs = parts.token_parts * blocks(H, Experts::PANEL);
+    in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.up_bytes);
+    if (!out) return;
+    in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.down_bytes);
 }

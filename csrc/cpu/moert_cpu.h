@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 2
+#define MOERT_CPU_ABI_VERSION 3
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
@@ -17,8 +17,8 @@ MOERT_API int moert_cpu_limit(const char* name);
 MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);
 
 // Stable counting sort of the slots of topk_idx [T, K], `idx_kind` its bytes, negative for signed ints: offsets [E + 1],
-// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 sort behind every expert.
-MOERT_API void moert_cpu_sort(
+// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 sort behind every expert. Returns the rows of the largest expert.
+MOERT_API int64_t moert_cpu_sort(
     const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row);
 
 // From offsets and row_slot: row_token [R], slot_row [R], and for each expert whether it sees every one of T tokens
@@ -44,12 +44,14 @@ MOERT_API void moert_cpu_combine(
     int dtype, const void* y, const float* weight, const int32_t* slot_row, int64_t T, int64_t K, int64_t H, int64_t rows,
     void* out, int threads);
 
-// The whole forward pass: every weight of an expert that has tokens is read once, or once for many rows. Strides in elements; the
-// last dim of both stacks is contiguous, biases may be null, and so may z [T * K, 2I or I], which is written. `scratch` has
-// moert_cpu_experts_bytes bytes, aligned to 64.
-MOERT_API int64_t moert_cpu_experts_bytes(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads);
+// The whole forward pass of the experts first..last-1: every weight of one that has tokens is read once, or once for many rows.
+// Strides in elements; the last dim of both stacks is contiguous, biases may be null, and so may z [rows, 2I or I], which is
+// written, and of which z[0] is the first of these experts' rows. Where out is null, z is all that is computed. `scratch` has
+// moert_cpu_experts_bytes bytes, aligned to 64, for T * K rows and, if `z_alone`, only where out is null.
+MOERT_API int64_t moert_cpu_experts_bytes(
+    int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int z_alone, int threads);
 MOERT_API void moert_cpu_experts(
     int dtype, int act, int form, float limit, float up_offset, const void* x, const void* up, int64_t up_stride_e,
     int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
-    int64_t I, int64_t E, int64_t K, void* scratch, void* z, void* out, int threads);
+    int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);

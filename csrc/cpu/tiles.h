@@ -99,6 +99,7 @@ void dots(const T* const* x, int64_t rows, const T* w, int64_t stride, int64_t c
 
 constexpr int64_t PACK_FROM = 16;  // rows of an expert, from which on laying out the weights pays
 constexpr int VECTORS = PANEL / LANES;
+constexpr int64_t DEEP = 512;  // products that one float32 sums before it is added to the rest; even
 
 // a 16 x 16 square, mirrored
 inline void transpose(__m512i (&v)[16]) {
@@ -137,12 +138,13 @@ void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* pa
     }
 }
 
-// out [M][PANEL], V vectors of it, = x times the panel
+// out [M][PANEL], V vectors of it, = x times the panel, of their elements k..length; added to those before k
 template <class T, int M, int V>
-void packed_tile(const T* const* x, const float* panel, int64_t length, float* out) {
+void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, float* out) {
     typedef Step<T> S;
     vf acc[M][V] = {};
-    int64_t k = 0;
+    const bool more = k > 0;
+    panel += k / S::DEPTH * PANEL;
     for (; k + S::DEPTH <= length; k += S::DEPTH, panel += PANEL) {
         typename S::Elements b[V];
         for (int v = 0; v < V; v++) memcpy(&b[v], panel + v * LANES, sizeof b[v]);
@@ -161,17 +163,25 @@ void packed_tile(const T* const* x, const float* panel, int64_t length, float* o
         }
     }
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < V; v++) store(out + m * PANEL + v * LANES, acc[m][v]);
+        for (int v = 0; v < V; v++) {
+            float* at = out + m * PANEL + v * LANES;
+            store(at, more ? load(at) + acc[m][v] : acc[m][v]);
+        }
 }
 
 template <class T, int V>
 void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t length, float* out) {
-    void (*const rest[])(const T* const*, const float*, int64_t, float*) = {
+    void (*const rest[])(const T* const*, const float*, int64_t, int64_t, float*) = {
         nullptr, packed_tile<T, 1, V>, packed_tile<T, 2, V>, packed_tile<T, 3, V>, packed_tile<T, 4, V>, packed_tile<T, 5, V>,
     };
-    int64_t m = 0;
-    for (; m + TALL <= rows; m += TALL) packed_tile<T, TALL, V>(x + m, panel, length, out + m * PANEL);
-    if (m < rows) rest[rows - m](x + m, panel, length, out + m * PANEL);
+    int64_t k = 0;
+    do {  // once at least: a sum of nothing is 0
+        const int64_t end = length - k < DEEP ? length : k + DEEP;
+        int64_t m = 0;
+        for (; m + TALL <= rows; m += TALL) packed_tile<T, TALL, V>(x + m, panel, k, end, out + m * PANEL);
+        if (m < rows) rest[rows - m](x + m, panel, k, end, out + m * PANEL);
+        k = end;
+    } while (k < length);
 }
 
 #endif

@@ -5,6 +5,7 @@ read once and that decides. What is left, and the backward pass, goes the way of
 activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
 """
 
+import itertools
 import math
 
 import torch
@@ -86,12 +87,14 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     E, Z, H = experts.up.shape
     R, I = topk_idx.numel(), experts.down.shape[2]
     offsets, row_slot = (topk_idx.new_empty(n, dtype=torch.int32) for n in (E + 1, R))
-    cpp.library().handle.moert_cpu_sort(
+    most = cpp.library().handle.moert_cpu_sort(
         topk_idx.data_ptr(), cpp.IDX_KINDS[topk_idx.dtype], R, E, offsets.data_ptr(), row_slot.data_ptr(), None
     )
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
-    if _in_one_call(experts, offsets):
-        return _forward_in_one_call(x, experts, topk_weight, offsets, row_slot, z_all), z_all, offsets, row_slot
+    if _in_one_call(experts, most):
+        out = x.new_empty(x.shape)
+        _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_all if save else None, out)
+        return out, z_all, offsets, row_slot
     plan = _Plan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
     up, down = _transposed(experts, 0), _transposed(experts, 1)
@@ -107,12 +110,11 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     return plan.combine(y, weighted=True), z_all, offsets, row_slot
 
 
-def _in_one_call(experts: Experts, offsets: torch.Tensor) -> bool:
-    """Whether one call of the library is to do it all, by the rows of each expert; each row of weights in one piece."""
+def _in_one_call(experts: Experts, most: int) -> bool:
+    """Whether one call of the library is to do it all, by the `most` rows of an expert; each row of weights in one piece."""
     if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
         return False
-    few = _few_rows(experts.up.dtype)
-    return few == ANY or int(offsets.diff().max()) <= few
+    return most <= _few_rows(experts.up.dtype)
 
 
 def _few_rows(dtype: torch.dtype) -> int:
@@ -121,21 +123,20 @@ def _few_rows(dtype: torch.dtype) -> int:
     return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
 
 
-def _forward_in_one_call(x, experts: Experts, topk_weight, offsets, row_slot, z):
-    """Return out [T, H]; z [R, 2I or I] is written, or [0, ...] and is not."""
+def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:
+    """Write out [T, H], the sum over the experts of `part`, and z from the first one's first row on; either may be None."""
     (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
     calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
     threads = torch.get_num_threads()
-    space = scratch("one call", (calls.moert_cpu_experts_bytes(dtype, T, H, I, E, K, threads),), x, torch.uint8)
+    size = calls.moert_cpu_experts_bytes(dtype, T, H, I, E, K, out is None, threads)
+    space = scratch("one call", (size,), x, torch.uint8)
     biases = [None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)]
-    out = x.new_empty(T, H)
     calls.moert_cpu_experts(
         dtype, *form_of(experts), x.data_ptr(), up.data_ptr(), up.stride(0), up.stride(1), down.data_ptr(),
         down.stride(0), down.stride(1), *(None if bias is None else bias.data_ptr() for bias in biases),
-        topk_weight.data_ptr(), offsets.data_ptr(), row_slot.data_ptr(), T, H, I, E, K, space.data_ptr(),
-        z.data_ptr() if z.shape[0] else None, out.data_ptr(), threads,
+        topk_weight.data_ptr(), offsets.data_ptr(), row_slot.data_ptr(), T, H, I, E, K, *part,
+        space.data_ptr(), *(None if tensor is None else tensor.data_ptr() for tensor in (z, out)), threads,
     )  # fmt: skip
-    return out
 
 
 def _weights(experts: Experts, part: int) -> list[torch.Tensor]:
@@ -155,11 +156,10 @@ def _mm(rows, weight, bias, e: int, out) -> None:
     torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias[e], rows, weight, out=out)
 
 
-def _up(group, experts: Experts, up: list, rows, z):
-    """Write the pre-activation of a group's `rows` into z, and return it."""
+def _up(group, experts: Experts, up: list, rows, z) -> None:
+    """Write the pre-activation of a group's `rows` into z."""
     for member in group.members:
         _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
-    return z
 
 
 def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs, router=None) -> Gradients:
@@ -173,15 +173,20 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     each = [None if grad is None else grad.unbind(0) for grad in (up, down)]
     row_weight = None if down_bias is None else topk_weight.reshape(-1)[row_slot]
     weights = [_weights(experts, part) for part in (0, 1)]
-    if R and not z_all.shape[0] and _in_one_call(experts, offsets):  # as the forward pass, to the last bit
-        z_all = scratch("z again", (R, Z), x)
-        _forward_in_one_call(x, experts, topk_weight, offsets, row_slot, z_all)
-    again = None if z_all.shape[0] else _transposed(experts, 0)
+    saved = z_all.shape[0] > 0
+    most = max((b - a for a, b in itertools.pairwise(plan.bounds)), default=0)
+    one_call = not saved and _in_one_call(experts, most)
+    transposed = None if saved or one_call else _transposed(experts, 0)
     dx = scratch("y", (R, H), x) if needs[0] else None
     for group in plan.groups:
         a, b = group.start, group.end
         dy, rows = plan.gather("dy", dout, group), plan.gather("x", x, group)
-        z = z_all[a:b] if again is None else _up(group, experts, again, rows, scratch("z", (b - a, Z), x))
+        z = z_all[a:b] if saved else scratch("z", (b - a, Z), x)
+        if one_call:  # as in the forward pass, to the last bit
+            part = (group.members[0].expert, group.members[-1].expert + 1)
+            _one_call(x, experts, topk_weight, offsets, row_slot, part, z, None)
+        elif not saved:
+            _up(group, experts, transposed, rows, z)
         dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
         for member in group.members:
             torch.mm(member.wide(dy), weights[1][member.expert], out=member.wide(dh))

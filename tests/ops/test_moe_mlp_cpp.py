@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moe_runtime import cpp
-from moe_runtime.ops import moe_mlp_cpp
+from moe_runtime.ops import moe_mlp_cpp, moe_mlp_torch, workspace
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.expert_rows import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
 from tests.support import cpu_build, layouts
-from tests.support.oracle import make_case, moe_mismatches, run
+from tests.support.oracle import make_case, moe_eager, moe_mismatches, run
 
 FLOATS = [torch.float32, torch.bfloat16]
 VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
@@ -123,6 +123,20 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     want = results(1)
     for threads in (2, 3, 8, 64):
         assert all(torch.equal(a, b) for a, b in zip(want, results(threads)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("threads", [2, 5, 64])
+def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch, variant):
+    case = make_case(
+        1300, 70, 33, 2, 1, dtype, "halves", bias=True
+    )  # fewer panels than threads, tokens enough to share
+    case.topk_idx[:1100] = 0  # two pieces of one expert
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
+    want = no_grad(case, backend="cpp")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    workspace.release()
+    assert torch.equal(no_grad(case, backend="cpp"), want)
 
 
 TEAM = """
@@ -239,8 +253,8 @@ def test_sort_is_stable_and_drops_what_is_outside(dtype):
 
 def test_the_largest_expert_decides_who_multiplies(monkeypatch):
     taken = []
-    one_call = moe_mlp_cpp._forward_in_one_call
-    monkeypatch.setattr(moe_mlp_cpp, "_forward_in_one_call", lambda *args: taken.append(1) or one_call(*args))
+    one_call = moe_mlp_cpp._one_call
+    monkeypatch.setattr(moe_mlp_cpp, "_one_call", lambda *args: taken.append(1) or one_call(*args))
     for T, few, want in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):  # a quarter of them each on average
         taken.clear()
         monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype, few=few: few)
@@ -273,6 +287,18 @@ def test_skewed_routing_both_ways(counts, H, I, gated, dtype, way, tolerance):
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     case.topk_idx.copy_(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None])
     assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
+
+
+@pytest.mark.parametrize("H, I", [(4096, 64), (64, 4096)])
+def test_long_sums_are_as_exact_as_torchs(H, I, monkeypatch, variant):
+    case = make_case(32, H, I, 1, 1)
+    want = moe_eager(*(case.leaves[name].double() for name in ("x", "up", "down", "topk_weight")), case.topk_idx)
+
+    def error(few):
+        monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: few)
+        return (no_grad(case, backend="cpp") - want).norm()
+
+    assert error(moe_mlp_cpp.ANY) < 2 * error(0)
 
 
 @pytest.mark.parametrize("way_of", [0, 1 << 20], ids=["matmuls", "one call"])
@@ -370,6 +396,22 @@ def test_acts_are_numbered_once():
     assert moe_mlp_cpp.form_of(Experts(None, None, None, None, ("gelu", True, None, 0.5, True))) == (
         1, 2, float("inf"), 0.5,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_recomputing_multiplies_up_alone_and_a_group_at_a_time(dtype, monkeypatch):
+    case = make_case(90, 48, 64, 6, 2, dtype, "dropped", bias=True)
+    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
+    monkeypatch.setattr(moe_mlp_torch, "GROUP_ELEMENTS", 60 * 128)
+    want = run(case, layer(backend="cpp"))
+    calls, one_call = [], moe_mlp_cpp._one_call
+    monkeypatch.setattr(moe_mlp_cpp, "_one_call", lambda *args: calls.append(args[-3:]) or one_call(*args))
+    workspace.release()
+    got = run(case, layer(backend="cpp", recompute=True))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    forward, *again = calls
+    assert forward[0] == (0, 6) and forward[1] is None and len(again) > 2
+    assert all(out is None and z.shape[0] < 90 for _, z, out in again)
 
 
 def test_backward_of_few_equals_that_of_matmuls(monkeypatch):

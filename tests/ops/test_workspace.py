@@ -31,12 +31,11 @@ def pool_bytes() -> int:
 
 
 def poison() -> int:
-    """Fill every free lease and this thread's scratch memory with NaN; returns the number of blocks."""
+    """Fill every free lease and all of this thread's scratch memory with bits that are NaN; returns the number of blocks."""
     for block in workspace._pool.free:
         block[:] = b"\xff" * len(block)
     for buffer in getattr(workspace._local, "buffers", {}).values():
-        if buffer.is_floating_point():
-            buffer.fill_(float("nan"))
+        buffer.view(torch.uint8).fill_(255)
     return len(workspace._pool.free)
 
 

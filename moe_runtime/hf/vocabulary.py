@@ -66,13 +66,13 @@ def _largest(rows) -> int | None:
 
 def _column_most(column) -> int | None:
     """Return the largest id of an Arrow column, one a row or lists however nested; None where it has no ids."""
-    import pyarrow
-    import pyarrow.compute
-
-    values, types = column.combine_chunks(), pyarrow.types
-    while types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+    values = column.combine_chunks()
+    while "list" in str(values.type).partition("<")[0]:
         values = values.flatten()
-    return pyarrow.compute.max(values).as_py() if types.is_integer(values.type) else None
+    if not str(values.type).startswith(("int", "uint")):
+        return None
+    values = values.drop_null().to_numpy(zero_copy_only=False)
+    return int(values.max()) if values.size else None
 
 
 def _most(ids) -> int | None:

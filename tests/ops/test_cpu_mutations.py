@@ -1,6 +1,6 @@
 """The checks of the CPU library must see planted bugs: each mutant is one changed line of csrc/cpu, built anew, and is caught.
 
-Built for one instruction set, which is all that a mistake needs. `make test` builds one of them, `make stress` all.
+Built for the machine's own instruction set and for none, which go different ways. `make test` builds one, `make stress` all.
 """
 
 import shutil
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_runtime import build_cpu, cpp
+from moe_runtime.ops import moe_mlp_cpp
 from tests.support import cpu_build
 from tests.support.layer import moe_layer
 from tests.support.oracle import ACT, make_case, moe_mismatches
@@ -26,23 +27,45 @@ MUTANTS = [  # file, what is there, what takes its place, what it is
     ("activation.h", "half + x * 0.39894228f", "half + x * 0.3989f", "a constant off by five hundred thousandths"),
     ("activation.h", "(1.0f + c * x", "(1.0f + x", "slope of quick_gelu"),
     ("activation.h", "2.0f * positive}", "positive}", "slope of relu2"),
+    ("tiles.h", "rest[rows - m]", "rest[1]", "the last rows of a tall tile"),
+    ("tiles.h", "if (k < length)", "if (false)", "the odd element of a sum in pairs"),
+    ("tiles.h", "more ? load(at) + acc[m][v] : acc[m][v]", "acc[m][v]", "a long sum's first part"),
+    ("experts.h", "f.H, panel + C)", "f.H, panel)", "up laid out over the gate"),
+    ("moert_cpu.cpp", "(begin + rows * (i + 1) / n)", "(begin + rows * i / n)", "pieces of no rows"),
+    ("moert_cpu.cpp", "(begin + rows * i / n)", "begin", "a second piece that begins with the first"),
     ("moert_cpu.cpp", "everyone[e] = all", "everyone[e] = offsets[e + 1] - first == T", "T rows taken for every token"),
 ]  # fmt: skip
 FORMS = ({}, {"limit": 0.7, "up_offset": 1.0}, {"limit": 0.7, "interleaved": True})
+# T, H, I, E, K, dtype, routing: few tokens and many, an odd number of pairs, a sum in two parts, an expert in two pieces
+CASES = [
+    *((T, 33, 19, 4, 2, torch.float32, routing) for T, routing in ((3, "random"), (70, "dropped"), (70, "halves"))),
+    (70, 33, 19, 4, 2, torch.bfloat16, "random"),
+    (40, 530, 19, 1, 1, torch.float32, "random"),
+    (1100, 9, 5, 1, 1, torch.float32, "random"),
+]
+WIDE = ("avx512", "avx512_bf16")  # the sets with code of their own
+NEEDS = {"rest[1]": WIDE, "acc[m][v]": WIDE, "f.H, panel)": WIDE, "if (false)": WIDE[1:]}
 pytestmark = pytest.mark.stress
 
 
 def found(library: cpp.Library, monkeypatch, tolerance) -> list[str]:
-    """Where a layer on this library is not the equation: few tokens and many, every form and activation."""
+    """Where a layer on this library is not the equation: few tokens and many, every form and activation, every way."""
     monkeypatch.setattr(cpp, "_find", lambda: library)
     torch.manual_seed(0)
-    bad = []
-    for n, act in enumerate(ACT):
-        for T, routing in ((3, "random"), (70, "dropped"), (70, "halves")):
-            gated = (n + T) % 3 > 0
-            case = make_case(T, 33, 19, 4, 2, routing=routing, act=act, gated=gated, bias=True)
-            case.form = FORMS[(n + T) % 3] if gated else {}
-            bad += moe_mismatches(moe_layer(backend="cpp"), case, tolerance[torch.float32])
+    bad, best = [], library.variant
+    for variant in dict.fromkeys((best, "generic")):
+        library.handle.moert_cpu_limit(variant.encode())
+        with monkeypatch.context() as patch:
+            if variant in WIDE:  # as where the machine has no matrix tiles
+                patch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
+            for n, act in enumerate(ACT):
+                for T, H, I, E, K, dtype, routing in CASES if n == 0 else CASES[:3]:
+                    gated = (n + T) % 3 > 0
+                    case = make_case(T, H, I, E, K, dtype, routing, act, gated, bias=True)
+                    # in bfloat16 what lies next to the limit falls on either side of it
+                    case.form = FORMS[(n + T) % 3] if gated and dtype == torch.float32 else {}
+                    bad += moe_mismatches(moe_layer(backend="cpp"), case, tolerance[dtype])
+    library.handle.moert_cpu_limit(best.encode())
     return bad
 
 
@@ -62,10 +85,13 @@ def test_unharmed(monkeypatch, tolerance):
 
 @pytest.mark.parametrize("file, old, new", [pytest.param(*m[:3], id=m[3]) for m in MUTANTS])
 def test_mutant_is_caught(file, old, new, monkeypatch, tolerance, tmp_path):
-    cpu_build.library()  # skips where there is no compiler
+    variant = cpu_build.library().variant  # skips where there is no compiler
     csrc = planted(tmp_path, file, old, new)
     if not STRESS and old != MUTANTS[0][1]:
         return  # that it still applies is known
-    monkeypatch.setattr(build_cpu, "X86_SETS", {})
+    if variant not in NEEDS.get(new, (variant,)):
+        pytest.skip(f"{variant} has no code that this changes")
+    sets = {name: flags for name, flags in build_cpu.X86_SETS.items() if variant.startswith(name)}
+    monkeypatch.setattr(build_cpu, "X86_SETS", sets)
     build_cpu.build(tmp_path / build_cpu.NAME, csrc=csrc)
     assert found(cpp.bind(tmp_path / build_cpu.NAME, csrc), monkeypatch, tolerance)

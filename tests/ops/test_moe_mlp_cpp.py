@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime import cpp
-from moe_runtime.ops import moe_mlp_cpp, moe_mlp_torch, workspace
+from moe_runtime.ops import expert_rows, moe_mlp_cpp, workspace
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.expert_rows import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
@@ -402,7 +402,7 @@ def test_acts_are_numbered_once():
 def test_recomputing_multiplies_up_alone_and_a_group_at_a_time(dtype, monkeypatch):
     case = make_case(90, 48, 64, 6, 2, dtype, "dropped", bias=True)
     monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
-    monkeypatch.setattr(moe_mlp_torch, "GROUP_ELEMENTS", 60 * 128)
+    monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", 60 * 128)
     want = run(case, layer(backend="cpp"))
     calls, one_call = [], moe_mlp_cpp._one_call
     monkeypatch.setattr(moe_mlp_cpp, "_one_call", lambda *args: calls.append(args[-3:]) or one_call(*args))

@@ -136,6 +136,8 @@ def test_lines_of_cells_that_were_not_run_here_stay():
 
 def test_a_python_that_is_not_there_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "FOLDER", tmp_path)
-    result = matrix.run_cell(matrix.Cell("floors-2.6", "2.6", "floors"), keep=False, selection=list(matrix.SELECTION))
+    result = matrix.run_cell(
+        matrix.Cell("floors-2.6", "2.6", "floors"), again=False, keep=False, selection=list(matrix.SELECTION)
+    )
     assert result["problem"] == "no Python 2.6 on the machine"
     assert matrix.results()["floors-2.6"] == result

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime import backends
 from moe_runtime.modules import merged
@@ -279,7 +280,7 @@ def test_experts_that_train_get_their_gradients_and_nothing_is_kept(backend):
 
 def test_nothing_is_kept_where_ops_are_watched_or_transformed(merges):
     layer, x = make(), torch.randn(5, 33)
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         layer(x)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         layer(torch.randn(5, 33))

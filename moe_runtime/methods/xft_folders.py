@@ -145,16 +145,13 @@ def mergeable_folder(
     outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
     """
     config, moe, paths = open_upcycled(source, stage="moe")
-    if not 0 <= shared_rate <= 1:
-        raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
-    if not (soup or moe.has_shared_expert):
-        raise ValueError(f"soup is False, gate is {moe.gate!r}, which has no shared expert; want soup=True")
+    new_config = folders.mergeable_config(config, shared_rate, soup)
     logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
         expected = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
-            folders.write_config(writer, folders.mergeable_config(config, shared_rate, soup))
+            folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():

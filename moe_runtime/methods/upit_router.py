@@ -21,7 +21,7 @@ import torch
 
 from moe_runtime import progress
 from moe_runtime.checkpoint import Checkpoint, write_tensors
-from moe_runtime.config import check_bool, check_choice, check_number, check_positive
+from moe_runtime.config import check_bool, check_choice, check_fraction, check_number, check_positive
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
 from moe_runtime.hf.routing_vectors import Measured, RoutingVectors, VectorTrainer, drawn, hidden_means
@@ -235,8 +235,7 @@ def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype:
     check_bool("train_ffn", train_ffn)
     if not len(rows):
         raise ValueError("rows are 0; want the rows of the expert's bucket")
-    if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
-        raise ValueError(f"alpha is {alpha!r}; want 0 to 1, the weight of the language model's loss")
+    check_fraction("alpha", alpha, "the weight of the language model's loss")
     if epochs is not None and steps is not None:
         raise ValueError(f"epochs is {epochs}, steps is {steps}; want one of them")
     if steps is not None:

@@ -31,6 +31,7 @@ RANK = {
     "ops": 2,
     "modules": 3,
     "tuning": 3,
+    "tuning_file": 1,
     "hf": 4,
     "data": 4,
     "prompts": 1,

@@ -20,6 +20,7 @@ from moe_runtime.config import check_choice
 from moe_runtime.data import pack, require, tokenize_pairs
 from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import fit as trainers
+from moe_runtime.hf.small_models import small_llama
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import xft
 from moe_runtime.standard_library import standard_library_pairs, standard_library_text
@@ -115,7 +116,7 @@ class Demo:
 
     def pretrain(self) -> None:
         p = self.preset
-        self.base = trainers.small_llama(
+        self.base = small_llama(
             self.tokenizer, hidden_size=p.hidden_size, intermediate_size=p.intermediate_size, num_layers=p.num_layers,
             max_length=p.max_length, seed=self.seed,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf import experts, ranks
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.expert_groups import group_routing
-from moe_runtime.hf.small_moe import small_deepseek
+from moe_runtime.hf.small_models import small_deepseek
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_scores import SEED, sample_batches

@@ -64,17 +64,9 @@ class Stages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             way = {}
             if pretrain is not None:
-                model = trainers.small_llama(
-                    self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                    num_layers=pretrain.num_layers, max_length=r.max_length, seed=pretrain.seed,
-                )  # fmt: skip
-                training = Training(
-                    steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                    optimizer="adamw_torch", schedule="cosine", max_grad_norm=1.0,
-                )  # fmt: skip
                 blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
                 held_out = self._single("held_out", 0)
-                trained = self._train("base", model, blocks, held_out, training, folder, seed=pretrain.seed)
+                model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
                 way = course_of(trained)
                 self._save(model, trained, tmp / "model")
             elif self.is_main:

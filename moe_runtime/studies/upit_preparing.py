@@ -84,15 +84,7 @@ class PreparedStages(KeptStages):
                     ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(lambda: self._load(tmp / "model"))
             blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
-            model = trainers.small_llama(
-                self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                num_layers=pretrain.num_layers, max_length=r.max_length, seed=pretrain.seed,
-            )  # fmt: skip
-            training = Training(
-                steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                optimizer="adamw_torch", max_grad_norm=1.0,
-            )  # fmt: skip
-            trained = self._train("base", model, blocks, self.held_out, training, folder, seed=pretrain.seed)
+            model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
             self._save(model, trained, tmp / "model")
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 

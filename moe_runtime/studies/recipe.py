@@ -15,7 +15,15 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 from moe_runtime import config
-from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive, shown
+from moe_runtime.config import (
+    MoEConfig,
+    check_choice,
+    check_fraction,
+    check_number,
+    check_positive,
+    check_shared_rate,
+    shown,
+)
 from moe_runtime.data import BUILT_IN
 from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies.recipe_files import read_yaml
@@ -68,24 +76,34 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data(Node):
-    """Rows to tune on and rows to judge by."""
+class Rows(Node):
+    """Rows to tune on and rows to judge by: where they are, and how many."""
 
-    train: str = BUILT_IN  # or a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
+    train: str  # what comes with the package, a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
     split: str = "train"
     held_out: str | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
     held_out_split: str = "test"
     held_out_rows: int = 256
-    prompt: str = "magicoder"
-    max_length: int = 1024
     limit: int | None = None  # rows to train on at most
 
     def __post_init__(self):
-        check_choice("prompt", self.prompt, tuple(PROMPTS))
-        check_positive("max_length", self.max_length)
         check_positive("held_out_rows", self.held_out_rows)
         if self.limit is not None:
             check_positive("limit", self.limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data(Rows):
+    """The rows of an XFT run, and how they are put."""
+
+    train: str = BUILT_IN
+    prompt: str = "magicoder"
+    max_length: int = 1024
+
+    def __post_init__(self):
+        Rows.__post_init__(self)
+        check_choice("prompt", self.prompt, tuple(PROMPTS))
+        check_positive("max_length", self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +174,7 @@ class Ewa(Node):
 
     def __post_init__(self):
         check_choice("schedule", self.schedule, ("constant", "linear"))
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share is {self.share}; want 0 to 1")
+        check_fraction("share", self.share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +201,7 @@ class Recipe(Node):
         check_choice("dtype", self.dtype, DTYPES)
         check_positive("evaluations", self.evaluations)
         check_base(self)
-        if not 0 <= self.shared_rate <= 1:
-            raise ValueError(f"shared_rate is {self.shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
+        check_shared_rate(self.shared_rate)
         object.__setattr__(self, "experts", resolve_experts(self.experts))
 
     @property

@@ -25,10 +25,9 @@ from moe_runtime.hf.ultrafuser_inputs import Encoder
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import fuser_checks, fuser_folders, fuser_rows, stage_rows
-from moe_runtime.studies.domain_results import by_domain
+from moe_runtime.studies.domain_results import Judged, by_domain
 from moe_runtime.studies.domains import DOMAINS, domains_key
 from moe_runtime.studies.fuser_recipe import FuserRecipe, Stage, load_recipe
-from moe_runtime.studies.fuser_results import Judged
 from moe_runtime.studies.recipe import Training
 from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
 

@@ -20,7 +20,6 @@ from moe_runtime.config import SHARED_GATES, check_choice, check_shared_rate
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.hf.averaging import AveragingCallback
-from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import baselines, xft, xft_folders
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.modules.merged import MergedMLP
@@ -197,10 +196,7 @@ class Stages(KeptStages):
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and the rows to tune on and to judge by."""
         r = self.recipe
-        if r.pretrain is not None:
-            tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
-        else:
-            tokenizer = ranks.load_tokenizer(r.base_model)
+        tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
         if r.data.prompt == "magicoder":
             tokenizer.chat_template = MAGICODER_CHAT  # the base's own, if any, is not what the model learns
         tokenizer.save_pretrained(folder / "tokenizer")

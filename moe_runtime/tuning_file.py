@@ -32,21 +32,25 @@ class Results:
         return self._load()["devices"].get(self.device, {"tiles": {}})
 
     def done(self) -> set[str]:
+        """Return the keys of the problems that are measured."""
         return set(self.read()["tiles"])
 
     def broken(self, key: str) -> list[Tile | None]:
-        """Configs that ended a process when they ran on this problem; None stands for compiling many at once."""
+        """Return the configs that ended a process when they ran on this problem; None stands for compiling many at once."""
         entries = self.read().get("broken", {}).get(key, ())
         return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
 
     def save(self, key: str, entry: dict) -> None:
+        """Write the entry of a problem that `tuning.measure` made."""
         self._change(lambda device: device["tiles"].update({key: entry}))
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
+        """Note a config that ended a process, None for compiling many at once."""
         entry = {"tile": tile, "note": note}
         self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
 
     def forget_broken(self) -> None:
+        """Forget the notes of `save_broken`, so that those configs are tried once more."""
         if "broken" in self.read():
             self._change(lambda device: device.pop("broken", None))
 

@@ -27,8 +27,15 @@ from moe_runtime.modules.moe import Experts, MoE, Router
 from moe_runtime.modules.trainable import split_of
 from moe_runtime.ops.activation import activate
 
+TOLERANCE = 1e-5  # largest relative difference of an MLP from the formula, in float64
 
-def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = 1e-5) -> dict[int, float]:
+
+def sampled(layers: Sequence[int]) -> set[int]:
+    """Return the first, the middle and the last of `layers`: those whose MLPs are run."""
+    return {layers[0], layers[len(layers) // 2], layers[-1]}
+
+
+def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = TOLERANCE) -> dict[int, float]:
     """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the relative errors.
 
     Of `layers`, all by default, it runs the first, the middle and the last, and each that is unlike the first or patched;
@@ -41,8 +48,7 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance:
     for layer, mlp in mlps.items():
         refuse_offloaded(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
-    run = {layers[0], layers[len(layers) // 2], layers[-1]}
-    run |= {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
+    run = sampled(layers) | {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
     errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
     for layer, error in errors.items():
         if not error < tolerance:

@@ -29,7 +29,6 @@ from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies.recipe_files import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-SHIPPED = RECIPES / "xft"
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets

@@ -113,12 +113,9 @@ def init_router(
     done = {"vectors": vectors, "before": before, "after": before}
     if router_init == "skilled":
         routing.train_only(train_ffn)
-        trainer = functools.partial(VectorTrainer, vector_rate=vector_learning_rate)
-        # one row to judge by: all are measured beside, with the vectors
-        first = rows.select([0]).select_columns(["input_ids", "labels"])
-        trained = fit.train(
-            model, rows, tokenizer, folder=_checkpoints(folder, made_of), held_out=first, evaluations=1,
-            callbacks=callbacks, on_step=on_step, trainer=trainer, **settings,
+        trained = _pre_optimize(
+            model, rows, tokenizer, vector_learning_rate, folder=_checkpoints(folder, made_of), callbacks=callbacks,
+            on_step=on_step, **settings,
         )  # fmt: skip
         done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
         done["seconds"], weights = trained.history.seconds, trained.state_dict()
@@ -129,6 +126,14 @@ def init_router(
     _save(routed, folder, made_of, overwrite, write)
     _remove_checkpoints(folder)
     return routed
+
+
+def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
+    """Train what requires a gradient with the vectors in the loss, these at a rate of their own if given."""
+    # one row to judge by: all are measured beside, with the vectors
+    first = rows.select([0]).select_columns(["input_ids", "labels"])
+    trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
+    return fit.train(model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training)
 
 
 def _check_expert(opened: Expert) -> None:

@@ -16,7 +16,8 @@ from moe_runtime.methods.esft_selection import SCORES, VARIANTS, check_p
 from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies import recipe as recipes
 from moe_runtime.studies.esft_tasks import GENERAL, check_source
-from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Rows, Training, check_base, check_names
+from moe_runtime.studies.recipe import DTYPES, Pretrain, Rows, Training, check_base, check_names
+from moe_runtime.studies.recipe_nodes import Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

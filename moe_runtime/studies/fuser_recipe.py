@@ -17,7 +17,8 @@ from moe_runtime.hf.ultrafuser import REDUCTIONS
 from moe_runtime.modules.fuser import GATES
 from moe_runtime.studies import recipe as recipes
 from moe_runtime.studies.domains import Domain
-from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_names
+from moe_runtime.studies.recipe import DTYPES, Pretrain, Training, check_names
+from moe_runtime.studies.recipe_nodes import Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,8 @@ from moe_runtime.config import MoEConfig, check_choice, check_fraction, check_nu
 from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies import recipe as recipes
 from moe_runtime.studies.domains import Domain
-from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names
+from moe_runtime.studies.recipe import DTYPES, Pretrain, Training, check_base, check_names
+from moe_runtime.studies.recipe_nodes import Node
 
 FORMS = ("ffn", "lora")
 WHICH = ("back", "front", "uniform")

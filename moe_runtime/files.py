@@ -314,6 +314,14 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
         _sync(folder)
 
 
+def weights_of(folder: str | os.PathLike) -> list[str]:
+    """Return the names of a folder's files of a model's weights, sorted; none where there is no config.json beside them."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        return []
+    return sorted(p.name for p in folder.iterdir() if re.fullmatch(_WEIGHTS, p.name) and _kind(p.name) == "model")
+
+
 def _kind(name: str) -> str:
     """Return whose a file of weights is, by _MARKS."""
     return "adapter" if name.startswith("adapter_model") else "model"

@@ -383,6 +383,10 @@ BAD = {
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "base"),
         "which exists",
     ),
+    "train: over the base": (
+        ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "base", "--overwrite"),
+        "base, which holds a whole model",
+    ),
     "train: dtype": (
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "new", "--dtype", "int8"),
         "dtype is 'int8'",

@@ -16,7 +16,7 @@ import torch
 from moe_runtime import data
 from moe_runtime.config import check_positive
 from moe_runtime.files import atomic_write_json, check_out_dir, read_json
-from moe_runtime.hf import experts, fit, folders, ranks
+from moe_runtime.hf import adapters, experts, fit, folders, ranks
 from moe_runtime.hf.recording import last_checkpoint
 from moe_runtime.hf.vocabulary import check_ids
 from moe_runtime.methods import esft
@@ -131,6 +131,7 @@ def train_folder(
         selection = load_selection(selection)
     out = Path(out)
     check_out_dir(out, overwrite)
+    adapters.check_place(out)
     check_positive("max_length", max_length)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
     compared = {name: value for name, value in asdict(training).items() if name not in NOT_COMPARED}

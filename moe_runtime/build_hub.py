@@ -191,6 +191,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {str(error).replace('overwrite=True', '--overwrite')}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error.filename or options.out} cannot be read or written ({error.strerror})", file=sys.stderr)
+        return 2
     print(f"{options.out}: {', '.join(sorted(path.name for path in (options.out / 'build').iterdir()))}")
     return 0
 

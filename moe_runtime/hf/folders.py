@@ -12,15 +12,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.config import MoEConfig, shown
-from moe_runtime.files import read_json
 from moe_runtime.hf.configuration import SHIM, moe_fields
 from moe_runtime.hf.families import FAMILIES, family_of, moe_shape, write_mlp
 from moe_runtime.hf.modeling import model_classes
 from moe_runtime.hf.rope import legacy_rope
 from moe_runtime.hf.swap import check_layers, mlp_error, stock_config
+from moe_runtime.layer_sizes import MAX_LAYERS, check_folder
 
-MAX_LAYERS = 10_000
-# weights, and what is written anew
+# weights
 _LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
@@ -29,7 +28,7 @@ def read_config(folder: str | Path):
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
-    read_json(folder / "config.json")
+    check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # a config class checks little, and falls over whatever it meets
@@ -107,11 +106,21 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    specs = checkpoint.specs()
+def check_depth(config, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for far more layers than the folder has tensors: a model without weights has a price too."""
+    layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
+    if layers > max(found, 100):
+        raise ValueError(
+            f"num_hidden_layers of config.json is {layers}, {checkpoint.path} has {found} tensors; want one a layer at least"
+        )
+
+
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
     own = {key: _renamed(key, renamings) for key in specs}
     passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
     got = {own[key]: spec for key, spec in specs.items() if not any(re.search(p, own[key]) for p in passed_over)}
+    specs = checkpoint.specs()
+    check_depth(config, checkpoint)
     tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
     buffers = {name for name, _ in model.named_buffers()}
     want = {

@@ -12,6 +12,7 @@ from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf.rope import write_legacy_rope
 
 
+from moe_runtime.layer_sizes import check_folder
 def state():
     """Return accelerate's PartialState of this process: its rank, the number of processes, its device."""
     from accelerate import PartialState
@@ -107,6 +108,7 @@ def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict
 
     `state_dict` stands for the weights of a model that is split; FSDP2 holds them in float32 under mixed precision.
     """
+        check_folder(source)
     narrow = getattr(torch, dtype)
     if state_dict is not None:
         state_dict = {

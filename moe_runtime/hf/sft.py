@@ -20,6 +20,7 @@ from moe_runtime.hf.sft_flags import TrainArguments, parse
 from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.training import ROW_ID, _MoETrainer
 from moe_runtime.modules.moe import Router
+from moe_runtime.layer_sizes import check_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
@@ -181,6 +182,7 @@ def _check_model(name: str | None) -> None:
             f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
+    check_folder(path)
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:

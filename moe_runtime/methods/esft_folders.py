@@ -66,6 +66,8 @@ def merge_folder(
     with Checkpoint(base) as checkpoint:
         plan = _planned(model, adapter, checkpoint, check_weights)
         total = sum(spec.nbytes for spec in checkpoint.specs().values())
+        folders.check_depth(config, checkpoint)
+        model = skeleton(config)
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
             names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
             for name in names:
@@ -86,6 +88,8 @@ def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights:
     with Checkpoint(base) as checkpoint:
         return len(_planned(model, adapter, checkpoint, check_weights))
 
+        folders.check_depth(config, checkpoint)
+        model = skeleton(config)
 
 def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_weights: bool) -> "_Plan":
     """Check an adapter against its base's folder and return what it changes there."""

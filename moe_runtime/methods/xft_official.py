@@ -38,6 +38,7 @@ from moe_runtime.methods.xft_official_files import EXPERTS, KINDS, TorchFiles, f
 from moe_runtime.ops.merging import merge_rows
 
 MLP = "model.layers.{}.mlp"
+MAX_NAMES = 10**6  # of tensors that may be missing, to name them: more would fill the memory
 # the weighted model's own, never used MLP
 _PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
@@ -99,6 +100,12 @@ def import_official(
 def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, overwrite, progress) -> FolderReceipt:
     config = official.import_config(values, opened.stage, rope_theta)
     moe, layers = moe_config(config), range(config.num_hidden_layers)
+    named, found = len(layers) * moe.num_experts * len(KINDS), len(opened.specs())
+    if named > max(found, MAX_NAMES):
+        raise ValueError(
+            f"num_hidden_layers is {len(layers)}, num_experts is {moe.num_experts} in config.json; want {found} tensors at "
+            f"most, which are in {opened.path}"
+        )
     wanted = [_wanted(moe, layer, opened.stage) for layer in layers]
     specs = _check(opened, config, wanted)
     expected = sum(spec.nbytes for spec in specs.values())

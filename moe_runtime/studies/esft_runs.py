@@ -75,9 +75,10 @@ def score_folder(
     scores = esft.score_experts(
         model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True, overwrite=overwrite
     )
-    if process.is_main_process:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        scores.save(out)
+    with ranks.leading() as main:
+        if main:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            scores.save(out)
     return scores
 
 
@@ -146,16 +147,17 @@ def train_folder(
     receipt = esft.train_only(model, selection, dtype=None if dtype is None else getattr(torch, dtype))
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
-    if ranks.state().is_main_process:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(checkpoints / "settings.json", settings)
+    with ranks.leading() as main:
+        if main:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(checkpoints / "settings.json", settings)
     evaluations = max((training.steps or 0) // 100, 4)
     done = fit.train(
         model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
         **asdict(training),
     )  # fmt: skip
-    esft.save_adapter(model, out, overwrite=overwrite)
-    ranks.agree()
+    with ranks.leading():
+        esft.save_adapter(model, out, overwrite=overwrite)
     remove(checkpoints)
     return TrainingReceipt(
         path=out,

@@ -21,6 +21,11 @@ from moe_runtime.layer_sizes import MAX_LAYERS, check_folder
 
 # weights
 _LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+# what is written anew, or is not true of other weights: cards, records, and logs of the run that made these
+_OF_THESE = (
+    "config.json", f"{SHIM}.py", "README.md", "adapter_config.json", "expert_cfg.json", "expert.json", "router.json",
+    "router_stats.csv", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
+)  # fmt: skip
 
 
 def read_config(folder: str | Path):
@@ -86,26 +91,21 @@ def write_config(writer: CheckpointWriter, config) -> None:
         writer.write_text(f"{SHIM}.py", config.shim())
 
 
-def copy_side_files(source: Path, writer: CheckpointWriter, skip: Sequence[str] = ()) -> list[str]:
-    """Copy tokenizer, generation config, chat template and the like, but not `skip`; return their names."""
-    names = sorted(
-        path.name
-        for path in source.iterdir()
-        if path.is_file() and not path.name.endswith(_LEFT_OUT) and path.name not in ("config.json", f"{SHIM}.py", *skip)
-        and not path.name.startswith((".", "training_args"))
-    )  # fmt: skip
+def side_files(source: Path) -> list[str]:
+    """Return the names of the files that any model made of this folder needs too: tokenizer, generation config, licence, ..."""
+    names = (path.name for path in source.iterdir() if path.is_file())
+    hidden = (".", "training_args")
+    return sorted(n for n in names if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden))
+
+
+def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
+    """Copy `side_files`; return their names."""
+    names = side_files(source)
     for name in names:
         writer.copy_file(source / name)
     return names
 
 
-def check_tensors(config, checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless a folder's tensors are those of the model that its config describes, by name and shape.
-
-    Tied weights may be missing; what transformers itself passes over (old rotary buffers) may be there.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
 def check_depth(config, checkpoint: Checkpoint) -> None:
     """Raise ValueError for far more layers than the folder has tensors: a model without weights has a price too."""
     layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
@@ -115,12 +115,19 @@ def check_depth(config, checkpoint: Checkpoint) -> None:
         )
 
 
+def check_tensors(config, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless a folder's tensors are those of the model that its config describes, by name and shape.
+
+    Tied weights may be missing; what transformers itself passes over (old rotary buffers) may be there.
+    """
+    specs = checkpoint.specs()
+    check_depth(config, checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
     own = {key: _renamed(key, renamings) for key in specs}
     passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
     got = {own[key]: spec for key, spec in specs.items() if not any(re.search(p, own[key]) for p in passed_over)}
-    specs = checkpoint.specs()
-    check_depth(config, checkpoint)
     tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
     buffers = {name for name, _ in model.named_buffers()}
     want = {

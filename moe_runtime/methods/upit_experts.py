@@ -200,7 +200,7 @@ def materialize(
     expected = sum(spec.nbytes for spec in expert.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
         writer.copy_file(expert.path / "config.json")
-        folders.copy_side_files(expert.path, writer, skip=(RECORD,))
+        folders.copy_side_files(expert.path, writer)
         for key in expert.keys():
             writer.add(key, expert.get(key))
     return Path(out)

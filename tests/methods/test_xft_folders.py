@@ -114,6 +114,16 @@ def test_shards_and_side_files(base, tmp_path):
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")).isfinite().all()
 
 
+def test_what_a_training_says_of_its_weights_stays_with_them(moe, tmp_path):
+    stays = {"router_stats.csv", "README.md", "trainer_state.json", "all_results.json", "adapter_config.json"}
+    goes = {"tokenizer.json", "LICENSE", "chat_template.jinja"}
+    for name in stays | goes:
+        (moe / name).write_text("{}")
+    for convert, target in ((xft_folders.mergeable_folder, "mergeable"), (xft_folders.merge_folder, "dense")):
+        receipt, there = convert(moe, tmp_path / target), {path.name for path in (tmp_path / target).iterdir()}
+        assert goes <= there and goes <= set(receipt.side_files) and not stays & there
+
+
 def test_alpha_uniform_and_by_hand(moe, tmp_path):
     xft_folders.merge_folder(moe, tmp_path / "uniform", alpha="uniform")
     xft_folders.merge_folder(moe, tmp_path / "hand", alpha=[0.25] * 4)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,17 @@ def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def check_out_dir(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing."""
+def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
+    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing.
+
+    One of `reads`, or a folder that holds one, may not be with `overwrite` either; what is no path there is passed over.
+    """
     path = Path(os.path.realpath(path))
+    for source in reads if path.exists() else ():
+        if isinstance(source, str | os.PathLike) and Path(os.path.realpath(source)).is_relative_to(path):
+            raise ValueError(
+                f"out_dir is {path}, which is or holds {os.fspath(source)}, that is read; want another folder"
+            )
     if path.exists() and not path.is_dir():
         raise ValueError(f"out_dir is {path}, which is a file; want a new or empty folder")
     if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):

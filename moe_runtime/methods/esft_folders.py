@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from moe_runtime.files import check_out_dir
 from moe_runtime.hf import folders
 from moe_runtime.hf.adapter_names import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.hf.configuration import SHIM
@@ -61,13 +62,14 @@ def merge_folder(
     weights), unknown ids or shapes, a folder whose tensors are quantized or not as transformers names them, an existing
     target or too little disk space.
     """
+    check_out_dir(out, overwrite, [base, adapter])
     adapter = as_adapter(adapter)
-    model = skeleton(folders.read_config(base))
+    config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
-        plan = _planned(model, adapter, checkpoint, check_weights)
-        total = sum(spec.nbytes for spec in checkpoint.specs().values())
         folders.check_depth(config, checkpoint)
         model = skeleton(config)
+        plan = _planned(model, adapter, checkpoint, check_weights)
+        total = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
             names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
             for name in names:
@@ -84,12 +86,12 @@ def merge_folder(
 def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights: bool = True) -> int:
     """Return how many tensors of the folder `base` an adapter changes; raises ValueError as `merge_folder` does."""
     adapter = as_adapter(adapter)
-    model = skeleton(folders.read_config(base))
+    config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
-        return len(_planned(model, adapter, checkpoint, check_weights))
-
         folders.check_depth(config, checkpoint)
         model = skeleton(config)
+        return len(_planned(model, adapter, checkpoint, check_weights))
+
 
 def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_weights: bool) -> "_Plan":
     """Check an adapter against its base's folder and return what it changes there."""

@@ -66,7 +66,7 @@ def assemble(
         raise ValueError("experts are 0; want at least one folder")
     if gate in SHARED_GATES:
         raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; want one without shared expert")
-    check_out_dir(out, overwrite)
+    check_out_dir(out, overwrite, [*experts, base])
     settings = {
         "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
         "balance_loss_coef": balance_loss_coef,

@@ -104,7 +104,7 @@ def init_router(
         if not overwrite and ranks.agree(_is_made(folder, made_of)):
             _remove_checkpoints(folder)
             return load_routed(folder)
-        check_out_dir(folder, overwrite)
+        check_out_dir(folder, overwrite, [expert, base])
         model, adapted = _load(opened, dtype)
         dtype = dtype or expert_models.dtype_of(opened)
     vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index)

@@ -91,7 +91,7 @@ def import_official(
     its config.json says (with a warning where it says another). Raises ValueError, with nothing written, for an option
     that we do not compute, other tensors than the config's, pickles of more than tensors, or an existing target.
     """
-    check_out_dir(target, overwrite)
+    check_out_dir(target, overwrite, [source, ffn_folder])
     source, values = Path(source), official.read_values(source)
     with contextlib.closing(_open(source, values, ffn_folder)) as opened:
         return _import(opened, values, target, rope_theta, max_shard_size, overwrite, progress)
@@ -239,7 +239,7 @@ def export_official(
     writes an MoE with another rope_theta than 10000 all the same, the only one that the released MoE code computes with.
     Raises ValueError, with nothing written, for what that code has no option for, or an existing target.
     """
-    out = check_out_dir(target, overwrite)
+    out = check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)
     stage = config.moe_runtime["stage"]
     if stage not in ("moe", "mergeable"):

@@ -60,7 +60,7 @@ def score_folder(
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
     if logs is not None:
-        check_out_dir(logs, overwrite)
+        check_out_dir(logs, overwrite, [source, rows])
     model, tokenizer = _load(source, prompt)
     longest = n_tokens if packed else max_length
     ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
@@ -128,10 +128,10 @@ def train_folder(
     which the same call goes on, and which goes away at the end. Every process of a run calls. Raises ValueError, with
     nothing written, for what cannot be read or trained, for an existing target, and for checkpoints of another call.
     """
+    out = Path(out)
+    check_out_dir(out, overwrite, [source, selection, rows, held_out])
     if not isinstance(selection, esft.ExpertSelection):
         selection = load_selection(selection)
-    out = Path(out)
-    check_out_dir(out, overwrite)
     adapters.check_place(out)
     check_positive("max_length", max_length)
     checkpoints = out.with_name(f"{out.name}-checkpoints")

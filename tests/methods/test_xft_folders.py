@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.hf.families import FAMILIES
-from moe_runtime.methods import xft, xft_folders
+from moe_runtime.methods import xft, xft_folders, xft_official
 from tests.hf.tiny import dense, distance, logits
 from tests.support import limited
 
@@ -357,3 +357,19 @@ def test_a_killed_conversion_leaves_nothing_or_the_old_folder(tmp_path):
         experts = checkpoint.specs()["model.layers.5.mlp.experts.down_proj"].shape[0]
     assert experts == (2 if (tmp_path / "moe" / "config.json").read_bytes() == old else 4)
     AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+
+
+def test_what_is_read_is_never_replaced(base, moe, tmp_path):
+    """Nor a folder that holds it, whatever else lies there."""
+    shutil.copytree(moe, tmp_path / "runs" / "moe")
+    moe = tmp_path / "runs" / "moe"
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(moe)
+    for target in (moe, tmp_path / "runs", tmp_path / "link"):
+        for convert in (xft_folders.merge_folder, xft_folders.mergeable_folder, xft_official.export_official):
+            with pytest.raises(ValueError, match=r"which is or holds .*moe, that is read; want another folder"):
+                convert(moe, target, overwrite=True)
+    with pytest.raises(ValueError, match=r"which is or holds .*dense, that is read"):
+        xft_folders.upcycle_folder(base, base, overwrite=True, **SMALL)
+    assert {path: path.read_bytes() for path in before} == before
+    xft_folders.merge_folder(moe, moe / "dense", overwrite=True)  # a folder inside takes nothing away

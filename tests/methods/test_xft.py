@@ -79,7 +79,7 @@ def test_weights_that_are_not_finite_are_refused_or_said(value):
     weight.data[0, 0] = value
     for call in (xft.upcycle, to_ewa):
         with pytest.raises(ValueError, match=r"model.layers.1.mlp.down_proj.weight has NaN or infinity; want finite"):
-            call(model, num_experts=4)
+            call(model, num_experts=8)
     assert not hasattr(model.config, "moe_runtime") and hasattr(model.model.layers[0].mlp, "gate_proj")
     weight.data[0, 0] = before
     model.model.norm.weight.data[0] = value

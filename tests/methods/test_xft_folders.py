@@ -119,7 +119,7 @@ def test_what_a_training_says_of_its_weights_stays_with_them(moe, tmp_path):
     goes = {"tokenizer.json", "LICENSE", "chat_template.jinja"}
     for name in stays | goes:
         (moe / name).write_text("{}")
-    for convert, target in ((xft_folders.mergeable_folder, "mergeable"), (xft_folders.merge_folder, "dense")):
+    for convert, target in ((xft_folders.mergeable_folder, "mergeable"), (xft_folders.merge_folder, "merged")):
         receipt, there = convert(moe, tmp_path / target), {path.name for path in (tmp_path / target).iterdir()}
         assert goes <= there and goes <= set(receipt.side_files) and not stays & there
 

@@ -189,17 +189,17 @@ def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Itera
     One of `reads`, or a folder that holds one, may not be with `overwrite` either; what is no path there is passed over.
     """
     path = Path(os.path.realpath(path))
-    for source in reads if path.exists() else ():
-        if isinstance(source, str | os.PathLike) and Path(os.path.realpath(source)).is_relative_to(path):
-            raise ValueError(
-                f"out_dir is {path}, which is or holds {os.fspath(source)}, that is read; want another folder"
-            )
     if path.exists() and not path.is_dir():
         raise ValueError(f"out_dir is {path}, which is a file; want a new or empty folder")
     if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
         raise ValueError(f"out_dir is {path}, a mount point or a parent of the current folder; want one inside it")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"out_dir is {path}, which exists; want a new or empty folder; or pass overwrite=True")
+    for source in reads if path.exists() else ():
+        if isinstance(source, str | os.PathLike) and Path(os.path.realpath(source)).is_relative_to(path):
+            raise ValueError(
+                f"out_dir is {path}, which is or holds {os.fspath(source)}, that is read; want another folder"
+            )
     return path
 
 

@@ -406,7 +406,7 @@ BAD = {
     ),
     "train: over the base": (
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "base", "--overwrite"),
-        "base, which holds a whole model",
+        "which is or holds base, that is read",
     ),
     "train: dtype": (
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "new", "--dtype", "int8"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime import layer_sizes, timing, tuning
+from moe_runtime import layer_sizes, timing, tuning, tuning_file
 from moe_runtime.bench import shapes
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
@@ -167,7 +167,7 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
 
 def test_two_processes_may_write_one_file(clock, tmp_path):
     path = tmp_path / "both.json"
-    one, two = (tuning.Results(path, device) for device in ("A100", "H200"))
+    one, two = (tuning_file.Results(path, device) for device in ("A100", "H200"))
     one.save("a", {"tile": BUILT_IN._asdict()})
     two.save("b", {"tile": TALL._asdict()})
     one.save("c", {"tile": TMA._asdict()})
@@ -201,7 +201,7 @@ def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
 
 @pytest.mark.parametrize("died_with", [TALL, None], ids=["a config", "compiling"])
 def test_what_ended_a_process_is_not_tried_again(clock, few, died_with):
-    results = tuning.Results(tiles.tuned_path(), "interpreter")
+    results = tuning_file.Results(tiles.tuned_path(), "interpreter")
     trying = results.trying(KEYS[0], died_with)
     trying.__enter__()  # and the process is gone
     clock.ms = {TALL: 1.0}

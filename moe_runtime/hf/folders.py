@@ -11,12 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
-from moe_runtime.config import MoEConfig, shown
-from moe_runtime.hf.configuration import SHIM, moe_fields
+from moe_runtime.config import MoEConfig, check_shared_rate, shown
+from moe_runtime.hf.configuration import (
+    SHIM,
+    become_mergeable,
+    become_moe,
+    check_mergeable,
+    moe_config,
+    moe_fields,
+    stock_config,
+)
 from moe_runtime.hf.families import FAMILIES, family_of, moe_shape, write_mlp
 from moe_runtime.hf.modeling import model_classes
 from moe_runtime.hf.rope import legacy_rope
-from moe_runtime.hf.swap import check_layers, mlp_error, stock_config
+from moe_runtime.hf.swap import check_layers, mlp_error
 from moe_runtime.layer_sizes import MAX_LAYERS, check_folder
 
 # weights
@@ -60,21 +68,22 @@ def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None)
     classes = model_classes(family_of(config).model_type)
     _check_depth(config)
     new = copy.deepcopy(config)
-    new.__class__ = classes.config
     architecture = classes.base_causal_lm.__name__
     layers = check_layers(config.num_hidden_layers, layers)
     fields = moe_fields(moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture)
-    for name, value in fields.items():
-        setattr(new, name, value)
-    new.architectures = [classes.causal_lm.__name__]
+    become_moe(new, classes, fields)
     return new
 
 
 def mergeable_config(config, shared_rate: float, soup: bool):
-    """Return the config of an upcycled model after `to_mergeable`."""
+    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises ValueError where that would.
+
+    That is for a gate without shared expert unless `soup`, and for a rate outside 0..1.
+    """
+    check_mergeable(moe_config(config), soup)
+    check_shared_rate(shared_rate)
     new = copy.deepcopy(config)
-    new.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
-    new.output_router_logits, new.router_aux_loss_coef = False, 0.0
+    become_mergeable(new, shared_rate, soup)
     return new
 
 

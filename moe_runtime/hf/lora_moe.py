@@ -28,7 +28,7 @@ from moe_runtime.hf.lora_adapters import add_to_backbone, read_experts
 from moe_runtime.hf.lora_settings import check_routers, check_upcycled, dtype_name, listed, lora_block, lora_config
 from moe_runtime.hf.modeling import freeze_for_lora, model_classes, moe_layers
 from moe_runtime.modules.lora import LoRAMoE, check_base, check_plain
-from moe_runtime.modules.lora_folders import save_single, save_stacked
+from moe_runtime.modules.lora_folders import load_stacked, save_single, save_stacked
 from moe_runtime.modules.lora_linear import LinearExperts, LoRALinear, add_experts
 
 
@@ -253,3 +253,17 @@ def save_adapters(
                 {path.format(layer): m for layer, m in layers.items()}, new / "stacked", base_model=str(upcycled)
             )
     return [Path(folder) / name for name in names]
+
+
+def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Read one adapter of all experts and the routers into a model with LoRA experts of form "block", in place; return it.
+
+    `folder` is the FOLDER/stacked that `save_adapters` wrote, or what PEFT made of it by training on. Raises ValueError, with
+    the model untouched, for another form, and for an adapter of other layers, sizes or settings.
+    """
+    layers, block = _whole_layers(model), model.config.moe_runtime
+    if block["lora"]["form"] != "block":
+        raise ValueError(f"form is {block['lora']['form']!r}; want 'block': linear layers have no stacked adapter")
+    path = FAMILIES[block["base_model_type"]].path
+    load_stacked({path.format(layer): module for layer, module in layers.items()}, folder)
+    return model

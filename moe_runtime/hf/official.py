@@ -17,7 +17,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from moe_runtime.config import MoEConfig, check_bool, shown
+from moe_runtime.config import MoEConfig, check_bool, check_number, check_shared_rate, shown
 from moe_runtime.files import read_json
 from moe_runtime.hf import folders
 from moe_runtime.hf.configuration import moe_config
@@ -118,8 +118,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     new = folders.upcycled_config(config, moe)
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
-    if not _is_number(rate) or not 0 <= rate <= 1:
-        raise ValueError(f"shared_expert_weight is {shown(rate)}; want 0 to 1, the shared expert's mixing coefficient")
+    check_shared_rate(rate, "shared_expert_weight")
     return folders.mergeable_config(new, rate, soup=False) if stage == "mergeable" else new
 
 
@@ -187,8 +186,7 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
             f"imported with its base, {base}; rope_theta={said} makes it that one",
             stacklevel=5,
         )
-    if not _is_number(base) or base <= 0:
-        raise ValueError(f"rope_theta is {shown(base)}; want a number above 0")
+    check_number("rope_theta", base, positive=True)
     rope = {"rope_theta": base, "rope_type": "default"}
     scaling = values.get("rope_scaling")
     if scaling is not None:

@@ -24,17 +24,21 @@ from torch import nn
 
 from moe_runtime.files import check_out_dir, read_json
 from moe_runtime.hf import adapters, trainable
+from moe_runtime.hf.gate_scores import GateSums
 from moe_runtime.hf.layers import plain_name
+from moe_runtime.hf.trainable import TrainableReceipt
 from moe_runtime.hf.trainable_layers import check_unwrapped
 from moe_runtime.methods.esft_adapters import APPLIED, Adapter, apply, from_config, load_adapter, remove, to_config
 from moe_runtime.methods.esft_base import base_of, check_base
+from moe_runtime.methods.esft_folders import MergeReceipt
 from moe_runtime.methods.esft_folders import merge_folder as merge
 from moe_runtime.methods.esft_scores import ExpertScores, score_experts
 from moe_runtime.methods.esft_selection import ExpertSelection, check_selection, random_experts, select_experts
 
 __all__ = [
-    "Adapter", "ExpertScores", "ExpertSelection", "adapter_of", "apply", "drop", "fold", "load_adapter", "load_trained",
-    "merge", "random_experts", "remove", "save_adapter", "score_experts", "select_experts", "train_only",
+    "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
+    "drop", "fold", "load_adapter", "load_trained", "merge", "random_experts", "remove", "save_adapter", "score_experts",
+    "select_experts", "train_only",
 ]  # fmt: skip
 
 
@@ -44,7 +48,7 @@ def train_only(
     shared_experts: bool | None = None,
     non_expert_modules: bool | None = None,
     dtype: torch.dtype | None = None,
-) -> trainable.TrainableReceipt:
+) -> TrainableReceipt:
     """Make `model` train the experts of `selection` alone, in place: they lie apart from the stacks, all else is frozen.
 
     The two flags, the selection's unless given, add the paper's other settings (Table 3): the MLPs that all tokens go

@@ -162,7 +162,7 @@ def merge(
 
 
 def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
-    """Return learned coefficients; ValueError, naming the layer, for some that are not finite."""
+    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
     if not alpha.isfinite().all():
         raise ValueError(
             f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
@@ -200,7 +200,10 @@ def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: 
 def merged_weights(
     layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
 ) -> dict:
-    """Return one dense weight per expert stack of the layer, under the stack's name."""
+    """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's name and in its dtype.
+
+    `alpha` [E] stands for the layer's own coefficients, or for the INIT mixture of `shared_rate`. XFT, Eq. (3); no gradient.
+    """
     if alpha is None:
         if isinstance(layer, MergedMLP | EWAMLP):
             alpha = layer.alpha()

@@ -64,15 +64,15 @@ def upcycle_folder(
 
 
 def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: Sequence[int]) -> float:
-    """Return the largest relative difference of the first, middle and last MLP from our formula; ValueError above 1e-5."""
+    """Return the largest relative difference of the sampled layers' MLPs from our formula; ValueError above TOLERANCE."""
     worst = 0.0
-    for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
+    for layer in sorted(swap.sampled(layers)):
         keys = families.mlp_keys(family, layer, moe.bias)
         weights = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
         error = folders.stock_mlp_error(config, weights, layer)
-        if not error < 1e-5:
+        if not error < swap.TOLERANCE:
             raise ValueError(
-                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than 1e-5"
+                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than {swap.TOLERANCE:.0e}"
             )
         worst = max(worst, error)
     return worst
@@ -148,24 +148,18 @@ def mergeable_folder(
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source, stage="moe")
-    if not 0 <= shared_rate <= 1:
-        raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
-    if not (soup or moe.has_shared_expert):
-        raise ValueError(f"soup is False, gate is {moe.gate!r}, which has no shared expert; want soup=True")
+    new_config = folders.mergeable_config(config, shared_rate, soup)
     logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
         expected = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
-            folders.write_config(writer, folders.mergeable_config(config, shared_rate, soup))
+            folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
-                path, _, name = key.partition(".gate.")
-                if path in paths and name:
-                    job.read(key)
-                    continue
-                job.add(key, checkpoint.get(key))
+                if not _is_router(key, paths):
+                    job.add(key, checkpoint.get(key))
                 job.read(key)
             for path in paths:
                 job.add(f"{path}.mixing_logits", logits)
@@ -221,6 +215,7 @@ def merge_folder(
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:
+    """Whether a key is a layer's router or mixing logits, which a model without them does not have."""
     return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
 
 

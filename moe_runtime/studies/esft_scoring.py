@@ -16,8 +16,7 @@ from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf import experts, ranks
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.expert_groups import group_routing
-from moe_runtime.hf.small_moe import small_deepseek
-from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.hf.small_models import small_deepseek
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_scores import SEED, sample_batches
 from moe_runtime.methods.esft_selection import group_experts
@@ -232,10 +231,7 @@ class ScoredStages(KeptStages):
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and, for every task and the general text, the rows to train on, to validate and to judge by."""
         r = self.recipe
-        if r.pretrain is not None:
-            tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
-        else:
-            tokenizer = ranks.load_tokenizer(r.base_model)
+        tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
         if any(part.prompt == "deepseek" for part in parts.values()):
             tokenizer.chat_template = DEEPSEEK_CHAT

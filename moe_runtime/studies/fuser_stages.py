@@ -25,10 +25,9 @@ from moe_runtime.hf.ultrafuser_inputs import Encoder
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import fuser_checks, fuser_folders, fuser_rows, stage_rows
-from moe_runtime.studies.domain_results import by_domain
+from moe_runtime.studies.domain_results import Judged, by_domain
 from moe_runtime.studies.domains import DOMAINS, domains_key
 from moe_runtime.studies.fuser_recipe import FuserRecipe, Stage, load_recipe
-from moe_runtime.studies.fuser_results import Judged
 from moe_runtime.studies.recipe import Training
 from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
 
@@ -64,17 +63,9 @@ class Stages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             way = {}
             if pretrain is not None:
-                model = trainers.small_llama(
-                    self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                    num_layers=pretrain.num_layers, max_length=r.max_length, seed=pretrain.seed,
-                )  # fmt: skip
-                training = Training(
-                    steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                    optimizer="adamw_torch", schedule="cosine", max_grad_norm=1.0,
-                )  # fmt: skip
                 blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
                 held_out = self._single("held_out", 0)
-                trained = self._train("base", model, blocks, held_out, training, folder, seed=pretrain.seed)
+                model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
                 way = course_of(trained)
                 self._save(model, trained, tmp / "model")
             else:

@@ -7,7 +7,7 @@ settings, parents, data, seed. Under `accelerate launch` every process runs the 
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from moe_runtime.files import atomic_folder, atomic_write_text, read_json
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.hf.sizes import sizes
+from moe_runtime.hf.small_models import small_llama
+from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods.fingerprints import hash_of, remove
 from moe_runtime.studies.recipe import Training
 
@@ -153,6 +155,26 @@ class KeptStages:
                 model, rows, self.tokenizer, folder=checkpoints, held_out=held_out, on_step=on_step,
                 seed=self.seed if seed is None else seed, callbacks=callbacks, **settings,
             )  # fmt: skip
+
+    def _base_tokenizer(self, text: Callable[[], Iterable[str]]):
+        """Return the base's tokenizer: trained on `text()` where the recipe pre-trains a base, else the one it has."""
+        pretrain = self.recipe.pretrain
+        if pretrain is None:
+            return ranks.load_tokenizer(self.recipe.base_model)
+        return train_tokenizer(text(), pretrain.vocab_size)
+
+    def _pretrain(
+        self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
+    ) -> tuple[torch.nn.Module, trainers.Trained]:
+        """Make the small Llama of the recipe's `pretrain` and train it on `rows`, AdamW on all its weights."""
+        pretrain = self.recipe.pretrain
+        sizes = {name: getattr(pretrain, name) for name in ("hidden_size", "intermediate_size", "num_layers", "seed")}
+        model = small_llama(self.tokenizer, max_length=max_length, **sizes)
+        training = Training(
+            steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
+            optimizer="adamw_torch", schedule=schedule, max_grad_norm=1.0,
+        )  # fmt: skip
+        return model, self._train("base", model, rows, held_out, training, checkpoints, seed=pretrain.seed)
 
     def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""

@@ -18,15 +18,15 @@ from moe_runtime import data
 from moe_runtime.hf import families, lora_baseline, ranks
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints
-from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import upit_expansion, upit_experts
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import stage_rows
+from moe_runtime.studies.domain_results import Judged
 from moe_runtime.studies.domains import DOMAINS, domains_key
 from moe_runtime.studies.recipe import Training
 from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
 from moe_runtime.studies.upit_recipe import UpitRecipe, load_recipe
-from moe_runtime.studies.upit_results import Judged, Pool
+from moe_runtime.studies.upit_results import Pool
 
 NONE = "none"  # no expansion: as many checkpoints as experts
 
@@ -85,15 +85,7 @@ class PreparedStages(KeptStages):
                         ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(lambda: self._load(tmp / "model"))
             blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
-            model = trainers.small_llama(
-                self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                num_layers=pretrain.num_layers, max_length=r.max_length, seed=pretrain.seed,
-            )  # fmt: skip
-            training = Training(
-                steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                optimizer="adamw_torch", max_grad_norm=1.0,
-            )  # fmt: skip
-            trained = self._train("base", model, blocks, self.held_out, training, folder, seed=pretrain.seed)
+            model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
             self._save(model, trained, tmp / "model")
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 
@@ -263,10 +255,7 @@ class PreparedStages(KeptStages):
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer, and each domain's rows to tune on and to judge by."""
         r = self.recipe
-        if r.pretrain is not None:
-            tokenizer = train_tokenizer(self._documents(), r.pretrain.vocab_size)
-        else:
-            tokenizer = ranks.load_tokenizer(r.base_model)
+        tokenizer = self._base_tokenizer(self._documents)
         self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
         counts = {}
         for part, rows in stage_rows.tokenized_domains(tokenizer, r.domains, r.max_length).items():

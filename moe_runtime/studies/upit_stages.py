@@ -23,9 +23,10 @@ from moe_runtime.hf import ranks
 from moe_runtime.methods import baselines, upit_assembly, upit_buckets, upit_experts, upit_router, xft
 from moe_runtime.modules.moe import Router
 from moe_runtime.studies import upit_routing
+from moe_runtime.studies.domain_results import Judged
 from moe_runtime.studies.upit_preparing import NONE, PreparedStages
 from moe_runtime.studies.upit_recipe import Tuning, UpitRecipe, load_recipe
-from moe_runtime.studies.upit_results import Buckets, Judged, Pool, Routed, Routers
+from moe_runtime.studies.upit_results import Buckets, Pool, Routed, Routers
 
 STARTS = ("pt", "sft")  # what the copies of a baseline are of: the base, or the tuned dense model
 INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows at random, no step 4

@@ -303,6 +303,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        place = error.filename or options.out or "the library"
+        print(f"error: {place} cannot be read or written ({error.strerror}); {GET_PLACE}, or --out", file=sys.stderr)
+        return 2
     bad = complaints(usages, options.max_registers)
     most = max(usages, key=lambda usage: usage.registers, default=Usage("no kernel", "no architecture"))
     print(f"{out}: {len(usages)} kernel images, at most {most.registers} registers ({most.kernel}, {most.arch})")

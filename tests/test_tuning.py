@@ -174,6 +174,20 @@ def test_two_processes_may_write_one_file(clock, tmp_path):
     assert tiles.read_tuned.__wrapped__(path) == {"A100": {"a": BUILT_IN, "c": TMA}, "H200": {"b": TALL}}
 
 
+def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert tiles.read_tuned.__wrapped__(tmp_path / "root" / "tiles.json") == {}
+    monkeypatch.undo()
+    path = tmp_path / "tiles.json"
+    path.write_text("{}")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"):
+        tiles.read_tuned.__wrapped__(path)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}']
 )

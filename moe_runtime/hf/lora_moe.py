@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.files import atomic_folder
+from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import swap
 from moe_runtime.hf.configuration import moe_fields
 from moe_runtime.hf.families import FAMILIES, Family, family_of
@@ -242,6 +242,7 @@ def save_adapters(
         raise ValueError(f"upcycled is {upcycled!r}, form is {lora['form']!r}; want upcycled=None, or form 'block'")
     if upcycled is not None and Path(upcycled).is_dir():
         check_upcycled(Path(upcycled), block)
+    check_out_dir(folder, overwrite, [base_model, upcycled])
     pairs = {path.format(layer): _pairs_of(module) for layer, module in layers.items()}
     names = [f"expert-{e}" for e in range(block["config"]["num_experts"])]
     with atomic_folder(folder, overwrite) as new:

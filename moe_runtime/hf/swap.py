@@ -40,13 +40,15 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance:
 
     Of `layers`, all by default, it runs the first, the middle and the last, and each that is unlike the first or patched;
     both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above `tolerance`, for
-    weights on the meta device and for accelerate's hooks, which swap weights in and out behind the module.
+    weights on the meta device, for some of any layer that are not finite, and for accelerate's hooks, which swap weights in
+    and out behind the module.
     """
     family = family_of(model)
     layers = check_layers(model.config.num_hidden_layers, layers)
     mlps = {layer: model.get_submodule(family.path.format(layer)) for layer in layers}
     for layer, mlp in mlps.items():
         refuse_offloaded(mlp, family.path.format(layer))
+        _refuse_broken(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
     run = sampled(layers) | {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
     errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
@@ -247,6 +249,14 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
         )
     if recurse and any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(f"{path} is on the meta device; want weights; load the model with from_pretrained")
+
+
+def _refuse_broken(mlp: nn.Module, path: str) -> None:
+    """Raise ValueError for NaN and infinities in the weights of an MLP: all its copies would have them."""
+    for name, weight in mlp.named_parameters():
+        # torch has no aminmax of eight bits
+        if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise ValueError(f"{path}.{name} has NaN or infinity; want finite weights")
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
 
     Its size is that of the selected experts and of what trains beside them. In a run of several processes rank 0
     writes, and where the model is split every one must call. Raises ValueError for a model that `train_only` has not
-    made ready, and for a folder that exists.
+    made ready, for a folder that exists, and always for one that holds a whole model.
     """
     _check_training(model)
     adapters.check_trains(model)
@@ -136,6 +136,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
     # elsewhere only before a gathering: rank 0 may have written it already
     if is_main or any(hasattr(parameter, "placements") for parameter in model.parameters()):
         check_out_dir(folder, overwrite)
+        adapters.check_place(folder)
     found = adapters.gathered(model, keep=is_main)
     if is_main:
         _adapter(model, adapters.trained_tensors(model, found)).save(folder, overwrite=overwrite)

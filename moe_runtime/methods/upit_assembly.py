@@ -24,11 +24,10 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, check_keys
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import expert_models, families, folders, swap
-from moe_runtime.hf.expert_checkpoints import RECORD, model_folder
+from moe_runtime.hf.expert_checkpoints import model_folder
 from moe_runtime.hf.lora_moe import to_lora_moe
 from moe_runtime.methods.conversions import SHARD, Conversion, FolderReceipt, Progress
 from moe_runtime.methods.upit_experts import Expert, open_expert
-from moe_runtime.methods.upit_router import RECORD as ROUTER_RECORD
 
 BACKBONES = ("mean", "base")
 # what configs of one model may differ in, with the same logits
@@ -67,7 +66,7 @@ def assemble(
         raise ValueError("experts are 0; want at least one folder")
     if gate in SHARED_GATES:
         raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; want one without shared expert")
-    check_out_dir(out, overwrite)
+    check_out_dir(out, overwrite, [*experts, base])
     settings = {
         "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
         "balance_loss_coef": balance_loss_coef,
@@ -100,7 +99,7 @@ def _assemble_whole(
         new_config = folders.upcycled_config(first.config, made.moe)
         new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
         folders.write_config(writer, new_config)
-        side_files = folders.copy_side_files(first.path, writer, skip=(RECORD, ROUTER_RECORD))
+        side_files = folders.copy_side_files(first.path, writer)
         job = Conversion(first, writer, progress)
         for key in first.keys():
             for name, tensor in made.of(key).items():

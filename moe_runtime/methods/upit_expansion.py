@@ -31,7 +31,6 @@ from moe_runtime.ops.expansion import METRICS, check_drop, distances, farthest_p
 
 SUMMARY, CHILD = "expansion.json", "expert-"
 OF, PARENTS = ("delta", "weight"), ("farthest", "random")
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", RECORD, "trainer_state.json")
 
 
 class Child(NamedTuple):
@@ -225,7 +224,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     expected = sum(spec.nbytes for spec in pool.specs.values()) if kind == "ffn" else None
     with CheckpointWriter(folder, max_shard_size, overwrite=True, expected_bytes=expected) as writer:
         writer.copy_file(parents[0].path / "config.json")
-        folders.copy_side_files(parents[0].path, writer, skip=(RECORD, "trainer_state.json"))
+        folders.copy_side_files(parents[0].path, writer)
         writer.write_text(RECORD, said(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))
     return products
 
@@ -245,9 +244,8 @@ def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | Non
 def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
     """Write a child's adapter, which is held in memory, with the settings and side files of `like`."""
     write_tensors(folder / ADAPTER, dict(tensors))
-    for path in like.path.iterdir():
-        if path.is_file() and not path.name.endswith(_NOT_COPIED):
-            shutil.copyfile(path, folder / path.name)
+    for name in ("adapter_config.json", *folders.side_files(like.path)):
+        shutil.copyfile(like.path / name, folder / name)
 
 
 def _summarize(out: Path, found: Expansion) -> None:

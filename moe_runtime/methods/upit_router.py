@@ -10,6 +10,7 @@ A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), 
 model folder, or an adapter's.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -103,7 +104,7 @@ def init_router(
         if not overwrite and ranks.agree(_is_made(folder, made_of)):
             _remove_checkpoints(folder)
             return load_routed(folder)
-        check_out_dir(folder, overwrite)
+        check_out_dir(folder, overwrite, [expert, base])
         model, adapted = _load(opened, dtype)
         dtype = dtype or expert_models.dtype_of(opened)
     vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index)
@@ -261,9 +262,10 @@ def _check_vectors(std: float | None, learning_rate: float | None) -> None:
 def _save(
     routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None
 ) -> None:
-    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait."""
-    if ranks.state().is_main_process:
-        with atomic_folder(folder, overwrite) as tmp:
+    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait for it."""
+    with ranks.leading() as main, contextlib.ExitStack() as stack:
+        if main:
+            tmp = stack.enter_context(atomic_folder(folder, overwrite))
             if write is not None:
                 write(tmp)
             write_tensors(tmp / VECTORS, {"vectors": routed.vectors})
@@ -272,4 +274,3 @@ def _save(
             values |= {name: getattr(routed, name) for name in names}
             values |= {name: getattr(routed, name)._asdict() for name in ("before", "after")}
             atomic_write_text(tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n")
-    ranks.agree()  # nobody reads before rank 0 has moved the folder in

@@ -9,6 +9,7 @@
 Folders that do not fit into memory take the same way in `moe_runtime.methods.xft_folders`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class UpcycleReceipt:
         c = self.config
         exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
         what = exact if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        if not math.isfinite(self.error):
+            what = "the dense model's own logits, or the new one's, are not finite: look for broken weights outside of the MLPs"
         gate = "no router, tokens dealt out at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, {gate}\n"

@@ -12,6 +12,7 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.config import MoEConfig
+from moe_runtime.files import check_out_dir
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.methods.conversions import (
     SHARD,
@@ -42,6 +43,7 @@ def upcycle_folder(
     Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
     finite, an existing target or too little disk space.
     """
+    check_out_dir(target, overwrite, [source])
     config = folders.read_config(source)
     family = families.family_of(config)
     moe = folders.config_for_folder(config, **settings)
@@ -144,6 +146,7 @@ def mergeable_folder(
     Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
     outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
     """
+    check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source, stage="moe")
     new_config = folders.mergeable_config(config, shared_rate, soup)
     logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
@@ -179,6 +182,7 @@ def merge_folder(
     nothing written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the
     config's, or an existing target.
     """
+    check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
     shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])

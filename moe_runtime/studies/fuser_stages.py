@@ -68,9 +68,11 @@ class Stages(KeptStages):
                 model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
                 way = course_of(trained)
                 self._save(model, trained, tmp / "model")
-            elif self.is_main:
-                ranks.save_whole(ranks.load_model(r.base_model, r.dtype), self.tokenizer, tmp / "model", r.dtype)
-            ranks.agree()  # until rank 0 has written it
+            else:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
             return way | self._judged_single(tmp / "model", 0)
 
         settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
@@ -174,9 +176,9 @@ class Stages(KeptStages):
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
             fuser_training.cast(model.specialists, self.recipe.dtype)
-        if self.is_main:
-            ultrafuser.save(model, tmp / "model", specialists=copy)
-        ranks.agree()
+        with ranks.leading() as main:
+            if main:
+                ultrafuser.save(model, tmp / "model", specialists=copy)
         counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
@@ -192,7 +194,6 @@ class Stages(KeptStages):
         self._save(model, trained, tmp / "model")
         way = course_of(trained) | self._costs(trained)
         del model, trained
-        ranks.agree()  # until rank 0 has written it
         ranks.free_memory()
         return way | self._judged_single(tmp / "model", number)
 

@@ -98,7 +98,8 @@ class KeptStages:
         return self._rows[name]
 
     def _made_data(self, tmp: Path) -> dict:
-        return self.make_data(tmp) if self.is_main else {}
+        with ranks.leading() as main:
+            return self.make_data(tmp) if main else {}
 
     def _stage(
         self,
@@ -178,8 +179,9 @@ class KeptStages:
     def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""
         weights = trained.state_dict()
-        if self.is_main:
-            ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+        with ranks.leading() as main:
+            if main:
+                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
 
     def _is_saved_as_trained(self, model) -> bool:
         """Whether saving does not round: else a model is judged anew, as it was saved."""
@@ -193,17 +195,21 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
     """
     if ranks.agree((folder / mark).is_file()):
         return
-    main = ranks.state().is_main_process
     with contextlib.ExitStack() as stack:
-        if main:
-            stack.enter_context(_locked(folder))
-        if ranks.agree((folder / mark).is_file()):
+        tmp = None
+        with ranks.leading() as main:
+            if main:
+                stack.enter_context(_locked(folder))
+                if not (folder / mark).is_file():
+                    tmp = str(stack.enter_context(atomic_folder(folder, overwrite=True)))
+        tmp = ranks.agree(tmp)
+        if tmp is None:
             return
-        tmp = ranks.agree(str(stack.enter_context(atomic_folder(folder, overwrite=True))) if main else None)
         values = make(Path(tmp))
-        if main:
-            atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
-    ranks.agree()  # nobody reads before rank 0 has moved the folder in
+        with ranks.leading() as main:  # nobody reads before rank 0 has moved the folder in
+            if main:
+                atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
+                stack.close()
 
 
 def read_result(stage: Path, kind: type = Result, **changes):

@@ -94,8 +94,9 @@ class Stages(PreparedStages):
                 pool.experts, rows, buckets, self.tokenizer, folder=checkpoints / "routers", seed=self.seed,
                 base=self.base().folder.resolve(), **r.router.to_dict(), **training.to_dict(),
             )  # fmt: skip
-            if self.is_main:
-                os.rename(checkpoints / "routers", tmp / "routers")
+            with ranks.leading() as main:
+                if main:
+                    os.rename(checkpoints / "routers", tmp / "routers")
             means = {of: [_mean(getattr(one, of).sigmoid) for one in routed] for of in ("before", "after")}
             course = {of: sum(getattr(one, of) for one in routed) for of in ("steps", "seconds")}
             return course | means | {"buckets": buckets}
@@ -165,7 +166,8 @@ class Stages(PreparedStages):
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
-            found = upit_routing.count(self._load(moe.folder), self.tokenizer, rows) if self.is_main else None
+            with ranks.leading() as main:
+                found = upit_routing.count(self._load(moe.folder), self.tokenizer, rows) if main else None
             counts, layers = ranks.agree(found)
             return {"counts": counts, "layers": layers}
 
@@ -183,9 +185,10 @@ class Stages(PreparedStages):
         """Assemble a mixture on one process, and load it in all."""
         settings = {name: value for name, value in self.recipe.experts.to_dict().items() if name != "num_experts"}
         base = self.base().folder
-        if self.is_main:
-            upit_assembly.assemble(experts, vectors, folder, base=base, seed=42 + self.seed, overwrite=True, **settings)
-        ranks.agree()
+        how = settings | {"base": base, "seed": 42 + self.seed, "overwrite": True}
+        with ranks.leading() as main:
+            if main:
+                upit_assembly.assemble(experts, vectors, folder, **how)
         return self._load(folder, device=False)
 
     def _mixed(

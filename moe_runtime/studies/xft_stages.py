@@ -62,9 +62,10 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
-                if self.is_main:
-                    model = ranks.load_model(r.base_model, r.dtype)
-                    ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(tmp / "model")
             blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.data.max_length)
             model, trained = self._pretrain(blocks, self.held_out, folder, r.data.max_length)
@@ -148,10 +149,11 @@ class Stages(KeptStages):
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
             trained = self._train("ewa", model, self.train_rows, self.held_out, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
-            if self.is_main:
-                alpha = "uniform" if partition == "router" else None
-                xft_folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
-                shutil.rmtree(tmp / "experts")
+            with ranks.leading() as main:
+                if main:
+                    alpha = "uniform" if partition == "router" else None
+                    xft_folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
+                    shutil.rmtree(tmp / "experts")
             course = course_of(trained)
             del model, trained, callbacks
             return course | self._judge(tmp / "model")
@@ -171,13 +173,13 @@ class Stages(KeptStages):
     def _merge(self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None) -> list:
         """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
         used = None
-        if self.is_main:
-            used = xft_folders.merge_folder(moe.folder, target, shared_rate=shared_rate, alpha=alpha).alpha
+        with ranks.leading() as main:
+            if main:
+                used = xft_folders.merge_folder(moe.folder, target, shared_rate=shared_rate, alpha=alpha).alpha
         return ranks.agree(used)
 
     def _judge(self, folder: Path) -> dict:
         """Load the model of a folder and take the held-out rows' losses; all processes share the rows."""
-        ranks.agree()  # until rank 0 has written it
         ranks.free_memory()
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune

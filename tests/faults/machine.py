@@ -125,7 +125,7 @@ class Machine:
                     [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
                     cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 )  # fmt: skip
-            end = time.monotonic() + 120
+            end = time.monotonic() + 300
             while not self.socket.exists():
                 if server.poll() is not None or time.monotonic() > end:
                     raise AssertionError((self.folder / "server.log").read_text()[-4000:])

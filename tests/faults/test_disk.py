@@ -17,7 +17,7 @@ from tests.support.stress import STRESS, scaled, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
-WRITERS = [name for name in VERBS if VERBS[name].out and (STRESS or name in QUICK) and name != "bench"]
+WRITERS = [name for name in VERBS if VERBS[name].out and (STRESS or name in QUICK)]
 FORBIDS = {"read-only": READ_ONLY, "denied": DENIED}
 FOLDERS = [name for name in WRITERS if VERBS[name].whole]
 

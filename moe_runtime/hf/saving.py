@@ -28,10 +28,10 @@ def _remove_halves(folder: str | Path, last: Path) -> None:
 def _is_whole(checkpoint: Path) -> bool:
     """The trainer's state is the last file that transformers writes."""
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
-    return True
+    return isinstance(state, dict)
 
 
 class WholeSaves:

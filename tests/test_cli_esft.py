@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_the_same_call_goes_on_after_a_crash(home, adapter, tmp_path, monkeypatc
 def train_alone(home, out, **settings):
     """Train in one process, three steps unless said otherwise."""
     config = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": None, "per_device_batch_size": 4}
-    options = {name: settings.pop(name) for name in ("dtype", "selection", "rows") if name in settings}
+    options = {name: settings.pop(name) for name in ("dtype", "selection", "rows", "overwrite") if name in settings}
     selection, rows = options.pop("selection", home / "config.json"), options.pop("rows", home / "rows.jsonl")
     base = settings.pop("base", home / "base")
     return esft_runs.train_folder(base, selection, rows, out, Tuning(**config | settings), max_length=32, **options)
@@ -268,6 +269,26 @@ def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
     with pytest.raises(ValueError, match="has checkpoints of another training"):
         train_alone(home, tmp_path / "new")
     assert (tmp_path / "new-checkpoints" / "notes.txt").is_file()
+
+
+def test_a_call_killed_before_or_after_its_training_can_be_made_again(home, tmp_path, monkeypatch):
+    """While the settings are written, and while the checkpoints of a training that ended are removed."""
+    settings = {"steps": 4, "learning_rate": 1e-2, "save_steps": 2}
+    left = tmp_path / "out-checkpoints" / ".settings.json.tmp-0123abcd-1-0"
+    left.mkdir(parents=True)
+    train_alone(home, tmp_path / "out", **settings)
+    want = dict(esft.load_adapter(tmp_path / "out").tensors)
+
+    def killed(folder, **_):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(esft_runs, "shutil", SimpleNamespace(rmtree=killed))
+        train_alone(home, tmp_path / "out", overwrite=True, **settings)
+    assert sorted(path.name for path in (tmp_path / "out-checkpoints").glob("checkpoint-*"))
+    train_alone(home, tmp_path / "out", overwrite=True, **settings)
+    assert not (tmp_path / "out-checkpoints").exists()
+    assert same(dict(esft.load_adapter(tmp_path / "out").tensors), want)
 
 
 def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path):

@@ -1,6 +1,7 @@
 """What a Trainer writes, whole or not at all: the model at the end, and checkpoints; half a one is not gone on from."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def _remove_halves(folder: str | Path, last: Path) -> None:
         step = path.name.rpartition("-")[2]
         if step.isdecimal() and int(step) > int(last.name.rpartition("-")[2]) and not _is_whole(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear(checkpoint: Path) -> None:
+    """Take the mark, and what a killed writer of safetensors left, from a checkpoint that is written again."""
+    (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+    for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
+        if re.fullmatch(r"\.tmp\w{6}", path.name):  # its name until it is whole; another rank has none such
+            path.unlink(missing_ok=True)
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -64,7 +73,7 @@ class WholeSaves:
         """Save as transformers does; what fails half-way is removed, and an older checkpoint of the step is none first."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            _clear(folder)
         try:
             with naming(folder, folder):
                 super()._save_checkpoint(model, trial)

@@ -5,7 +5,9 @@ train_folder   a folder, a selection and rows -> an adapter; a run that was kill
 check_folder   a base's folder and an adapter -> whether they belong together; with rows, the loss without and with it
 """
 
+import contextlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +19,13 @@ from moe_runtime import data
 from moe_runtime.config import check_positive
 from moe_runtime.files import atomic_write_json, check_out_dir, read_json
 from moe_runtime.hf import experts, fit, folders, ranks
-from moe_runtime.hf.recording import last_checkpoint
+from moe_runtime.hf.recording import Recorder, last_checkpoint
 from moe_runtime.hf.vocabulary import check_ids
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft_folders import check_fit
 from moe_runtime.methods.esft_scores import LENGTH, SEED, TOKENS, sample_batches
-from moe_runtime.methods.fingerprints import files_print, remove
+from moe_runtime.methods.fingerprints import files_print
 from moe_runtime.prompts import DEEPSEEK_CHAT, put_prompt
 from moe_runtime.studies.esft_recipe import Tuning
 from moe_runtime.studies.esft_tasks import join
@@ -31,6 +33,7 @@ from moe_runtime.studies.esft_tasks import join
 VALIDATION = 0.02  # of the rows, where there are no others (the released code's)
 DROP_BOS = 0.2
 HALF = ("float16", "bfloat16")
+SETTINGS = "settings.json"  # of a training's call, beside its checkpoints
 NOT_COMPARED = ("per_device_batch_size",)  # settings of a training that a run may go on with another of
 
 
@@ -147,7 +150,7 @@ def train_folder(
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
     if ranks.state().is_main_process:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(checkpoints / "settings.json", settings)
+        atomic_write_json(checkpoints / SETTINGS, settings)
     evaluations = max((training.steps or 0) // 100, 4)
     done = fit.train(
         model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
@@ -155,7 +158,7 @@ def train_folder(
     )  # fmt: skip
     esft.save_adapter(model, out, overwrite=overwrite)
     ranks.agree()
-    remove(checkpoints)
+    _remove_checkpoints(checkpoints)
     return TrainingReceipt(
         path=out,
         steps=done.steps,
@@ -252,17 +255,36 @@ def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt
 
 def _check_checkpoints(folder: Path, settings: Mapping) -> None:
     """Raise ValueError if a folder has checkpoints of a call with other settings, or what is not from such a call."""
-    if folder.is_dir() and any(folder.iterdir()):
-        is_ours = (folder / "settings.json").is_file()
+    # of who was killed before it had settings, there is only the hidden place where it wrote them
+    if folder.is_dir() and any(not path.name.startswith(f".{SETTINGS}.") for path in folder.iterdir()):
+        is_ours = (folder / SETTINGS).is_file()
         if is_ours and last_checkpoint(folder) is None:
             return
-        kept = read_json(folder / "settings.json") if is_ours else {}
+        kept = read_json(folder / SETTINGS) if is_ours else {}
         different = [name for name in settings if kept.get(name) != _as_json(settings[name])]
         if different:
             raise ValueError(
                 f"{folder} has checkpoints of another training, whose {different[0]} differs; want the same call, to go on; or "
                 "remove that folder"
             )
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a training that ended; whenever that is cut off, the same call is taken for one of ours.
+
+    What says that a checkpoint is whole goes first, the settings last.
+    """
+    if not ranks.state().is_main_process:
+        return
+    with contextlib.suppress(OSError):  # the adapter is there
+        for mark in folder.glob(f"*/{Recorder.NAME}"):
+            mark.unlink()
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != SETTINGS:
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _as_json(value):

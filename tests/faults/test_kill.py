@@ -133,8 +133,9 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
         if name != "tune":
             assert left.items() <= want.items(), f"killed at {at}: {sorted(dict(left.items() - want.items()))}"
         more = RESUME if name == "train" and resumable(tmp_path / "new" / "out") else ()
-        stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *killed.verb.beside))
-        more = OVERWRITE if killed.verb.whole and stands and name != "esft train" else more
+        beside = () if name == "esft train" else killed.verb.beside  # its checkpoints are what it goes on from
+        stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *beside))
+        more = OVERWRITE if killed.verb.whole and stands else more
         again = killed.run("new", *more)
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
         found = made(tmp_path / "new", GOES_ON[name])

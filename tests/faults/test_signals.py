@@ -9,7 +9,7 @@ import pytest
 
 from moe_runtime.hf.saving import last_whole_checkpoint
 from tests.faults.machine import INTERRUPTS, NONE, Done, sends, strays, tree
-from tests.faults.verbs import QUICK, VERBS
+from tests.faults.verbs import QUICK, TABLES, VERBS
 from tests.support.stress import STRESS, scaled, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
@@ -49,7 +49,8 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
     whole, want = tree(tmp_path / "undisturbed" / verb.out, verb.volatile), weights(tmp_path / "undisturbed")
     numbers = list(INTERRUPTS)
     draw.shuffle(numbers)
-    points = sorted(draw.sample(range(1, counted.calls + 1), min(scaled(1, 20), counted.calls)))
+    places = scaled(1, 6 if name in TABLES else 20)
+    points = sorted(draw.sample(range(1, counted.calls + 1), min(places, counted.calls)))
     for i, at in enumerate(points):
         number = numbers[i % 2]
         done = run("here", fault=sends(number), at=at)

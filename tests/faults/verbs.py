@@ -84,7 +84,7 @@ VERBS: dict[str, Verb] = {
     **{
         f"esft {name}": _table(f"esft {name}", "esft")
         for name in (
-            "main", "random-experts", "counts", "sweep-p", "shared-grid", "group-size", "sample-size", "overlap", "mix-data",
+            "main", "random-experts", "counts", "sweep-p", "shared-grid", "group-size", "overlap", "mix-data",
         )
     },
     "upit choose": _verb("upit choose {in}/upit/saved --count 2", out=None),
@@ -101,9 +101,13 @@ VERBS: dict[str, Verb] = {
     "upit export-mixtral": _verb("upit export-mixtral {in}/upit/moe out", reads=f"upit/moe/{WEIGHTS}"),
     **{
         f"upit {name}": _table(f"upit {name}", "upit")
-        for name in ("main", "ckpt", "expand", "router", "experts", "data", "epochs")
+        for name in ("main", "ckpt", "expand", "router", "experts", "epochs")
     },
-    **{f"fuser {name}": _table(f"fuser {name}", "fuser") for name in ("ablate", "weights", "stability")},
+    # of so few rows and steps no more
+    "esft sample-size": _table("esft sample-size 64 128", "esft"),
+    "upit data": _table("upit data 0.5 1", "upit"),
+    "fuser stability": _table("fuser stability --checkpoints 2", "fuser"),
+    **{f"fuser {name}": _table(f"fuser {name}", "fuser") for name in ("ablate", "weights")},
     "fuser train": _verb("fuser train --config {in}/fuser/study.yaml --out out", whole=False),
     "fuser generate": _verb("fuser generate {in}/fuser/fused --prompt 1+1 --max-new-tokens 2", out=None),
 }  # fmt: skip

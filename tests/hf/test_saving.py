@@ -148,3 +148,14 @@ def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
     (half / "model.safetensors").write_text("half")
     train(tmp_path, 6, True, **settings)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_half_a_checkpoint_written_again_is_clean(tmp_path):
+    """What safetensors left of a killed save goes; what is hidden for another reason stays."""
+    half = tmp_path / "checkpoint-2"
+    half.mkdir()
+    for name in (".tmpa9Zx0B", ".tmp", ".notes"):
+        (half / name).write_text("half")
+    train(tmp_path, 2, save_strategy="steps", save_steps=2)
+    assert last_whole_checkpoint(tmp_path) == half
+    assert sorted(path.name for path in half.glob(".*")) == [".notes", ".tmp"]

@@ -22,7 +22,7 @@ TOKENS = {  # tokens of rank r, by case
     "dropped": lambda rank: 10,
     "all_dropped": lambda rank: 4,
 }
-DRAWN = scaled(6, 150)  # cases of drawn sizes and routings, their names seeds
+DRAWN = scaled(3, 150)  # cases of drawn sizes and routings, their names seeds
 TOWARDS = (
     "anywhere",
     "one rank",

@@ -24,7 +24,7 @@ OPS = (
 )  # fmt: skip
 TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
-CPP_OPS = ("moe_mlp",)
+CPP_OPS = ("moe_mlp", "merge_experts")
 KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
 # where "cuda" was measured faster than "triton", and so is the default: rows of op, device, date, torch, triton and

@@ -40,6 +40,7 @@ def name(job: tuple[int, int]) -> str:
     return f"sm_{job[1]}-{case.kernel.split('.')[1].strip('_').removesuffix('_kernel')}-{case.note}-{case.title()}"
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("job", NVIDIA, ids=name)
 def test_compiles_to_what_it_should(reports, job):
     assert aot.complaints(CASES[job[0]], job[1], reports[job]) == []

@@ -214,11 +214,11 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
 # the library of csrc/cpu: the default of the experts where it is
 
 
-def test_cpp_is_the_default_of_the_experts_where_its_library_is(monkeypatch):
+def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypatch):
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_find", lambda: library)
     for op in CALLS:
-        want = "cpp" if op == "moe_mlp" else "torch"
+        want = "cpp" if op in ("moe_mlp", "merge_experts") else "torch"
         assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [
             want
         ] * 2

@@ -4,6 +4,7 @@
 
 #include "activation.h"
 #include "experts.h"
+#include "merging.h"
 #include "vector.h"
 
 namespace {
@@ -119,5 +120,7 @@ extern const Kernels MOERT_SET = {
     {combine<float>, combine<bf16>},
     {experts_up<float>, experts_up<bf16>},
     {experts_down<float>, experts_down<bf16>},
+    {merge<float>, merge<bf16>},
+    {merge_gradient<float>, merge_gradient<bf16>},
 };
 }

@@ -55,6 +55,23 @@ struct Experts {
     void *h, *z, *out;  // z may be null; h and out may
 };
 
+// The sum of E experts of P numbers each, times their alpha, by blocks of numbers, in each by GROUP experts after the other.
+struct Merge {
+    static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the machine foresees cost twice the time
+    const void* weight;
+    const float* alpha;
+    int64_t stride_e, E, P;
+    void* out;
+};
+
+// parts [blocks][E] = <dout, weight[e]> of each block.
+struct MergeGradient {
+    const void *dout, *weight;
+    bool narrow;  // dout is bfloat16
+    int64_t stride_e, E, P;
+    float* parts;
+};
+
 struct Kernels {
     // indexed by dtype / 2: float32, bfloat16
     void (*activate[2])(const Forward&, int64_t begin, int64_t end);
@@ -64,6 +81,9 @@ struct Kernels {
     // of a part's tokens follow
     void (*experts_up[2])(const Experts&, int64_t unit, float* panel);
     void (*experts_down[2])(const Experts&, int64_t unit, float* panel);
+    // of blocks
+    void (*merge[2])(const Merge&, int64_t begin, int64_t end);
+    void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);
 };
 
 extern const Kernels generic;

@@ -280,3 +280,27 @@ void moert_cpu_experts(
     if (!out) return;
     in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.down_bytes);
 }
+
+void moert_cpu_merge(
+    int dtype, const void* weight, int64_t stride_e, const float* alpha, int64_t E, int64_t P, void* out, int threads) {
+    const moert::Merge m = {weight, alpha, stride_e, E, P, out};
+    parallel(
+        variant->kernels->merge[dtype / 2], m, blocks(P, moert::Merge::BLOCK), (double)size_of(dtype) * (E + 1) * P, threads);
+}
+
+int64_t moert_cpu_merge_gradient_bytes(int64_t E, int64_t P) {
+    return blocks(P, moert::Merge::BLOCK) * E * (int64_t)sizeof(float);
+}
+
+void moert_cpu_merge_gradient(
+    int dtype, int dout_dtype, const void* dout, const void* weight, int64_t stride_e, int64_t E, int64_t P, void* scratch,
+    float* dalpha, int threads) {
+    const moert::MergeGradient m = {dout, weight, dout_dtype != 0, stride_e, E, P, (float*)scratch};
+    const int64_t n = blocks(P, moert::Merge::BLOCK);
+    parallel(variant->kernels->merge_gradient[dtype / 2], m, n, (double)size_of(dtype) * (E + 1) * P, threads);
+    for (int64_t e = 0; e < E; e++) {
+        double total = 0;
+        for (int64_t block = 0; block < n; block++) total += m.parts[block * E + e];
+        dalpha[e] = (float)total;
+    }
+}

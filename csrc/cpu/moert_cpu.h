@@ -1,9 +1,9 @@
-// C interface of libmoert_cpu.so: the experts on a CPU, and what stands around their matmuls where torch has those. moe_runtime/cpp.py reads the argument
-// types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
+// C interface of libmoert_cpu.so: the experts on a CPU, what stands around their matmuls where torch has those, and merging.
+// moe_runtime/cpp.py reads the argument types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 3
+#define MOERT_CPU_ABI_VERSION 4
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
@@ -55,3 +55,15 @@ MOERT_API void moert_cpu_experts(
     int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const void* up_bias,
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
     int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);
+
+// out [P] = sum_e alpha[e] weight[e], E >= 1 experts of P numbers in one piece, `stride_e` elements apart. Each product is rounded to
+// float32, then each sum, from the first expert on.
+MOERT_API void moert_cpu_merge(
+    int dtype, const void* weight, int64_t stride_e, const float* alpha, int64_t E, int64_t P, void* out, int threads);
+
+// dalpha[e] = <dout, weight[e]>, dout [P] of `dout_dtype`, summed by blocks in float32, over them in double. `scratch` has
+// moert_cpu_merge_gradient_bytes bytes, aligned to 4.
+MOERT_API int64_t moert_cpu_merge_gradient_bytes(int64_t E, int64_t P);
+MOERT_API void moert_cpu_merge_gradient(
+    int dtype, int dout_dtype, const void* dout, const void* weight, int64_t stride_e, int64_t E, int64_t P, void* scratch,
+    float* dalpha, int threads);

@@ -128,7 +128,7 @@ class MergedMLP(nn.Module):
             kept = None
         # a fused optimizer, or one that goes through .data, counts no version: alpha itself is compared, on a GPU by the
         # kernel, in place and without waiting for it
-        if kept is not None and backend != "torch":
+        if kept is not None and backend not in ("torch", "cpp"):
             for name, weight in weights.items():
                 remerge_experts(kept.weights[name], weight, alpha, kept.seen, backend)
             kept.seen.copy_(alpha)

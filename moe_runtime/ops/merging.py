@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops import cuda_kernels, merging_cpp
 from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 
 
@@ -141,6 +141,8 @@ def _merge(weight, alpha, backend):
         return merge_experts_forward(weight, alpha)
     if backend == "cuda":
         return cuda_kernels.merge_experts_forward(weight, alpha)
+    if backend == "cpp":
+        return merging_cpp.forward(weight, alpha)
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
     rows, flat = weight.reshape(weight.shape[0], out.numel()), out.view(-1)
     total, term = torch.empty(2, block_size(out), dtype=alpha.dtype, device=weight.device)
@@ -175,6 +177,8 @@ def _merge_backward_alpha(dout, weight, backend):
         return merge_experts_backward_alpha(dout, weight)
     if backend == "cuda":
         return cuda_kernels.merge_experts_backward_alpha(dout, weight)
+    if backend == "cpp":
+        return merging_cpp.backward_alpha(dout, weight)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
         dout = dout.reshape(-1).to(dtype)

@@ -12,6 +12,8 @@ from moe_runtime import build_cpu, cpp
 from moe_runtime.ops import moe_mlp_cpp
 from tests.support import cpu_build
 from tests.support.layer import moe_layer
+from tests.support.merging import CASES as MERGES
+from tests.support.merging import merge_mismatches
 from tests.support.oracle import ACT, make_case, moe_mismatches
 from tests.support.stress import STRESS
 
@@ -34,6 +36,16 @@ MUTANTS = [  # file, what is there, what takes its place, what it is
     ("moert_cpu.cpp", "(begin + rows * (i + 1) / n)", "(begin + rows * i / n)", "pieces of no rows"),
     ("moert_cpu.cpp", "(begin + rows * i / n)", "begin", "a second piece that begins with the first"),
     ("moert_cpu.cpp", "everyone[e] = all", "everyone[e] = offsets[e + 1] - first == T", "T rows taken for every token"),
+    ("merging.h", "rounded(m.alpha[e]", "(m.alpha[e]", "products that are not rounded"),
+    ("merging.h", "if (!first) e++, w += m.stride_e;", "", "the first expert once more"),
+    ("merging.h", "first ? load(sums + v * LANES)", "false ? load(sums + v * LANES)", "groups of experts forgotten"),
+    ("merging.h", "v * LANES, total[v], n)", "v * LANES, total[v], n & -2)", "the last number of an expert"),
+    ("merging.h", "load_up_to(w + e * stride + i, lanes(size - i))", "vf{}", "the last numbers of a dot"),
+    ("merging.h", "for (; e < m.E; e++) block_dots", "for (; e + 1 < m.E; e++) block_dots", "the last expert's gradient"),
+    ("merging.h", "sum(total[e][0] + total[e][1])", "sum(total[e][0])", "every other vector of a dot"),
+    ("merging.h", "if (m.narrow) widen", "if (sizeof(T) == 2) widen", "dout taken for the weights' dtype"),
+    ("merging.h", "m.parts + block * m.E", "m.parts", "blocks that overwrite each other"),
+    ("moert_cpu.cpp", "total += m.parts[block * E + e]", "total = m.parts[block * E + e]", "all blocks but the last"),
 ]  # fmt: skip
 FORMS = ({}, {"limit": 0.7, "up_offset": 1.0}, {"limit": 0.7, "interleaved": True})
 # T, H, I, E, K, dtype, routing: few tokens and many, an odd number of pairs, a sum in two parts, an expert in two pieces
@@ -44,18 +56,25 @@ CASES = [
     (1100, 9, 5, 1, 1, torch.float32, "random"),
 ]
 WIDE = ("avx512", "avx512_bf16")  # the sets with code of their own
-NEEDS = {"rest[1]": WIDE, "acc[m][v]": WIDE, "f.H, panel)": WIDE, "if (false)": WIDE[1:]}
+NEEDS = {
+    "(m.alpha[e]": ("avx2", *WIDE),
+    "rest[1]": WIDE,
+    "acc[m][v]": WIDE,
+    "f.H, panel)": WIDE,
+    "if (false)": WIDE[1:],
+}
 pytestmark = pytest.mark.stress
 
 
 def found(library: cpp.Library, monkeypatch, tolerance) -> list[str]:
-    """Where a layer on this library is not the equation: few tokens and many, every form and activation, every way."""
+    """Where a layer on this library, or a merge, is not the equation: few tokens and many, every form, activation and way."""
     monkeypatch.setattr(cpp, "_find", lambda: library)
     torch.manual_seed(0)
     bad, best = [], library.variant
     for variant in dict.fromkeys((best, "generic")):
         library.handle.moert_cpu_limit(variant.encode())
         with monkeypatch.context() as patch:
+            bad += [word for E, P in MERGES for dtype in cpp.DTYPES for word in merge_mismatches(E, P, dtype)]
             if variant in WIDE:  # as where the machine has no matrix tiles
                 patch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
             for n, act in enumerate(ACT):

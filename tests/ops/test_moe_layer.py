@@ -10,6 +10,7 @@ from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
+from tests.support.opcheck import opcheck
 from tests.support.oracle import assert_parity, moe_oracle, route_oracle, saved_bytes
 
 T, H, I, E, K = 19, 33, 17, 4, 3
@@ -146,12 +147,14 @@ def test_recompute_is_bit_equal(backend):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_opcheck(bias, backend):
     v = leaves(bias=bias, tokens=5)
     tensors = (v["x"], v["router"], v["up"], v["down"], v.get("up_bias"), v.get("down_bias"))
-    torch.library.opcheck(torch.ops.moe_runtime.moe_layer, (*tensors, K, "xft", *Activation(), "group", True, backend))
+    is_traced = backend == "torch" or bias
+    opcheck(torch.ops.moe_runtime.moe_layer, (*tensors, K, "xft", *Activation(), "group", True, backend), is_traced)
     plain = [None if t is None else t.detach() for t in tensors]
     saved = torch.ops.moe_runtime.moe_layer(*plain, K, "xft", *Activation(), "group", True, backend)
     out, *saved = saved
@@ -170,7 +173,7 @@ def test_opcheck(bias, backend):
                 "group",
                 backend,
             )
-            torch.library.opcheck(torch.ops.moe_runtime.moe_layer_backward, args)
+            opcheck(torch.ops.moe_runtime.moe_layer_backward, args, is_traced)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support import layouts
+from tests.support.opcheck import opcheck
 from tests.support.oracle import make_case, run, saved_bytes
 
 
@@ -72,6 +73,7 @@ OPCHECK = [
 ]
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("sizes, options", OPCHECK)
 def test_opcheck(sizes, options, backend):
@@ -89,9 +91,12 @@ def test_opcheck(sizes, options, backend):
         trainable = torch.tensor(options["apart"], dtype=torch.int32)
         apart = [torch.randn(2, *v[name].shape[1:]).requires_grad_() for name in ("up", "down")]
         weights = (v["up"].detach(), v["down"].detach(), v["topk_weight"])
-    torch.library.opcheck(
+    # test_moe_mlp_kernel_graph.py traces the other backend's
+    is_traced = backend == "torch"
+    opcheck(
         torch.ops.moe_runtime.moe_mlp,
         (v["x"], *weights, case.topk_idx, *biases, trainable, *apart, *form(case), "group", save, backend),
+        is_traced,
     )
     plain = [None if t is None else t.detach() for t in (v["x"], *weights, *biases)]
     x, up, down, weight, up_bias, down_bias = plain
@@ -103,7 +108,7 @@ def test_opcheck(sizes, options, backend):
     for needs in ([t is not None for t in plain], [True, False, False, True, False, False], [False] * 6):
         options = (*form(case), "group", backend)
         args = (case.dout, *plain, trainable, *apart, z, offsets, row_slot, needs, *options)
-        torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
+        opcheck(torch.ops.moe_runtime.moe_mlp_backward, args, is_traced)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

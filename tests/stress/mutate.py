@@ -37,7 +37,8 @@ CASES_OF = {
     "fusion_gradients": ("fused_cross_entropy",), "fusion_torch": ("fused_cross_entropy",),
     "grouped_gemm": ("grouped_gemm", "moe_mlp"), "grouped_gemm_backward": ("grouped_gemm", "moe_mlp"),
     "lora": ("lora_mlp",), "lora_torch": ("lora_mlp",), "lora_triton": ("lora_mlp",),
-    "merging": ("merge_experts", "merged_linear"), "moe_layer": ("moe_layer",), "moe_mlp": ("moe_mlp",),
+    "merging": ("merge_experts", "merged_linear"),
+    "merging_cpp": ("merge_experts", "merged_linear"), "moe_layer": ("moe_layer",), "moe_mlp": ("moe_mlp",),
     "moe_mlp_cpp": ("moe_mlp", "moe_layer"), "moe_mlp_torch": ("moe_mlp", "moe_layer"),
     "moe_mlp_triton": ("moe_mlp", "moe_layer"), "routing": ("route", "moe_layer"), "shared_expert": (), "tiles": (),
     "balance": (), "expert_rows": ("moe_mlp", "grouped_gemm"),
@@ -63,7 +64,8 @@ TESTS_OF = {
     "ops/fusion_torch": ("fusion", "fusion_memory"),
     "ops/lora_torch": ("lora",),
     "ops/lora_triton": ("lora",),
-    "ops/merging": ("merging", "merged_linear"),
+    "ops/merging": ("merging", "merged_linear", "merging_cpp"),
+    "ops/merging_cpp": ("merging_cpp",),
     "ops/moe_mlp": ("moe_mlp", "moe_mlp_forms", "moe_mlp_graph"),
     "ops/moe_mlp_cpp": ("moe_mlp_cpp", "moe_mlp_forms"),
     "ops/moe_mlp_torch": ("moe_mlp", "moe_mlp_forms", "workspace"),
@@ -79,8 +81,9 @@ def tests_of(file: str) -> list[str]:
     drawn = []
     for op in CASES_OF.get(path.stem, ()):
         backends = ("triton",) if kernel or "triton" in path.stem else ("torch", "triton", "cpp")
-        backends = {"moe_mlp_torch": ("torch",), "moe_mlp_cpp": ("cpp",)}.get(path.stem, backends)
-        drawn += [f"{op}-{backend}" for backend in backends if backend != "cpp" or op.startswith("moe_")]
+        backends = ("cpp",) if path.stem.endswith("_cpp") else backends
+        backends = ("torch",) if path.stem == "moe_mlp_torch" else backends
+        drawn += [f"{op}-{backend}" for backend in backends if backend != "cpp" or op.startswith(("moe_", "merge"))]
     drawn.sort(key=lambda name: ("torch", "cpp", "triton").index(name.rsplit("-")[-1]))
     own = TESTS_OF.get(short, (path.stem,))
     return [STRESS.format(name) for name in drawn] + [name if "/" in name else OPS.format(name) for name in own]

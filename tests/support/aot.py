@@ -3,6 +3,7 @@
 As a program it compiles the [case, target] pairs that stand in its input, in a process that does not interpret.
 """
 
+import collections
 import functools
 import importlib
 import importlib.metadata
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.support.stress import share
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -162,12 +165,16 @@ def all_cases() -> list[Case]:
 def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
     """List (index into cases, target): capabilities of every case, and AMD once a kernel, where it has no descriptors.
 
-    A case that leaves its capabilities open is compiled for all if it is listed, else for the two that most have.
+    A case that leaves its capabilities open is compiled for all if it is listed, else for the two that most have: in
+    `make test` for one of them, a kernel's cases in turns.
     """
-    pairs, first = [], {}
+    pairs, first, turns = [], {}, collections.Counter()
     for i, case in enumerate(cases):
-        every = case.capabilities != CAPABILITIES or case.listed
-        pairs += [(i, capability) for capability in (case.capabilities if every else (80, 90))]
+        if case.capabilities != CAPABILITIES or case.listed:
+            pairs += [(i, capability) for capability in case.capabilities]
+        else:
+            pairs += [(i, capability) for capability in share([80, 90], turns[case.kernel] % 2, of=2)]
+            turns[case.kernel] += 1
         if 80 in case.capabilities and not any("tensordesc" in t for t in case.signature.values()):
             first.setdefault(case.kernel, i)
     return pairs + [(i, AMD) for i in first.values()]

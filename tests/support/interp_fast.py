@@ -1,7 +1,7 @@
 """Makes Triton's interpreter faster and changes nothing that it computes (triton 3.6 to 3.9).
 
-Most of its time goes into describing types that it has described before, and into checks for integer overflow whose
-result reaches an assertion that is off.
+Most of its time goes into describing types that it has described before, into asking which type two types compute in,
+into wrappers around wrappers, and into checks for integer overflow whose result reaches an assertion that is off.
 """
 
 import dataclasses
@@ -23,8 +23,13 @@ def install() -> None:
     interpreter._moe_fast = True
     _patch_languages_once()
     _know_the_builtins()
+    _call_builtins_directly()
     _compute_no_unread_overflow()
     _describe_types_once()
+    _translate_types_once()
+    _unwrap_only_what_is_wrapped()
+    _know_what_two_types_compute_in()
+    _make_constants_once()
     _broadcast_only_what_differs()
 
 
@@ -69,6 +74,27 @@ def _know_the_builtins() -> None:
     interpreter._patch_builtin = patch_builtin
 
 
+def _call_builtins_directly() -> None:
+    """A launch wraps every builtin anew, around a wrapper that only looks whether it was given `_semantic`."""
+    semantic, wrapper = interpreter.interpreter_semantic, tl.core.builtin(lambda: None).__code__
+    patch, made = interpreter._patch_attr, {}
+
+    def patch_attr(obj, name, member, builder, scope):
+        if builder is not interpreter.interpreter_builder:
+            return patch(obj, name, member, builder, scope)
+        if member not in made:
+            inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+            def call(*args, **kwargs):
+                kwargs["_semantic"] = semantic
+                return inner(*args, **kwargs)
+
+            made[member] = call
+        scope.set_attr(obj, name, made[member])
+
+    interpreter._patch_attr = patch_attr
+
+
 def _compute_no_unread_overflow() -> None:
     builder = interpreter.interpreter_builder
     # its device_assert returns at once unless debug is on
@@ -79,8 +105,8 @@ def _compute_no_unread_overflow() -> None:
 def _describe_types_once() -> None:
     """Types with the same name have the same NumPy type, shape and number of elements."""
     block, tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    np_dtypes, blocks, tensors = {}, {}, {}
-    equal = tl.dtype.__eq__
+    other, equal = tl.block_type.with_element_ty, tl.dtype.__eq__
+    np_dtypes, blocks, tensors, others, widths = {}, {}, {}, {}, {}
 
     def get_np_dtype(dtype):
         found = np_dtypes.get(dtype.name)
@@ -89,10 +115,13 @@ def _describe_types_once() -> None:
         return found
 
     def init_block(self, element_ty, shape):
-        key = element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        shape = shape.values if type(shape) is tl.tuple else shape
+        sizes = tuple([size.value if type(size) is tl.constexpr else size for size in shape])
+        key = element_ty.name, sizes
         known = blocks.get(key)
         if known is None:
-            block(self, element_ty, shape)
+            block(self, element_ty, list(shape))
+            self.sizes = sizes  # a tuple of Python's, which compares faster than Triton's
             blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
         else:
             self.element_ty = element_ty
@@ -107,9 +136,93 @@ def _describe_types_once() -> None:
             self.handle, self.type, self.dtype = handle, type, type.scalar
             vars(self).update(known)
 
-    interpreter._get_np_dtype = get_np_dtype
+    def with_element_ty(self, scalar_ty):
+        key = self.name, scalar_ty.name
+        if key not in others:
+            others[key] = other(self, scalar_ty)
+        return others[key]
+
+    def is_size_valid(array, dtype):
+        width = widths.get(dtype.name)
+        if width is None:
+            # a pointer's array may have any; a smaller number has a byte
+            width = widths[dtype.name] = 1 << 30 if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) / 8
+        return array.itemsize <= width
+
+    interpreter._get_np_dtype, interpreter._validate_np_data_size = get_np_dtype, is_size_valid
     tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
+    tl.block_type.with_element_ty = with_element_ty
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
+    tl.dtype.is_int = lambda self: self.name in integers
+
+
+def _translate_types_once() -> None:
+    """The interpreter's builder has Triton's types for types of an IR: one for each name."""
+
+    def once(to_ir):
+        known = {}
+
+        def translate(self, builder):
+            if builder is not interpreter.interpreter_builder:
+                return to_ir(self, builder)
+            if self.name not in known:
+                known[self.name] = to_ir(self, builder)
+            return known[self.name]
+
+        return translate
+
+    for kind in (tl.dtype, tl.block_type, tl.pointer_type):
+        kind.to_ir = once(kind.to_ir)
+
+
+def _unwrap_only_what_is_wrapped() -> None:
+    unwrap, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+
+    def unwrap_if_constexpr(o):
+        return o if type(o) in plain else unwrap(o)
+
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def _know_what_two_types_compute_in() -> None:
+    """The answer follows from the types' names; of one type that is not narrow it is that type."""
+    compute, check, answers = TritonSemantic.computation_type_impl, TritonSemantic.binary_op_type_checking_impl, {}
+    wide = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + ["fp32", "fp64"])
+
+    def computation_type_impl(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in answers:
+            answers[key] = compute(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return answers[key]
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
+        if type(lhs) is tl.tensor and type(rhs) is tl.tensor:
+            name = lhs.dtype.name
+            if name == rhs.dtype.name and name in wide:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    TritonSemantic.computation_type_impl = computation_type_impl
+    TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
+def _make_constants_once() -> None:
+    """No operation changes its operands; of the two zeros of a float either may be meant."""
+    constant, made = TritonSemantic.scalar_constant, {}
+
+    def scalar_constant(self, value, dtype):
+        kind = type(value)
+        if self is not interpreter.interpreter_semantic or (kind is not int and (kind is not float or value == 0)):
+            return constant(self, value, dtype)
+        key = kind, value, dtype.name
+        if key not in made:
+            if len(made) > 10_000:
+                made.clear()
+            made[key] = constant(self, value, dtype)
+        return made[key]
+
+    TritonSemantic.scalar_constant = scalar_constant
 
 
 def _broadcast_only_what_differs() -> None:
@@ -117,7 +230,12 @@ def _broadcast_only_what_differs() -> None:
 
     def broadcast_impl_value(self, lhs, rhs):
         left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and list(left.shape) == list(right.shape):
+        if left is right:
+            return lhs, rhs
+        if left.is_block():
+            if right.is_block() and left.sizes == right.sizes:
+                return lhs, rhs
+        elif not right.is_block():
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 

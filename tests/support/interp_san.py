@@ -27,8 +27,10 @@ class _Launch:
 
     def check(self, kind: str, ptr, mask, size: int) -> None:
         """Raise unless all active lanes of `ptr`, `size` bytes each, lie inside the tensors."""
-        shape = np.broadcast_shapes(ptr.data.shape, mask.data.shape)
-        address = np.broadcast_to(ptr.data, shape)[np.broadcast_to(mask.data, shape).astype(bool)]
+        data, active = ptr.data, np.asarray(mask.data).astype(bool, copy=False)
+        if data.shape != active.shape:
+            data, active = np.broadcast_arrays(data, active)
+        address = data[active]
         if not address.size:
             return
         i = np.maximum(np.searchsorted(self.low, address, side="right") - 1, 0)
@@ -41,7 +43,7 @@ class _Launch:
                 f"{high - low} bytes, program {interpreter.interpreter_builder.grid_idx}"
             )
         if kind != "atomic":
-            (self.writes if kind == "store" else self.reads).append((self.program, address.copy()))
+            (self.writes if kind == "store" else self.reads).append((self.program, address))
 
     def check_races(self) -> None:
         """Raise if two programs stored to one address, or one read what another stored."""

@@ -1,0 +1,12 @@
+"""torch.library.opcheck, whose last part traces an op with fakes: the same program for every backend, and most of the time."""
+
+import torch
+
+from tests.support.stress import STRESS
+
+PARTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def opcheck(op, args: tuple, is_traced: bool = True) -> None:
+    """Check an op; it is traced where `is_traced` says so, and always in `make stress`."""
+    torch.library.opcheck(op, args, test_utils=PARTS if is_traced or STRESS else PARTS[:-1])

@@ -101,7 +101,9 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
     lines.parent.mkdir(parents=True, exist_ok=True)
     while True:
         before = len(records.lines())
-        status, said = _pytest([*map(str, paths), "--results", str(lines), *options], records, update)
+        # a folder that is there: by default pytest-benchmark makes one where the command was given
+        place = f"--benchmark-storage={lines.parent.absolute()}"
+        status, said = _pytest([*map(str, paths), "--results", str(lines), place, *options], records, update)
         if status < 0 and (name := records.unfinished()):
             records.write(name, failed=f"the process died of {signal.Signals(-status).name}")
         elif status != LOST:

@@ -274,7 +274,7 @@ def describable(*tensors: torch.Tensor) -> bool:
 
 
 def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, bool]:
-    """The same product with the stack's last dimension contiguous if its other one is: what descriptors ask for."""
+    """Return the same product with the last dimension of `weight` [E, a, b] contiguous if its other one is, for descriptors."""
     if weight.stride(1) == 1 and weight.stride(2) != 1:
         return weight.transpose(1, 2), not k_last
     return weight, k_last

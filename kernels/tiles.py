@@ -131,15 +131,32 @@ def heuristic(problem: Problem) -> Tile:
 
 
 def tuned_path() -> Path:
-    """Return the file of measured configs: $XDG_CACHE_HOME/moe_runtime/tiles.json, ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_runtime" / "tiles.json"
+    """Return the file of measured configs: $XDG_CACHE_HOME/moe_runtime/tiles.json, ~/.cache by default.
+
+    Raises ValueError where there is no home.
+    """
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise ValueError(
+            f"HOME is {os.environ.get('HOME')!r}, and this user has no other; want a place for measured configs; set "
+            "XDG_CACHE_HOME to what can be written"
+        ) from error
+    return base / "moe_runtime" / "tiles.json"
 
 
 @functools.cache
 def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
-    """Return device name -> key -> config from `tuned_path()`; empty without the file. ValueError if it is not ours."""
-    path = path or tuned_path()
-    if not path.exists():
+    """Return device name -> key -> config from `tuned_path()`; empty without the file or a home. ValueError if it is not ours.
+
+    A folder that may not be looked into, as another user's home in a container, is as none.
+    """
+    try:
+        path = path or tuned_path()
+        there = path.is_file()
+    except (OSError, ValueError):
+        return {}
+    if not there:
         return {}
     try:
         devices = json.loads(path.read_text())["devices"]
@@ -147,7 +164,7 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
             name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()}
             for name, device in devices.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a file of `moe-runtime tune` ({error}); want it removed or written anew"
         ) from None

@@ -243,9 +243,7 @@ def read_ptxas(text: str) -> list[Usage]:
     for line in text.splitlines():
         if kernel := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
             found.append(Usage(kernel[1], kernel[2]))
-        elif found and (
-            spills := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line)
-        ):
+        elif found and (spills := re.search(SPILLS, line)):
             stack, stores, loads = map(int, spills.groups())
             found[-1] = found[-1]._replace(stack=stack, spill_stores=stores, spill_loads=loads)
         elif found and (used := re.search(r"Used (\d+) registers", line)):
@@ -304,6 +302,10 @@ def main(arguments: list[str] | None = None) -> int:
         usages = build(out, csrc=options.csrc, archs=options.archs)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        place = error.filename or options.out or "the library"
+        print(f"error: {place} cannot be read or written ({error.strerror}); {GET_PLACE}, or --out", file=sys.stderr)
         return 2
     bad = complaints(usages, options.max_registers)
     most = max(usages, key=lambda usage: usage.registers, default=Usage("no kernel", "no architecture"))

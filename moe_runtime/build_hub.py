@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from moe_runtime.build_cuda import NAME, csrc_dir
-from moe_runtime.files import atomic_folder
+from moe_runtime.files import atomic_folder, check_out_dir
 
 PACKAGE = Path(__file__).resolve().parent
 VERSION = 0  # of the API on the Hub; 0 is not yet stable
@@ -171,6 +171,7 @@ def write_repository(out: Path, library: Path | None = None, overwrite: bool = F
             f"library is {library}, which needs glibc {needs}; want {most} or older, as the Hub does; "
             f"link with CXX='zig cc -target x86_64-linux-gnu.{most}'"
         )
+    check_out_dir(out, overwrite, [library])
     with atomic_folder(out, overwrite) as folder:
         for name, backend in (("torch-cuda", "cuda"), ("torch-cpu", "cpu")):
             write_variant(folder / "build" / name, backend)
@@ -190,6 +191,9 @@ def main(arguments: list[str] | None = None) -> int:
         write_repository(options.out, options.library, options.overwrite)
     except ValueError as error:
         print(f"error: {str(error).replace('overwrite=True', '--overwrite')}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or options.out} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 2
     print(f"{options.out}: {', '.join(sorted(path.name for path in (options.out / 'build').iterdir()))}")
     return 0

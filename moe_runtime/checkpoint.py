@@ -23,8 +23,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moe_runtime.files import atomic_folder, check_out_dir, is_plain_name, os_error_of, parse_object, read_json
-from moe_runtime.files import atomic_write_json as atomic_write_json
-from moe_runtime.files import atomic_write_text as atomic_write_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

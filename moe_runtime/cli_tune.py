@@ -64,7 +64,8 @@ def tune(
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
-    path, counts = out or tuning.tiles.tuned_path(), {}
+    read = _read_by_kernels(out)
+    path, counts = out or read, {}
     try:
         for step in _steps(tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds)):
             counts[step.state] = counts.get(step.state, 0) + 1
@@ -73,11 +74,23 @@ def tune(
         typer.echo(f"error: {lost}", err=True)
         raise typer.Exit(3) from None
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
-    if path != tuning.tiles.tuned_path():
-        typer.echo(f"the kernels read {tuning.tiles.tuned_path()}, not this file")
+    if path != read:
+        typer.echo(f"the kernels read {read or 'no file: there is no home, and no XDG_CACHE_HOME'}, not this file")
     if set(counts) == {"failed"}:
         raise ValueError("nothing could be measured; want a GPU on which the built-in configs run")
-    return {"path": path, "read_by_kernels": path == tuning.tiles.tuned_path(), **counts}
+    return {"path": path, "read_by_kernels": path == read, **counts}
+
+
+def _read_by_kernels(out: Path | None) -> Path | None:
+    """Return the file that the kernels read; without a home None, and ValueError where it is the one to write."""
+    from moe_runtime import tuning
+
+    try:
+        return tuning.tiles.tuned_path()
+    except ValueError:
+        if out is None:
+            raise
+        return None
 
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:

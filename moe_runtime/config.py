@@ -37,6 +37,28 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
         raise ValueError(f"{name} is {shown(value)}; want a number {'above 0' if positive else 'of 0 or more'}")
 
 
+def check_fraction(name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True) -> None:
+    """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the ends are among them."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
+        if zero:
+            want = "0 to 1" if one else "0 to below 1"
+        else:
+            want = "a number above 0 and at most 1" if one else "a number between 0 and 1"
+        raise ValueError(f"{name} is {shown(value)}; want {want}{', ' if meaning else ''}{meaning}")
+
+
+def check_shared_rate(shared_rate: float, name: str = "shared_rate") -> None:
+    """Raise ValueError unless `shared_rate`, which the user calls `name`, is a number from 0 to 1."""
+    check_fraction(name, shared_rate, "the shared expert's mixing coefficient")
+
+
+def check_seed(name: str, value: int) -> None:
+    """Raise ValueError unless `value` is an integer that a stream of random numbers is drawn from."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} is {shown(value)}; want an integer from 0 to 2^63 - 1")
+
+
 def check_bool(name: str, value: bool) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):

@@ -20,6 +20,7 @@ from moe_runtime.config import check_choice
 from moe_runtime.data import pack, require, tokenize_pairs
 from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import fit as trainers
+from moe_runtime.hf.small_models import small_llama
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import xft
 from moe_runtime.standard_library import standard_library_pairs, standard_library_text
@@ -92,6 +93,7 @@ class Demo:
         self.start = time.perf_counter()
 
     def read(self) -> None:
+        """Read the rows, and train the tokenizer on them."""
         p = self.preset
         self.say("reading the standard library of this Python")
         pairs = standard_library_pairs(seed=self.seed)
@@ -114,8 +116,9 @@ class Demo:
         )
 
     def pretrain(self) -> None:
+        """Pre-train the dense base on source text."""
         p = self.preset
-        self.base = trainers.small_llama(
+        self.base = small_llama(
             self.tokenizer, hidden_size=p.hidden_size, intermediate_size=p.intermediate_size, num_layers=p.num_layers,
             max_length=p.max_length, seed=self.seed,
         )  # fmt: skip
@@ -123,12 +126,14 @@ class Demo:
         self.add("base", self.base, seconds, "pre-trained on source text")
 
     def sft(self) -> None:
+        """Tune the base as it is, for the steps that XFT takes in all: the baseline."""
         p = self.preset
         self.dense = clone(self.base)
         seconds = self.fit("SFT", self.dense, self.train_rows, p.steps + p.mixing_steps, p.rate, p.batch)
         self.add("SFT", self.dense, seconds, "the dense model, tuned")
 
     def upcycle(self) -> None:
+        """Upcycle the base, tune the mixture, and count what its routers choose."""
         p = self.preset
         self.moe = clone(self.base)
         self.receipt = xft.upcycle(self.moe, num_experts=p.num_experts, top_k=p.top_k, seed=self.seed + 42)
@@ -141,6 +146,7 @@ class Demo:
         self.stats = collect_router_stats(self.moe, batches)
 
     def merge(self) -> None:
+        """Learn the mixing coefficients and merge to a dense model."""
         p = self.preset
         before = self.rows[-1].seconds
         self.mergeable = xft.to_mergeable(clone(self.moe), shared_rate=p.shared_rate)
@@ -151,6 +157,7 @@ class Demo:
         self.add("merged", self.merged, before + seconds, f"lambda {p.shared_rate}, mixing learned: the result")
 
     def fit(self, name: str, model, rows, steps: int, rate: float, batch: int) -> float:
+        """Train a model in place; return the seconds that it took."""
         with progress.bar(name) as on_step:
             history = trainers.fit(
                 model, rows, self.tokenizer, steps=steps, learning_rate=rate, batch_size=batch, held_out=self.held_out,
@@ -161,6 +168,7 @@ class Demo:
         return history.seconds
 
     def add(self, name: str, model, seconds: float, note: str, dense: bool = False) -> None:
+        """Add a model to the table; `dense` counts it as large as the base, which it will be merged to."""
         total = sum(p.numel() for p in model.parameters())
         active = total
         if name == "MoE":
@@ -171,6 +179,7 @@ class Demo:
         self.rows.append(Row(name, loss, total, active, seconds, note))
 
     def say(self, text: str) -> None:
+        """Print a line with the seconds since the start."""
         print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
 
 

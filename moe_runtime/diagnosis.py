@@ -21,6 +21,7 @@ from moe_runtime.surroundings import (
     first_line,
     guarded,
     has_gpu,
+    in_home,
     is_hidden,
     launch_configs,
     library,
@@ -63,7 +64,7 @@ def report() -> dict[str, dict[str, str]]:
             "compiler": compiler,
             "cuda library": lambda: library("cuda"),
             "cpu library": lambda: library("cpp"),
-            "cache": lambda: str(cache()),
+            "cache": lambda: str(cache() or "none: this user has no home"),
         },
         "packages": {name: asking(package, name, spec, _mend(name, torch)) for name, spec in SUPPORTED.items()}
         | {
@@ -182,8 +183,12 @@ def _cache_problems() -> Iterator[tuple[str, str]]:
     """Yield folders that cannot be written, where kernels are built and configs kept."""
     folders = {"cache": (cache(), "XDG_CACHE_HOME")}
     triton = os.environ.get("TRITON_CACHE_DIR")
-    folders["triton's cache"] = Path(triton or os.path.expanduser("~/.triton")), "TRITON_CACHE_DIR"
+    folders["triton's cache"] = Path(triton) if triton else in_home(".triton"), "TRITON_CACHE_DIR"
     for name, (folder, variable) in folders.items():
+        if folder is None:
+            text = f"{name} would be in the user's home, and there is none; want a writable folder; export {variable}=FOLDER"
+            yield name, text
+            continue
         try:
             there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
             writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +183,11 @@ def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def check_out_dir(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing."""
+def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
+    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing.
+
+    One of `reads`, or a folder that holds one, may not be with `overwrite` either; what is no path there is passed over.
+    """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise ValueError(f"out_dir is {path}, which is a file; want a new or empty folder")
@@ -192,6 +195,11 @@ def check_out_dir(path: str | os.PathLike, overwrite: bool = False) -> Path:
         raise ValueError(f"out_dir is {path}, a mount point or a parent of the current folder; want one inside it")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"out_dir is {path}, which exists; want a new or empty folder; or pass overwrite=True")
+    for source in reads if path.exists() else ():
+        if isinstance(source, str | os.PathLike) and Path(os.path.realpath(source)).is_relative_to(path):
+            raise ValueError(
+                f"out_dir is {path}, which is or holds {os.fspath(source)}, that is read; want another folder"
+            )
     return path
 
 
@@ -312,6 +320,14 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
             yield tmp
             _move_model(tmp, folder)
         _sync(folder)
+
+
+def weights_of(folder: str | os.PathLike) -> list[str]:
+    """Return the names of a folder's files of a model's weights, sorted; none where there is no config.json beside them."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        return []
+    return sorted(p.name for p in folder.iterdir() if re.fullmatch(_WEIGHTS, p.name) and _kind(p.name) == "model")
 
 
 def _kind(name: str) -> str:

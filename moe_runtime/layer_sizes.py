@@ -1,10 +1,17 @@
-"""Sizes of MoE layers: of published models, and of a model's folder."""
+"""Sizes of MoE layers: of published models, and of a model's folder; and counts in config.json that no model has."""
 
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_runtime import files
-from moe_runtime.config import MoEConfig, check_positive
+from moe_runtime.config import MoEConfig, check_positive, shown
+
+MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 2**16, 2**20
+# keys of a config.json for each of which transformers, or this package, makes something; in parts of it too (text_config)
+_COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPERTS, "num_labels": MAX_LABELS}
 
 
 class Layer(NamedTuple):
@@ -35,6 +42,25 @@ LAYERS = {  # of published models; the XFT ones as in its paper, or guessed wher
     "OLMoE": Layer(2048, 1024, 64, 8),
     "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
 }
+
+
+def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
+    """Raise ValueError for more layers, experts or labels in a config.json than a model has; before they fill the memory."""
+    parts = [values]
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, Mapping):
+                parts.append(value)
+            most = next((most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)), None)
+            if most is not None and isinstance(value, int) and value > most:
+                raise ValueError(f"{key} is {shown(value)}; want at most {most}, in {source}")
+
+
+def check_folder(source: str | os.PathLike) -> None:
+    """Call `check_counts` for the config.json of a model's folder, if it is one; ValueError for one that is not JSON too."""
+    path = Path(source, "config.json")
+    if os.path.isfile(path):  # which an id of the Hub is not, whatever its letters
+        check_counts(files.read_json(path), path)
 
 
 def read_layer(folder: Path) -> Layer:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_runtime.config import check_fraction
 from moe_runtime.data import require
 
 LEVEL = 0.05
@@ -68,8 +69,7 @@ def compare(
     """
     if reference not in losses:
         raise ValueError(f"reference is {reference!r}; want one of {', '.join(losses)}")
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; want a number between 0 and 1")
+    check_fraction("level", level, zero=False, one=False)
     arrays = {name: np.asarray(rows, dtype=np.float64) for name, rows in losses.items()}
     shape = arrays[reference].shape
     for name, array in arrays.items():

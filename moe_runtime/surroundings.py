@@ -137,9 +137,18 @@ def devices(torch) -> dict[str, str]:
     return found | {"cuda": f"none: {why or 'torch.cuda.is_available() is False'}"}
 
 
-def cache() -> Path:
-    """Return the folder of measured configs and built libraries."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_runtime"
+def in_home(name: str) -> Path | None:
+    """Return ~/name; None where there is no home."""
+    try:
+        return Path.home() / name
+    except RuntimeError:
+        return None
+
+
+def cache() -> Path | None:
+    """Return the folder of measured configs and built libraries; None where there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME") or in_home(".cache")
+    return None if base is None else Path(base) / "moe_runtime"
 
 
 def launch_configs() -> str:
@@ -150,8 +159,11 @@ def launch_configs() -> str:
         from moe_runtime.kernels import tiles  # imports triton
     except ImportError as error:
         return f"none: {first_line(error)}"
-    path = tiles.tuned_path()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        path = tiles.tuned_path()
+    except ValueError as error:
+        return f"built in; {error}"
     try:
         count = len(tiles.read_tuned().get(tiles.device_name(device), {}))
     except ValueError as error:

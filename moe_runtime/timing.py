@@ -58,7 +58,10 @@ def time_all(
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest norm of a row's difference over the root mean square of the rows' norms; no number if a NaN is anywhere."""
+    """Return the largest norm of a row's difference over the root mean square of the rows' norms, of two tensors [..., n].
+
+    inf for other shapes, no number if a NaN is anywhere.
+    """
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():

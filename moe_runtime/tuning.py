@@ -2,14 +2,13 @@
 
 A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean rows per expert as a power of two,
 so never to T. For every problem of a layer each candidate runs on random rows and must give what the built-in config gives;
-then all are timed in turn, round after round. The file is written after every problem: a run that was stopped goes on there.
-A process reads the file at its first launch and keeps its configs from then on.
+then all are timed in turn, round after round. The file, `tuning_file`'s, is written after every problem: a run that was
+stopped goes on there. A process reads the file at its first launch and keeps its configs from then on.
 """
 
 import contextlib
 import functools
 import itertools
-import json
 import os
 import subprocess
 import time
@@ -22,7 +21,7 @@ import torch
 import triton
 from triton.runtime.jit import KernelInterface
 
-from moe_runtime import backends, files
+from moe_runtime import backends
 from moe_runtime.kernels import dispatch, tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
@@ -30,6 +29,7 @@ from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backwa
 from moe_runtime.kernels.tiles import Problem, Tile
 from moe_runtime.layer_sizes import Layer
 from moe_runtime.timing import EventTimer, time_all, worst_row
+from moe_runtime.tuning_file import Results, Unwritten
 
 DTYPES = ("bfloat16", "float16", "float32")
 PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
@@ -90,10 +90,6 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
     if reason := backends.why_not("triton", "moe_mlp", device):
         raise ValueError(f"no GPU that runs the kernels: {reason}")
     return device, EventTimer(device)
-
-
-class Unwritten(OSError):
-    """What is measured cannot be kept: no fault of the config that was to run."""
 
 
 class ContextLost(RuntimeError):
@@ -194,70 +190,6 @@ def _check_context(tile: Tile, note: str) -> None:
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-class Results:
-    """The file of measured configs, for one GPU: what is done, what must not be tried again."""
-
-    def __init__(self, path: Path, device: str):
-        self.path, self.device = path, device
-        self.marker = path.with_name(f".{path.name}.trying")
-        tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
-        if self.marker.exists():  # the process that wrote it died without a word
-            with contextlib.suppress(ValueError):
-                died = json.loads(self.marker.read_text())
-                self.save_broken(died["key"], died["tile"], "the process died")
-            self.marker.unlink()
-
-    def read(self) -> dict:
-        """Return the GPU's part of the file."""
-        return self._load()["devices"].get(self.device, {"tiles": {}})
-
-    def done(self) -> set[str]:
-        return set(self.read()["tiles"])
-
-    def broken(self, key: str) -> list[Tile | None]:
-        """Configs that ended a process when they ran on this problem; None stands for compiling many at once."""
-        entries = self.read().get("broken", {}).get(key, ())
-        return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
-
-    def save(self, key: str, entry: dict) -> None:
-        self._change(lambda device: device["tiles"].update({key: entry}))
-
-    def save_broken(self, key: str, tile: dict | None, note: str) -> None:
-        entry = {"tile": tile, "note": note}
-        self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
-
-    def forget_broken(self) -> None:
-        if "broken" in self.read():
-            self._change(lambda device: device.pop("broken", None))
-
-    @contextlib.contextmanager
-    def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
-        """Leave a mark that stays if the process dies in this block, and only then."""
-        try:
-            self._mark(key, tile)
-            yield
-        finally:
-            if self.marker.exists():
-                self.marker.unlink()
-
-    def _mark(self, key: str, tile: Tile | None) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
-        except OSError as error:
-            raise Unwritten(error.errno, error.strerror, str(self.path)) from error
-
-    def _load(self) -> dict:
-        return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
-
-    def _change(self, change: Callable[[dict], object]) -> None:
-        # read anew: another process may measure another layer into the same file
-        values = self._load()
-        change(values["devices"].setdefault(self.device, {"tiles": {}}))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.atomic_write_json(self.path, values)
 
 
 class Step(NamedTuple):

@@ -484,6 +484,7 @@ def test_a_run_from_the_clone_prints_its_tables(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not (tmp_path / ".benchmarks").exists()
     path = next(tmp_path.glob("*.json"))
     assert (
         "| bench_average_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout

@@ -250,6 +250,8 @@ def test_without_a_home_there_is_no_library_and_no_measured_config(homeless):
     with pytest.raises(ValueError, match="'cuda' for route, but"):
         backends.pick("route", torch.zeros(1), "cuda")
     assert tiles.read_tuned() == {}
+    with pytest.raises(ValueError, match="^HOME is None, .*; set XDG_CACHE_HOME to what can be written"):
+        tiles.tuned_path()
 
 
 def test_the_command_without_a_home(homeless, capsys):
@@ -260,6 +262,33 @@ def test_the_command_without_a_home(homeless, capsys):
     for arguments in ([], ["--out", "library.so"]):  # the objects of a library want a place too
         assert build_cuda.main(arguments) == 2
         assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize("place", ["cache", "out"])
+def test_a_place_that_cannot_be_written_is_one_line(toolkit, monkeypatch, capsys, place):
+    (toolkit / "file").touch()
+    under, asked = toolkit / "file" / "below", ["--csrc", str(toolkit / "csrc"), "--archs", "90"]
+    if place == "cache":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(under))
+    else:
+        monkeypatch.setattr(build_cuda, "_compile", lambda *_: (toolkit / "no.o", []))
+        asked += ["--out", str(under / "library.so")]
+    assert build_cuda.main(asked) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(rf"error: {under}\S* cannot be read or written \(Not a directory\); set XDG.*\n", said.err), (
+        said
+    )
+    assert not said.out
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build_cuda, "build", full)
+    assert build_cuda.main(["--out", str(tmp_path / "library.so")]) == 2
+    want = f"error: {tmp_path}/library.so cannot be read or written (No space left on device); set XDG"
+    assert capsys.readouterr().err.startswith(want)
 
 
 @pytest.mark.parametrize("name", [build_cuda.NAME, "moert.h"])

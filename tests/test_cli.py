@@ -1,6 +1,7 @@
 """moe-runtime, the command, as a user runs it: what it prints, its exit code, and that bad input writes nothing."""
 
 import json
+import pwd
 import subprocess
 import sys
 from typing import NamedTuple
@@ -181,6 +182,22 @@ def test_tune_without_a_gpu_says_so(run, tmp_path):
         pytest.skip("there is one")
     out = run("tune", "--shape", "all", XDG_CACHE_HOME=str(tmp_path))
     assert out.returncode == 1 and out.stderr.startswith("error: no CUDA GPU") and not list(tmp_path.iterdir())
+
+
+def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
+    def getpwuid(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    out = run("tune", *SIZES)
+    assert out.returncode == 1 and out.stderr.startswith("error: HOME is None, and this user has no other; ")
+    assert len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+    out = run("tune", *SIZES, "--out", "tiles.json")
+    assert out.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
+    assert out.stdout.endswith("the kernels read no file: there is no home, and no XDG_CACHE_HOME, not this file\n")
 
 
 @pytest.fixture

@@ -404,6 +404,10 @@ BAD = {
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "base"),
         "which exists",
     ),
+    "train: over the base": (
+        ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "base", "--overwrite"),
+        "which is or holds base, that is read",
+    ),
     "train: dtype": (
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "new", "--dtype", "int8"),
         "dtype is 'int8'",

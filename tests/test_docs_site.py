@@ -1,10 +1,15 @@
 """The site of docs/ builds without a warning, fetches nothing from elsewhere, and holds every verb and public name."""
 
+import ast
 import html
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
+import typing
+from dataclasses import is_dataclass
 
 import pytest
 import yaml
@@ -84,6 +89,50 @@ def test_every_public_name_is_on_its_page(site):
         assert hooks.public(__import__(path, fromlist=["_"])), f"{path} has no public name"
     assert "0x" not in page, "an address of this run"
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
+
+
+OF_USERS = r"moe_runtime\.(config|ops|modules|hf|methods|stats)"  # studies and bench have pages of their own
+
+
+def classes(hint) -> set[type]:
+    """The package's public classes in an annotation, however deep."""
+    ours = inspect.isclass(hint) and hint.__module__.startswith("moe_runtime") and not hint.__name__.startswith("_")
+    return {hint} if ours else set().union(*map(classes, typing.get_args(hint)))
+
+
+def listed() -> dict[str, object]:
+    """What the Python page has, by its path; modules that it names aside."""
+    modules = {path: importlib.import_module(path) for path in hooks.MODULES}
+    values = {
+        f"{path}.{name}": getattr(module, name) for path, module in modules.items() for name in hooks.public(module)
+    }
+    return {name: value for name, value in values.items() if not inspect.ismodule(value)}
+
+
+def test_what_a_signature_names_is_on_the_page_too():
+    """Settings that a public function takes, receipts that it returns, and what is in these."""
+    page, missing = listed(), {}
+    known = {id(value) for value in page.values()}
+    for name, value in page.items():
+        if not callable(value):
+            continue
+        init = vars(value).get("__init__") if inspect.isclass(value) and not is_dataclass(value) else None
+        hints = inspect.get_annotations(value, eval_str=True) | (typing.get_type_hints(init) if init else {})
+        if found := {one.__qualname__ for hint in hints.values() for one in classes(hint) if id(one) not in known}:
+            missing[name] = found
+    assert not missing, "docs/hooks.py: MODULES, or the module's __all__"
+
+
+def test_what_the_documentation_imports_of_methods_and_layers_is_on_the_page():
+    page = {id(value) for value in listed().values()}
+    for fence in (fence for fence in ALL if fence.language == "python"):
+        for node in ast.walk(ast.parse(fence.text)):
+            if isinstance(node, ast.ImportFrom) and re.match(OF_USERS, node.module or ""):
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    value = getattr(module, name, None)
+                    if callable(value):
+                        assert id(value) in page, f"{fence.place} imports {node.module}.{name}"
 
 
 @pytest.mark.parametrize(

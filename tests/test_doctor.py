@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,21 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert list(problems()) == ["cache"] and problems()["cache"].endswith("export XDG_CACHE_HOME=FOLDER")
+
+
+def test_no_home(monkeypatch, tmp_path):
+    def getpwuid(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.chdir(tmp_path)  # where a folder named ~ could be made
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    report = backends.doctor()
+    assert set(report["problems"]) == {"cache", "triton's cache"}
+    assert report["problems"]["cache"].endswith("want a writable folder; export XDG_CACHE_HOME=FOLDER")
+    assert report["system"]["cache"] == "none: this user has no home"
+    assert report["settings"]["launch configs"].startswith("built in; HOME is None")
 
 
 def test_one_broken_part_hides_no_other(monkeypatch):

@@ -389,33 +389,56 @@ def test_unknown_name_is_an_attribute_error():
         _ = moe_runtime.nonsense
 
 
+# each in a fork of a process that has imported what is neither ours nor transformers itself
 REGISTERED = """
-import sys
-{code}
+import json, os, sys, traceback
+import huggingface_hub, numpy, regex, safetensors.torch, tokenizers, torch, torch._dynamo, torch.distributed, tqdm, yaml
+
+CHECK = '''
 assert "transformers" in sys.modules
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 config = AutoConfig.for_model("moe_runtime_llama")
 print(type(config).__name__, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
 print([finder for finder in sys.meta_path if type(finder).__module__.startswith("moe_runtime")])
+'''
+for name, code in json.loads(sys.argv[1]).items():
+    assert not {"moe_runtime", "transformers"} & set(sys.modules)
+    if os.fork() == 0:
+        with open(os.path.join(sys.argv[2], name), "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            try:
+                exec(code + CHECK, {"__name__": "__main__", "sys": sys})
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
+    os.wait()
 """
+IMPORTS = {
+    "ours-first": "import moe_runtime; from transformers import AutoModelForCausalLM",
+    "theirs-first": "from transformers import AutoModelForCausalLM; import moe_runtime",
+    "theirs-without-auto-classes": "import transformers, moe_runtime; transformers.AutoConfig",
+    # loads the auto classes while a file that our classes build on is half done
+    "model-file": "import moe_runtime; from transformers import LlamaForCausalLM",
+    "our-own-file": "import moe_runtime.hf.modeling",
+    "a-method": "from moe_runtime.methods import xft",
+}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("import moe_runtime; from transformers import AutoModelForCausalLM", id="ours-first"),
-        pytest.param("from transformers import AutoModelForCausalLM; import moe_runtime", id="theirs-first"),
-        pytest.param("import transformers, moe_runtime; transformers.AutoConfig", id="theirs-without-auto-classes"),
-        # loads the auto classes while a file that our classes build on is half done
-        pytest.param("import moe_runtime; from transformers import LlamaForCausalLM", id="model-file"),
-        pytest.param("import moe_runtime.hf.modeling", id="our-own-file"),
-        pytest.param("from moe_runtime.methods import xft", id="a-method"),
-    ],
-)
-def test_auto_classes_know_ours(code):
-    done = run("-c", REGISTERED.format(code=code), cwd=ROOT, path=SITE)
-    assert done.stdout.splitlines() == ["MoeRuntimeLlamaConfig MoeRuntimeLlamaForCausalLM", "[]"]
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory) -> Path:
+    """A folder with what a process printed that imports so, by the name of the way."""
+    folder = tmp_path_factory.mktemp("registered")
+    run("-c", REGISTERED, json.dumps(IMPORTS), folder, cwd=ROOT, path=SITE)
+    return folder
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_auto_classes_know_ours(registered, name):
+    said = (registered / name).read_text().splitlines()
+    assert said == ["MoeRuntimeLlamaConfig MoeRuntimeLlamaForCausalLM", "[]"]
 
 
 @pytest.mark.skipif(not is_checkout(), reason="not a checkout")

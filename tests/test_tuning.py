@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime import layer_sizes, timing, tuning
+from moe_runtime import layer_sizes, timing, tuning, tuning_file
 from moe_runtime.bench import shapes
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
@@ -167,11 +167,25 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
 
 def test_two_processes_may_write_one_file(clock, tmp_path):
     path = tmp_path / "both.json"
-    one, two = (tuning.Results(path, device) for device in ("A100", "H200"))
+    one, two = (tuning_file.Results(path, device) for device in ("A100", "H200"))
     one.save("a", {"tile": BUILT_IN._asdict()})
     two.save("b", {"tile": TALL._asdict()})
     one.save("c", {"tile": TMA._asdict()})
     assert tiles.read_tuned.__wrapped__(path) == {"A100": {"a": BUILT_IN, "c": TMA}, "H200": {"b": TALL}}
+
+
+def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert tiles.read_tuned.__wrapped__(tmp_path / "root" / "tiles.json") == {}
+    monkeypatch.undo()
+    path = tmp_path / "tiles.json"
+    path.write_text("{}")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"):
+        tiles.read_tuned.__wrapped__(path)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,7 @@ def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
 
 @pytest.mark.parametrize("died_with", [TALL, None], ids=["a config", "compiling"])
 def test_what_ended_a_process_is_not_tried_again(clock, few, died_with):
-    results = tuning.Results(tiles.tuned_path(), "interpreter")
+    results = tuning_file.Results(tiles.tuned_path(), "interpreter")
     trying = results.trying(KEYS[0], died_with)
     trying.__enter__()  # and the process is gone
     clock.ms = {TALL: 1.0}

@@ -73,7 +73,7 @@ def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.
 
 
 def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Put a row of the stack of this name together from an expert's tensors: what `split_row` undoes."""
+    """Put a row of the stack of this name together from an expert's tensors, [out, in] each: what `split_row` undoes."""
     halves = [parts[name] for name in stack_parts(layout)[stack]]
     if len(halves) == 1:
         row = halves[0]

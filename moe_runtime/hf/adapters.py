@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from moe_runtime.checkpoint import SINGLE, write_tensors
-from moe_runtime.files import atomic_file, atomic_write_text
+from moe_runtime.files import atomic_file, atomic_write_text, weights_of
 from moe_runtime.hf.adapter_names import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.hf.layers import experts_module, numbered_layers, plain_name
 from moe_runtime.hf.ranks import whole
@@ -212,8 +212,20 @@ def save_trained(
         write_files(save_directory, tensors, training_of(model).config)
 
 
+def check_place(folder: str | Path) -> None:
+    """Raise ValueError for the folder of a whole model: an adapter's file has the name of its weights."""
+    found = weights_of(folder)
+    # a config.json beside an adapter's own two files is that of its base, as hub folders have it
+    if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
+        raise ValueError(
+            f"folder is {folder}, which holds a whole model ({found[0]}), what is saved are trained experts alone; want "
+            "a folder of their own"
+        )
+
+
 def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Write the two files of an adapter into a folder, which is made if it is not there."""
+    """Write the two files of an adapter into a folder, which is made if it is not there; ValueError as `check_place`."""
+    check_place(folder)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / SINGLE) as file:

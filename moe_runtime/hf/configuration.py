@@ -1,5 +1,11 @@
-"""What the config of an upcycled model says beyond its base's, and how config.json spells it."""
+"""What the config of an upcycled model says beyond its base's, how it comes to say it, and how config.json spells it.
 
+base's --become_moe--> upcycled --become_mergeable--> mergeable
+   ^                      '-------------.--------------'
+   '----------- stock_config -----------'
+"""
+
+import copy
 from pathlib import Path
 
 from moe_runtime.config import MoEConfig, shown
@@ -56,6 +62,46 @@ def moe_fields(
         "router_aux_loss_coef": 0.0,
         "auto_map": {},
     }
+
+
+def become_moe(config, classes, fields: dict) -> None:
+    """Make a base's config that of an upcycled model, in place.
+
+    `moe_fields` made `fields`; `classes` are what `modeling.model_classes` has for the base.
+    """
+    config.__class__ = classes.config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.architectures = [classes.causal_lm.__name__]
+
+
+def become_mergeable(config, shared_rate: float, soup: bool) -> None:
+    """Make an upcycled model's config that of the mergeable one, in place."""
+    config.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
+    # without routers there is nothing to balance
+    config.output_router_logits, config.router_aux_loss_coef = False, 0.0
+
+
+def check_mergeable(config: MoEConfig, soup: bool) -> None:
+    """Raise ValueError unless `config`'s experts can be mixed: XFT's mixture is of a shared expert and the others."""
+    if not (soup or config.has_shared_expert):
+        raise ValueError(f"soup is False, gate is {config.gate!r}, which has no shared expert; want soup=True")
+
+
+def stock_config(config, base: type):
+    """Return the config as the base had it, without our fields, as a new object of class `base`."""
+    new = copy.deepcopy(config)
+    new.__class__ = base
+    for name in MOE_FIELDS:
+        new.__dict__.pop(name, None)
+    # of the rotary keys that our config.json adds, a reader may keep some as attributes that the base does not have
+    values = new.to_dict()
+    added = legacy_rope(values)
+    read = base(**{key: value for key, value in values.items() if key not in added})
+    for name in set(added) - set(vars(read)):
+        new.__dict__.pop(name, None)
+    new.architectures = [config.moe_runtime["base_architecture"]]
+    return new
 
 
 def moe_config(hf_config) -> MoEConfig:

@@ -88,10 +88,10 @@ class ExpertCheckpoints(TrainerCallback):
                 "overwrite=True"
             )
         if there:
-            for name in there if state.is_world_process_zero else ():
-                if not state.global_step or not _is_due(self.folder / name):
-                    shutil.rmtree(self.folder / name)
-            ranks.agree()
+            with ranks.leading() as main:
+                for name in there if main else ():
+                    if not state.global_step or not _is_due(self.folder / name):
+                        shutil.rmtree(self.folder / name)
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """Save if an interval has passed or the training ends."""
@@ -124,11 +124,11 @@ class ExpertCheckpoints(TrainerCallback):
             return
         record = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch, "due": due}
         record |= {"base": None if self.base is None else str(self.base), "base_hash": self._base_hash}
-        save_expert(
-            model, target, tokenizer=tokenizer, base=self.base if self.only_changed else None, dtype=self.dtype,
-            max_shard_size=self.max_shard_size, is_main=state.is_world_process_zero, record=record,
-        )  # fmt: skip
-        ranks.agree()  # nobody reads before rank 0 has moved the folder in
+        with ranks.leading():  # nobody reads before rank 0 has moved the folder in
+            save_expert(
+                model, target, tokenizer=tokenizer, base=self.base if self.only_changed else None, dtype=self.dtype,
+                max_shard_size=self.max_shard_size, is_main=state.is_world_process_zero, record=record,
+            )  # fmt: skip
 
 
 def _is_due(folder: Path) -> bool:

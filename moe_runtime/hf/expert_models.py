@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.data import require
@@ -66,7 +66,7 @@ def load_base(experts: Sequence, dtype: str | None = None, device: torch.device 
     """Load the dense model that adapters are of, in its own dtype unless given; raises ValueError unless it is one."""
     base = base_of(experts)
     if dtype is None:
-        dtype = str(AutoConfig.from_pretrained(base).dtype or torch.float32).removeprefix("torch.")
+        dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")
     return ranks.load_model(base, dtype, _place(device))
 
 

@@ -1,4 +1,4 @@
-"""A small model and transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on."""
+"""transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
@@ -28,25 +28,6 @@ from moe_runtime.hf.training import MoETrainer
 def quiet() -> None:
     """Switch transformers' own progress bars off: the caller has one."""
     logging.disable_progress_bar()
-
-
-def small_llama(tokenizer, *, hidden_size: int, intermediate_size: int, num_layers: int, max_length: int, seed: int):
-    """Return a LlamaForCausalLM with random weights for the tokenizer: heads of 32, tied embeddings, float32."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=max(hidden_size // 32, 1),
-        num_key_value_heads=max(hidden_size // 32, 1),
-        max_position_embeddings=2 * max_length,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(config)
 
 
 def fit(

@@ -11,17 +11,29 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
-from moe_runtime.config import MoEConfig, shown
-from moe_runtime.files import read_json
-from moe_runtime.hf.configuration import SHIM, moe_fields
+from moe_runtime.config import MoEConfig, check_shared_rate, shown
+from moe_runtime.hf.configuration import (
+    SHIM,
+    become_mergeable,
+    become_moe,
+    check_mergeable,
+    moe_config,
+    moe_fields,
+    stock_config,
+)
 from moe_runtime.hf.families import FAMILIES, family_of, moe_shape, write_mlp
 from moe_runtime.hf.modeling import model_classes
 from moe_runtime.hf.rope import legacy_rope
-from moe_runtime.hf.swap import check_layers, mlp_error, stock_config
+from moe_runtime.hf.swap import check_layers, mlp_error
+from moe_runtime.layer_sizes import MAX_LAYERS, check_folder
 
-MAX_LAYERS = 10_000
-# weights, and what is written anew
+# weights
 _LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+# what is written anew, or is not true of other weights: cards, records, and logs of the run that made these
+_OF_THESE = (
+    "config.json", f"{SHIM}.py", "README.md", "adapter_config.json", "expert_cfg.json", "expert.json", "router.json",
+    "router_stats.csv", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
+)  # fmt: skip
 
 
 def read_config(folder: str | Path):
@@ -29,7 +41,7 @@ def read_config(folder: str | Path):
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
-    read_json(folder / "config.json")
+    check_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # a config class checks little, and falls over whatever it meets
@@ -56,21 +68,22 @@ def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None)
     classes = model_classes(family_of(config).model_type)
     _check_depth(config)
     new = copy.deepcopy(config)
-    new.__class__ = classes.config
     architecture = classes.base_causal_lm.__name__
     layers = check_layers(config.num_hidden_layers, layers)
     fields = moe_fields(moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture)
-    for name, value in fields.items():
-        setattr(new, name, value)
-    new.architectures = [classes.causal_lm.__name__]
+    become_moe(new, classes, fields)
     return new
 
 
 def mergeable_config(config, shared_rate: float, soup: bool):
-    """Return the config of an upcycled model after `to_mergeable`."""
+    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises ValueError where that would.
+
+    That is for a gate without shared expert unless `soup`, and for a rate outside 0..1.
+    """
+    check_mergeable(moe_config(config), soup)
+    check_shared_rate(shared_rate)
     new = copy.deepcopy(config)
-    new.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
-    new.output_router_logits, new.router_aux_loss_coef = False, 0.0
+    become_mergeable(new, shared_rate, soup)
     return new
 
 
@@ -87,17 +100,28 @@ def write_config(writer: CheckpointWriter, config) -> None:
         writer.write_text(f"{SHIM}.py", config.shim())
 
 
-def copy_side_files(source: Path, writer: CheckpointWriter, skip: Sequence[str] = ()) -> list[str]:
-    """Copy tokenizer, generation config, chat template and the like, but not `skip`; return their names."""
-    names = sorted(
-        path.name
-        for path in source.iterdir()
-        if path.is_file() and not path.name.endswith(_LEFT_OUT) and path.name not in ("config.json", f"{SHIM}.py", *skip)
-        and not path.name.startswith((".", "training_args"))
-    )  # fmt: skip
+def side_files(source: Path) -> list[str]:
+    """Return the names of the files that any model made of this folder needs too: tokenizer, generation config, licence, ..."""
+    names = (path.name for path in source.iterdir() if path.is_file())
+    hidden = (".", "training_args")
+    return sorted(n for n in names if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden))
+
+
+def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
+    """Copy `side_files`; return their names."""
+    names = side_files(source)
     for name in names:
         writer.copy_file(source / name)
     return names
+
+
+def check_depth(config, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for far more layers than the folder has tensors: a model without weights has a price too."""
+    layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
+    if layers > max(found, 100):
+        raise ValueError(
+            f"num_hidden_layers of config.json is {layers}, {checkpoint.path} has {found} tensors; want one a layer at least"
+        )
 
 
 def check_tensors(config, checkpoint: Checkpoint) -> None:
@@ -105,9 +129,10 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
 
     Tied weights may be missing; what transformers itself passes over (old rotary buffers) may be there.
     """
+    specs = checkpoint.specs()
+    check_depth(config, checkpoint)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    specs = checkpoint.specs()
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
     own = {key: _renamed(key, renamings) for key in specs}
     passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.files import atomic_folder
+from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import swap
 from moe_runtime.hf.configuration import moe_fields
 from moe_runtime.hf.families import FAMILIES, Family, family_of
@@ -28,7 +28,7 @@ from moe_runtime.hf.lora_adapters import add_to_backbone, read_experts
 from moe_runtime.hf.lora_settings import check_routers, check_upcycled, dtype_name, listed, lora_block, lora_config
 from moe_runtime.hf.modeling import freeze_for_lora, model_classes, moe_layers
 from moe_runtime.modules.lora import LoRAMoE, check_base, check_plain
-from moe_runtime.modules.lora_folders import save_single, save_stacked
+from moe_runtime.modules.lora_folders import load_stacked, save_single, save_stacked
 from moe_runtime.modules.lora_linear import LinearExperts, LoRALinear, add_experts
 
 
@@ -242,6 +242,7 @@ def save_adapters(
         raise ValueError(f"upcycled is {upcycled!r}, form is {lora['form']!r}; want upcycled=None, or form 'block'")
     if upcycled is not None and Path(upcycled).is_dir():
         check_upcycled(Path(upcycled), block)
+    check_out_dir(folder, overwrite, [base_model, upcycled])
     pairs = {path.format(layer): _pairs_of(module) for layer, module in layers.items()}
     names = [f"expert-{e}" for e in range(block["config"]["num_experts"])]
     with atomic_folder(folder, overwrite) as new:
@@ -252,3 +253,17 @@ def save_adapters(
                 {path.format(layer): m for layer, m in layers.items()}, new / "stacked", base_model=str(upcycled)
             )
     return [Path(folder) / name for name in names]
+
+
+def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Read one adapter of all experts and the routers into a model with LoRA experts of form "block", in place; return it.
+
+    `folder` is the FOLDER/stacked that `save_adapters` wrote, or what PEFT made of it by training on. Raises ValueError, with
+    the model untouched, for another form, and for an adapter of other layers, sizes or settings.
+    """
+    layers, block = _whole_layers(model), model.config.moe_runtime
+    if block["lora"]["form"] != "block":
+        raise ValueError(f"form is {block['lora']['form']!r}; want 'block': linear layers have no stacked adapter")
+    path = FAMILIES[block["base_model_type"]].path
+    load_stacked({path.format(layer): module for layer, module in layers.items()}, folder)
+    return model

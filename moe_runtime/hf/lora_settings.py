@@ -79,7 +79,10 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 
 def check_routers(vectors: torch.Tensor | None, config: MoEConfig, form: str, layers: int, seed: int) -> None:
-    """Raise ValueError for routers that `to_lora_moe` cannot make: their rows, their seed, what form "linear" lacks."""
+    """Raise ValueError for routers that `to_lora_moe` cannot make.
+
+    For `vectors` that are not [L, E, H] finite numbers, a seed without room, and what form "linear" lacks.
+    """
     if not isinstance(seed, int) or abs(seed) >= SEEDS:
         raise ValueError(f"seed is {seed!r}; want an integer of less than {SEEDS}")
     if config.recompute and form == "linear":

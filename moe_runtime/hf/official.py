@@ -17,14 +17,14 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from moe_runtime.config import MoEConfig, check_bool, shown
+from moe_runtime.config import MoEConfig, check_bool, check_number, check_shared_rate, shown
 from moe_runtime.files import read_json
 from moe_runtime.hf import folders
 from moe_runtime.hf.configuration import moe_config
+from moe_runtime.layer_sizes import check_counts
 
 MODEL_TYPE = "llama_moe_upscaling"
 ROPE_BASE = 10000.0
-MAX_EXPERTS = 2**16  # beyond which a config.json is broken: names for as many tensors a layer would fill the memory
 GATES = {
     "TopKUniversalBalancedNoisyGate": "xft",
     "TopKUniversalBalancedNoNormalizationNoisyGate": "nonorm",
@@ -98,6 +98,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
 
     `rope_theta` replaces the base that it would use. Raises ValueError for an option that we do not compute.
     """
+    check_counts(values, "config.json")
     if values.get("quantization_config"):
         raise ValueError("quantization_config is given; want weights that are not quantized")
     if values["model_type"] == MODEL_TYPE:
@@ -117,8 +118,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     new = folders.upcycled_config(config, moe)
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
-    if not _is_number(rate) or not 0 <= rate <= 1:
-        raise ValueError(f"shared_expert_weight is {shown(rate)}; want 0 to 1, the shared expert's mixing coefficient")
+    check_shared_rate(rate, "shared_expert_weight")
     return folders.mergeable_config(new, rate, soup=False) if stage == "mergeable" else new
 
 
@@ -133,8 +133,6 @@ def _moe_settings(values: dict) -> dict:
     if not isinstance(values["gate_type"], str) or values["gate_type"] not in GATES:
         raise ValueError(f"gate_type is {shown(values['gate_type'])}; want one of {', '.join(GATES)}")
     check_bool("gate_use_balance", values["gate_use_balance"])
-    if isinstance(values["num_experts"], int) and values["num_experts"] > MAX_EXPERTS:
-        raise ValueError(f"num_experts is {shown(values['num_experts'])}; want at most {MAX_EXPERTS}")
     return {
         "num_experts": values["num_experts"],
         "top_k": values["num_selects"],
@@ -188,8 +186,7 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
             f"imported with its base, {base}; rope_theta={said} makes it that one",
             stacklevel=5,
         )
-    if not _is_number(base) or base <= 0:
-        raise ValueError(f"rope_theta is {shown(base)}; want a number above 0")
+    check_number("rope_theta", base, positive=True)
     rope = {"rope_theta": base, "rope_type": "default"}
     scaling = values.get("rope_scaling")
     if scaling is not None:

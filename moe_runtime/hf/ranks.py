@@ -1,6 +1,8 @@
 """The processes of one run, as `accelerate launch` starts them, and model folders that all read and one writes."""
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf.rope import write_legacy_rope
+from moe_runtime.layer_sizes import check_folder
 
 
 def state():
@@ -26,6 +29,25 @@ def agree(value=None):
 
     values = [value]
     return broadcast_object_list(values)[0] if state().num_processes > 1 else value
+
+
+@contextlib.contextmanager
+def leading() -> Iterator[bool]:
+    """Yield whether this is rank 0, which then does something alone; all go on when it is done, or raise what it raised.
+
+    Every process must call: without it an error of rank 0 would leave the others waiting for it.
+    """
+    error = None
+    try:
+        yield state().is_main_process
+    except Exception as raised:
+        error = raised
+    kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
+    said = agree(None if error is None else (kind, str(error) or type(error).__name__))
+    if error is not None:
+        raise error
+    if said is not None:
+        raise said[0](said[1])
 
 
 def gather(values: list) -> list:
@@ -86,6 +108,7 @@ def routing_of(source: str | Path) -> tuple[int | None, int | None]:
 
 def _load(kind: type, source: str | Path, name: str, **settings):
     try:
+        check_folder(source)
         return kind.from_pretrained(source, **settings)
     except (MemoryError, RuntimeError):
         raise

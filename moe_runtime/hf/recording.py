@@ -152,6 +152,7 @@ class Recorder(Watcher):
             atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
 
     def restore(self, checkpoint: Path) -> None:
+        """Go on from what a checkpoint has of the history."""
         values = read_json(checkpoint / self.NAME)
         self.last, self.before = tuple(values["last"]), values["seconds"]
         for name in ("train", "held_out", "rows"):

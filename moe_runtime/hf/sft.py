@@ -1,6 +1,7 @@
 """TRL's SFTTrainer and its command, for upcycled and mergeable models."""
 
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from moe_runtime.hf.saving import last_whole_checkpoint
 from moe_runtime.hf.sft_flags import TrainArguments, parse
 from moe_runtime.hf.stopping import stopping_with_a_checkpoint
 from moe_runtime.hf.training import ROW_ID, _MoETrainer
+from moe_runtime.layer_sizes import check_folder
 from moe_runtime.modules.moe import Router
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -96,6 +98,10 @@ def train_command(argv: list[str] | None = None) -> Path:
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
     _check_model(name)
+    if not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
+        raise ValueError(
+            f"output_dir is {args.output_dir}, the folder of the model, which the tuned one would replace; want another folder"
+        )
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # True, the last checkpoint, can only be spelled on a command line
     resume = args.resume_from_checkpoint
@@ -176,6 +182,7 @@ def _check_model(name: str | None) -> None:
         return
     if not (path / "config.json").is_file():
         raise ValueError(f"model is {name!r}, which has no config.json; want a folder that save_pretrained wrote")
+    check_folder(path)
     if not any((path / file).is_file() for file in TOKENIZER_FILES):
         raise ValueError(
             f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "

@@ -17,32 +17,40 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig, check_choice
-from moe_runtime.hf.configuration import MOE_FIELDS, moe_config, moe_fields
+from moe_runtime.hf import configuration
+from moe_runtime.hf.configuration import become_mergeable, check_mergeable, moe_config, moe_fields, stock_config
 from moe_runtime.hf.families import FAMILIES, Family, check_weights, family_of, moe_shape, read_mlp, write_mlp
 from moe_runtime.hf.modeling import adopt, freeze_for_mixing, model_classes, moe_layers
-from moe_runtime.hf.rope import legacy_rope
 from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router
 from moe_runtime.modules.trainable import split_of
 from moe_runtime.ops.activation import activate
 
+TOLERANCE = 1e-5  # largest relative difference of an MLP from the formula, in float64
 
-def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = 1e-5) -> dict[int, float]:
+
+def sampled(layers: Sequence[int]) -> set[int]:
+    """Return the first, the middle and the last of `layers`: those whose MLPs are run."""
+    return {layers[0], layers[len(layers) // 2], layers[-1]}
+
+
+def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = TOLERANCE) -> dict[int, float]:
     """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the relative errors.
 
     Of `layers`, all by default, it runs the first, the middle and the last, and each that is unlike the first or patched;
     both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above `tolerance`, for
-    weights on the meta device and for accelerate's hooks, which swap weights in and out behind the module.
+    weights on the meta device, for some of any layer that are not finite, and for accelerate's hooks, which swap weights in
+    and out behind the module.
     """
     family = family_of(model)
     layers = check_layers(model.config.num_hidden_layers, layers)
     mlps = {layer: model.get_submodule(family.path.format(layer)) for layer in layers}
     for layer, mlp in mlps.items():
         refuse_offloaded(mlp, family.path.format(layer))
+        _refuse_broken(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
-    run = {layers[0], layers[len(layers) // 2], layers[-1]}
-    run |= {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
+    run = sampled(layers) | {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
     errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
     for layer, error in errors.items():
         if not error < tolerance:
@@ -100,10 +108,7 @@ def check_stock(model: nn.Module, config: MoEConfig, layers: Sequence[int] | Non
 def become_moe(model: nn.Module, fields: dict) -> None:
     """Give a stock model whose MLPs have been exchanged the class and the config of `fields`, which `moe_fields` made."""
     classes = model_classes(fields["moe_runtime"]["base_model_type"])
-    model.config.__class__ = classes.config
-    for name, value in fields.items():
-        setattr(model.config, name, value)
-    model.config.architectures = [classes.causal_lm.__name__]
+    configuration.become_moe(model.config, classes, fields)
     adopt(model, classes.causal_lm, classes.inner)
 
 
@@ -127,8 +132,7 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
     if block["stage"] != "moe":
         raise ValueError(f"the model's stage is {block['stage']!r}; want 'moe', that of a model from dense_to_moe")
     config = moe_config(model.config)
-    if not (soup or config.has_shared_expert):
-        raise ValueError(f"soup is False, gate is {config.gate!r}, which has no shared expert; want soup=True")
+    check_mergeable(config, soup)
     merged = {layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta") for layer in modules}
     path = FAMILIES[block["base_model_type"]].path
     for layer, moe in modules.items():
@@ -139,9 +143,7 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
         new.reset_parameters()
         model.set_submodule(path.format(layer), new.train(moe.training))
     freeze_for_mixing(model)
-    model.config.moe_runtime = block | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
-    # without routers there is nothing to balance
-    model.config.output_router_logits, model.config.router_aux_loss_coef = False, 0.0
+    become_mergeable(model.config, shared_rate, soup)
 
 
 def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
@@ -193,22 +195,6 @@ def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str,
         weight = weight.to(device=down.device, dtype=down.dtype)
         setattr(moe.gate, name, nn.Parameter(weight, requires_grad=down.requires_grad))
     return moe.train(mlp.training)
-
-
-def stock_config(config, base: type):
-    """Return the config as the base had it, without our fields, as a new object of class `base`."""
-    new = copy.deepcopy(config)
-    new.__class__ = base
-    for name in MOE_FIELDS:
-        new.__dict__.pop(name, None)
-    # of the rotary keys that our config.json adds, a reader may keep some as attributes that the base does not have
-    values = new.to_dict()
-    added = legacy_rope(values)
-    read = base(**{key: value for key, value in values.items() if key not in added})
-    for name in set(added) - set(vars(read)):
-        new.__dict__.pop(name, None)
-    new.architectures = [config.moe_runtime["base_architecture"]]
-    return new
 
 
 def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
@@ -263,6 +249,14 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
         )
     if recurse and any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(f"{path} is on the meta device; want weights; load the model with from_pretrained")
+
+
+def _refuse_broken(mlp: nn.Module, path: str) -> None:
+    """Raise ValueError for NaN and infinities in the weights of an MLP: all its copies would have them."""
+    for name, weight in mlp.named_parameters():
+        # torch has no aminmax of eight bits
+        if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise ValueError(f"{path}.{name} has NaN or infinity; want finite weights")
 
 
 @torch.no_grad()

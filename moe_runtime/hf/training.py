@@ -147,6 +147,7 @@ class _MoETrainer(WholeSaves):
     def _check_training(self) -> None:
         """Raise ValueError for a model that trains experts apart, as esft.train_only makes it, but cannot as it is now."""
         adapters.check_trains(self.model)
+        self._check_place(self.args.output_dir)
         if adapters.training_of(self.model) is not None and adapters.is_split(self.model):
             from moe_runtime.hf.expert_parallel import NoCheckpoints
 
@@ -156,6 +157,11 @@ class _MoETrainer(WholeSaves):
                 "bf16 is False, what trains beside the experts has another dtype than the rest of the model; want bf16=True, "
                 "or esft.train_only without dtype"
             )
+
+    def _check_place(self, folder: str | Path) -> None:
+        """Raise ValueError for the folder of a whole model, if what will be saved are trained experts alone."""
+        if adapters.training_of(self.model) is not None and self.args.should_save:
+            adapters.check_place(folder)
 
     def _ranks(self, num_items_in_batch) -> int:
         """What Trainer multiplies a loss with that is a sum over the tokens of all processes."""
@@ -209,7 +215,11 @@ class _MoETrainer(WholeSaves):
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; of a model that trains experts apart, those alone, where they are spread too."""
+        """Save as transformers does; of a model that trains experts apart, those alone, where they are spread too.
+
+        Raises ValueError, with nothing written, for those in the folder of a whole model: their file has its name.
+        """
+        self._check_place(self.args.output_dir if output_dir is None else output_dir)
         if adapters.training_of(self.model) is None or not (self.is_fsdp_enabled or adapters.is_split(self.model)):
             super().save_model(output_dir, _internal_call)
             return

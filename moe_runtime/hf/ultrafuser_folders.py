@@ -53,8 +53,8 @@ def save(
     is not as its folder has it, or is inside `folder`, which is replaced.
     """
     check_choice("specialists", specialists, MODES)
-    folder = check_out_dir(folder, overwrite)
     paths = [one["path"] for one in fuser.config.specialists]
+    folder = check_out_dir(folder, overwrite, paths if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise ValueError(

@@ -29,7 +29,7 @@ class FuserCache(Cache):
 
     @property
     def layers(self) -> list:
-        """The layers of all caches, which grow while the models run."""
+        """Return the layers of all caches, which grow while the models run."""
         return [layer for cache in self.caches for layer in cache.layers]
 
     @layers.setter

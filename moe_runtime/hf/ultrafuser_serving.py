@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.hf import ranks
 from moe_runtime.hf import ultrafuser_folders as folders
 from moe_runtime.hf.saved_form import skeleton, to_saved
 from moe_runtime.hf.ultrafuser_heads import Head, gate_weight, head_of, logits_of
@@ -73,7 +73,7 @@ def _open(part: folders.Part) -> Head:
     """Return a specialist's head with its weights, its model being an empty shell."""
     if not os.path.isdir(part.path):
         raise ValueError(f"specialist {part.name!r} is {part.path}; want a folder here; hf download makes it")
-    model = skeleton(AutoConfig.from_pretrained(part.path))
+    model = skeleton(ranks.load_config(part.path, f"specialist {part.name!r}"))
     head = head_of(model, part.name)
     prefix = next(name for name, module in model.named_modules() if module is head.linear)
     tied = getattr(model, "all_tied_weights_keys", None) or {}

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moe_runtime.files import is_plain_name
 from moe_runtime.hf.ultrafuser_inputs import CHAT, Encoder, check_template, check_tokenizers
+from moe_runtime.layer_sizes import check_folder
 
 CHUNK = 1 << 23  # bytes that are looked at together, a cache's worth
 
@@ -37,6 +38,7 @@ def open_model(source, dtype="auto") -> PreTrainedModel:
     if isinstance(source, nn.Module):
         return source
     try:
+        check_folder(source)
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".:")

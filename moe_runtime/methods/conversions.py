@@ -14,6 +14,8 @@ from moe_runtime.methods.xft import check_mixture, init_mixture
 from moe_runtime.modules.ewa import uniform_mixture
 from moe_runtime.ops.merging import mixing
 
+__all__ = ["FolderReceipt"]  # what users see; the rest is for the conversions
+
 SHARD = 2 * 2**30
 Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
 

@@ -24,17 +24,21 @@ from torch import nn
 
 from moe_runtime.files import check_out_dir, read_json
 from moe_runtime.hf import adapters, trainable
+from moe_runtime.hf.gate_scores import GateSums
 from moe_runtime.hf.layers import plain_name
+from moe_runtime.hf.trainable import TrainableReceipt
 from moe_runtime.hf.trainable_layers import check_unwrapped
 from moe_runtime.methods.esft_adapters import APPLIED, Adapter, apply, from_config, load_adapter, remove, to_config
 from moe_runtime.methods.esft_base import base_of, check_base
+from moe_runtime.methods.esft_folders import MergeReceipt
 from moe_runtime.methods.esft_folders import merge_folder as merge
 from moe_runtime.methods.esft_scores import ExpertScores, score_experts
 from moe_runtime.methods.esft_selection import ExpertSelection, check_selection, random_experts, select_experts
 
 __all__ = [
-    "Adapter", "ExpertScores", "ExpertSelection", "adapter_of", "apply", "drop", "fold", "load_adapter", "load_trained",
-    "merge", "random_experts", "remove", "save_adapter", "score_experts", "select_experts", "train_only",
+    "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
+    "drop", "fold", "load_adapter", "load_trained", "merge", "random_experts", "remove", "save_adapter", "score_experts",
+    "select_experts", "train_only",
 ]  # fmt: skip
 
 
@@ -44,7 +48,7 @@ def train_only(
     shared_experts: bool | None = None,
     non_expert_modules: bool | None = None,
     dtype: torch.dtype | None = None,
-) -> trainable.TrainableReceipt:
+) -> TrainableReceipt:
     """Make `model` train the experts of `selection` alone, in place: they lie apart from the stacks, all else is frozen.
 
     The two flags, the selection's unless given, add the paper's other settings (Table 3): the MLPs that all tokens go
@@ -124,7 +128,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
 
     Its size is that of the selected experts and of what trains beside them. In a run of several processes rank 0
     writes, and where the model is split every one must call. Raises ValueError for a model that `train_only` has not
-    made ready, and for a folder that exists.
+    made ready, for a folder that exists, and always for one that holds a whole model.
     """
     _check_training(model)
     adapters.check_trains(model)
@@ -132,6 +136,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
     # elsewhere only before a gathering: rank 0 may have written it already
     if is_main or any(hasattr(parameter, "placements") for parameter in model.parameters()):
         check_out_dir(folder, overwrite)
+        adapters.check_place(folder)
     found = adapters.gathered(model, keep=is_main)
     if is_main:
         _adapter(model, adapters.trained_tensors(model, found)).save(folder, overwrite=overwrite)

@@ -81,7 +81,8 @@ class Adapter:
         return to_config(self.selection, self.base)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the folder, whole or not at all; raises ValueError if it exists."""
+        """Write the folder, whole or not at all; raises ValueError if it exists; never replaces a whole model."""
+        adapters.check_place(folder)
         with atomic_folder(folder, overwrite) as tmp:
             adapters.write_files(tmp, self.tensors, self.to_config())
         return Path(folder)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from moe_runtime.files import check_out_dir
 from moe_runtime.hf import folders
 from moe_runtime.hf.adapter_names import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.hf.configuration import SHIM
@@ -61,9 +62,12 @@ def merge_folder(
     weights), unknown ids or shapes, a folder whose tensors are quantized or not as transformers names them, an existing
     target or too little disk space.
     """
+    check_out_dir(out, overwrite, [base, adapter])
     adapter = as_adapter(adapter)
-    model = skeleton(folders.read_config(base))
+    config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
+        folders.check_depth(config, checkpoint)
+        model = skeleton(config)
         plan = _planned(model, adapter, checkpoint, check_weights)
         total = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
@@ -82,8 +86,10 @@ def merge_folder(
 def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights: bool = True) -> int:
     """Return how many tensors of the folder `base` an adapter changes; raises ValueError as `merge_folder` does."""
     adapter = as_adapter(adapter)
-    model = skeleton(folders.read_config(base))
+    config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
+        folders.check_depth(config, checkpoint)
+        model = skeleton(config)
         return len(_planned(model, adapter, checkpoint, check_weights))
 
 

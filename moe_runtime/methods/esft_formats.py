@@ -19,6 +19,7 @@ import torch
 
 from moe_runtime.config import check_positive, shown
 from moe_runtime.hf.gate_scores import GateCall, GateSums
+from moe_runtime.layer_sizes import MAX_LAYERS
 
 TABLES = {"token": "token_scores", "gate": "gate_scores"}  # in the order of the official summary
 MAX_EXPERTS = 4096  # of a layer, where nobody says how many: a broken id would ask for all memory
@@ -111,6 +112,10 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
 
 def _evenly_spaced(numbers: list[int]) -> list[int]:
     """The numbers from the first to the last by the smallest step between two of them."""
+    if numbers[-1] >= MAX_LAYERS:
+        raise ValueError(
+            f"logs has {log_name(numbers[-1])}; want layers below {MAX_LAYERS}; or name those that have experts"
+        )
     steps = [b - a for a, b in itertools.pairwise(numbers)]
     return list(range(numbers[0], numbers[-1] + 1, min(steps))) if steps else numbers
 
@@ -211,7 +216,8 @@ def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...]
                     f"{where} has the score {shown(scores[bad])} for expert {bad}; want a number of 0 or more"
                 )
             ids = sorted(scores) if ids is None else ids
-            if sorted(scores) != ids or ids != list(range(ids[0], ids[-1] + 1)):
+            # not a range, nor zeros for those before: a key may be any number
+            if sorted(scores) != ids or ids[-1] - ids[0] != len(ids) - 1 or ids[0] >= MAX_EXPERTS:
                 raise ValueError(
                     f"{where} has scores for other experts than the layers before; want 0 to E - 1 in each"
                 )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.config import check_bool, check_choice, check_positive, shown
+from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive, shown
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf.layers import RoutedLayer, numbered_layers
 from moe_runtime.methods.esft_scores import SCORES, VARIANTS, ExpertScores
@@ -30,10 +30,7 @@ _KEYS = ("experts", *FLAGS, "score", "p", "variant")
 
 def check_p(p: float) -> None:
     """Raise ValueError unless `p` is above 0 and at most 1."""
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 1:
-        raise ValueError(
-            f"p is {shown(p)}; want a number above 0 and at most 1, such as 0.1 for gate scores, 0.2 for token"
-        )
+    check_fraction("p", p, "such as 0.1 for gate scores, 0.2 for token", zero=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

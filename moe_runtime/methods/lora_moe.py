@@ -4,7 +4,7 @@
     (tune)           pairs and routers, by any trainer
     merge            the dense model W + s sum_e alpha_e B_e A_e, in the base's own architecture
     to_moe           or an upcycled model whose experts are whole
-    save_adapters    or each expert as a PEFT adapter of the base
+    save_adapters    or each expert as a PEFT adapter of the base; and all as one, which load_adapters reads back
 
 `forced_experts` sends each row of a batch to one expert: what expert-specific data is chosen by.
 """
@@ -16,6 +16,7 @@ from torch import nn
 
 from moe_runtime.hf.lora_moe import (
     forced_experts,
+    load_adapters,
     lora_config,
     lora_layers,
     merge_experts,
@@ -25,7 +26,9 @@ from moe_runtime.hf.lora_moe import (
 )  # fmt: skip
 from moe_runtime.methods.xft import alpha_rows
 
-__all__ = ["forced_experts", "lora_config", "lora_layers", "merge", "save_adapters", "to_lora_moe", "to_moe"]
+__all__ = [
+    "forced_experts", "load_adapters", "lora_config", "lora_layers", "merge", "save_adapters", "to_lora_moe", "to_moe",
+]  # fmt: skip
 
 
 def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "uniform") -> nn.Module:

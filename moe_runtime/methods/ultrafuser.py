@@ -11,9 +11,10 @@ UltraFuser (arXiv 2403.08281), Sec. 3:
 
 from moe_runtime.hf.ultrafuser import UltraFuser, UltraFuserConfig, UltraFuserOutput
 from moe_runtime.hf.ultrafuser_folders import load, restore, save
+from moe_runtime.hf.ultrafuser_heads import Head
 from moe_runtime.hf.ultrafuser_inputs import TEMPLATES, Encoder
 from moe_runtime.hf.ultrafuser_serving import FusedHead, load_head
-from moe_runtime.modules.fuser import FuserGate, fuser_loss
+from moe_runtime.modules.fuser import FuserGate, FuserLoss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Encoder",
     "FusedHead",
     "FuserGate",
+    "FuserLoss",
+    "Head",
     "UltraFuser",
     "UltraFuserConfig",
     "UltraFuserOutput",

@@ -23,6 +23,7 @@ Experts are folders: whole models, what differs from a base, or LoRA adapters (`
 """
 
 from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints
+from moe_runtime.hf.routing_vectors import Measured
 from moe_runtime.methods.upit_assembly import assemble
 from moe_runtime.methods.upit_buckets import fill_buckets, perplexities, random_buckets, seed_set
 from moe_runtime.methods.upit_expansion import Child, Expansion, expand_experts
@@ -31,7 +32,7 @@ from moe_runtime.methods.upit_mixtral import export_mixtral
 from moe_runtime.methods.upit_router import RoutedExpert, init_router, init_routers, load_routed
 
 __all__ = [
-    "Child", "Expansion", "Expert", "ExpertCheckpoints", "RoutedExpert", "assemble", "choose_checkpoints", "expand_experts",
-    "export_mixtral", "fill_buckets", "init_router", "init_routers", "load_routed", "materialize", "open_expert",
-    "perplexities", "random_buckets", "saved_experts", "seed_set",
+    "Child", "Expansion", "Expert", "ExpertCheckpoints", "Measured", "RoutedExpert", "assemble", "choose_checkpoints",
+    "expand_experts", "export_mixtral", "fill_buckets", "init_router", "init_routers", "load_routed", "materialize",
+    "open_expert", "perplexities", "random_buckets", "saved_experts", "seed_set",
 ]  # fmt: skip

@@ -24,11 +24,10 @@ from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, check_keys
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.files import atomic_folder, check_out_dir
 from moe_runtime.hf import expert_models, families, folders, swap
-from moe_runtime.hf.expert_checkpoints import RECORD, model_folder
+from moe_runtime.hf.expert_checkpoints import model_folder
 from moe_runtime.hf.lora_moe import to_lora_moe
 from moe_runtime.methods.conversions import SHARD, Conversion, FolderReceipt, Progress
 from moe_runtime.methods.upit_experts import Expert, open_expert
-from moe_runtime.methods.upit_router import RECORD as ROUTER_RECORD
 
 BACKBONES = ("mean", "base")
 # what configs of one model may differ in, with the same logits
@@ -67,7 +66,7 @@ def assemble(
         raise ValueError("experts are 0; want at least one folder")
     if gate in SHARED_GATES:
         raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; want one without shared expert")
-    check_out_dir(out, overwrite)
+    check_out_dir(out, overwrite, [*experts, base])
     settings = {
         "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
         "balance_loss_coef": balance_loss_coef,
@@ -88,18 +87,26 @@ def assemble(
         folders.check_tensors(config, opened[0])
         source = stack.enter_context(_backbone(opened, base)) if backbone == "base" else None
         made = _Made(opened, rows, moe, source, seed)
-        with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()) as writer:
-            new_config = folders.upcycled_config(config, moe)
-            new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
-            folders.write_config(writer, new_config)
-            side_files = folders.copy_side_files(opened[0].path, writer, skip=(RECORD, ROUTER_RECORD))
-            job = Conversion(opened[0], writer, progress)
-            for key in opened[0].keys():
-                for name, tensor in made.of(key).items():
-                    job.add(name, tensor)
-                job.read(key)
-    layers = list(range(config.num_hidden_layers))
-    return FolderReceipt(Path(out), moe, job.tensors, job.bytes, side_files, layers)
+        return _assemble_whole(made, Path(out), max_shard_size, overwrite, progress)
+
+
+def _assemble_whole(
+    made: "_Made", out: Path, max_shard_size: int | str, overwrite: bool, progress: Progress | None
+) -> FolderReceipt:
+    """Stream experts that are whole models or deltas into one folder."""
+    first = made.opened[0]
+    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()) as writer:
+        new_config = folders.upcycled_config(first.config, made.moe)
+        new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
+        folders.write_config(writer, new_config)
+        side_files = folders.copy_side_files(first.path, writer)
+        job = Conversion(first, writer, progress)
+        for key in first.keys():
+            for name, tensor in made.of(key).items():
+                job.add(name, tensor)
+            job.read(key)
+    layers = list(range(first.config.num_hidden_layers))
+    return FolderReceipt(out, made.moe, job.tensors, job.bytes, side_files, layers)
 
 
 def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:

@@ -20,18 +20,17 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
-from moe_runtime.config import check_choice, check_number
+from moe_runtime.config import check_choice, check_seed
 from moe_runtime.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.hf import folders
 from moe_runtime.hf.expert_checkpoints import FORMAT, RECORD, Changed
 from moe_runtime.methods.conversions import Progress
 from moe_runtime.methods.upit_experts import ADAPTER, Expert
 from moe_runtime.methods.upit_pool import Mix, Pool
-from moe_runtime.ops.expansion import METRICS, distances, farthest_pair
+from moe_runtime.ops.expansion import METRICS, check_drop, distances, farthest_pair
 
 SUMMARY, CHILD = "expansion.json", "expert-"
 OF, PARENTS = ("delta", "weight"), ("farthest", "random")
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", RECORD, "trainer_state.json")
 
 
 class Child(NamedTuple):
@@ -118,13 +117,10 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
     check_choice("metric", metric, METRICS)
     check_choice("of", of, OF)
     check_choice("parents", parents, PARENTS)
-    check_number("drop", drop)
-    if drop > 1:
-        raise ValueError(f"drop is {drop}; want 0 to 1, the probability that a difference is dropped")
+    check_drop(drop)
     if weights is not None and (len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)):
         raise ValueError(f"weights is {weights!r}; want two finite numbers, or None")
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed is {seed!r}; want an integer from 0 to 2^63 - 1")
+    check_seed("seed", seed)
 
 
 def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
@@ -228,7 +224,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     expected = sum(spec.nbytes for spec in pool.specs.values()) if kind == "ffn" else None
     with CheckpointWriter(folder, max_shard_size, overwrite=True, expected_bytes=expected) as writer:
         writer.copy_file(parents[0].path / "config.json")
-        folders.copy_side_files(parents[0].path, writer, skip=(RECORD, "trainer_state.json"))
+        folders.copy_side_files(parents[0].path, writer)
         writer.write_text(RECORD, said(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))
     return products
 
@@ -248,9 +244,8 @@ def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | Non
 def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
     """Write a child's adapter, which is held in memory, with the settings and side files of `like`."""
     write_tensors(folder / ADAPTER, dict(tensors))
-    for path in like.path.iterdir():
-        if path.is_file() and not path.name.endswith(_NOT_COPIED):
-            shutil.copyfile(path, folder / path.name)
+    for name in ("adapter_config.json", *folders.side_files(like.path)):
+        shutil.copyfile(like.path / name, folder / name)
 
 
 def _summarize(out: Path, found: Expansion) -> None:

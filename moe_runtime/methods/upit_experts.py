@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.config import check_choice
-from moe_runtime.files import read_json
+from moe_runtime.files import check_out_dir, read_json
 from moe_runtime.hf import families, folders
 from moe_runtime.hf.expert_checkpoints import FORMAT, KINDS, RECORD, fingerprint, model_folder, saved_steps
 from moe_runtime.methods.fingerprints import files_print, hash_of
@@ -197,10 +197,11 @@ def materialize(
             return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)
     if expert.kind == "lora":
         raise ValueError(f"expert is {str(expert.path)!r}, an adapter; want a delta; PEFT merges adapters")
+    check_out_dir(out, overwrite, [expert.path, expert.base])
     expected = sum(spec.nbytes for spec in expert.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
         writer.copy_file(expert.path / "config.json")
-        folders.copy_side_files(expert.path, writer, skip=(RECORD,))
+        folders.copy_side_files(expert.path, writer)
         for key in expert.keys():
             writer.add(key, expert.get(key))
     return Path(out)

@@ -7,6 +7,7 @@ one expert's matrices and a shard of the target.
 from pathlib import Path
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.files import check_out_dir
 from moe_runtime.hf import folders
 from moe_runtime.hf.configuration import moe_config
 from moe_runtime.hf.mixtral import Names, mixtral_config
@@ -26,6 +27,7 @@ def export_mixtral(
     Raises ValueError, with nothing written, for whatever Mixtral does not have, by name, for an existing target and too little
     disk space.
     """
+    check_out_dir(out, overwrite, [folder])
     config = folders.read_config(folder)
     target = mixtral_config(config)
     names, moe = Names(target), moe_config(config)

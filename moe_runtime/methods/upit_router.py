@@ -10,6 +10,7 @@ A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), 
 model folder, or an adapter's.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -21,7 +22,7 @@ import torch
 
 from moe_runtime import progress
 from moe_runtime.checkpoint import Checkpoint, write_tensors
-from moe_runtime.config import check_bool, check_choice, check_number, check_positive
+from moe_runtime.config import check_bool, check_choice, check_fraction, check_number, check_positive
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import expert_models, fit, ranks
 from moe_runtime.hf.routing_vectors import Measured, RoutingVectors, VectorTrainer, drawn, hidden_means
@@ -103,7 +104,7 @@ def init_router(
         if not overwrite and ranks.agree(_is_made(folder, made_of)):
             _remove_checkpoints(folder)
             return load_routed(folder)
-        check_out_dir(folder, overwrite)
+        check_out_dir(folder, overwrite, [expert, base])
         model, adapted = _load(opened, dtype)
         dtype = dtype or expert_models.dtype_of(opened)
     vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index)
@@ -113,12 +114,9 @@ def init_router(
     done = {"vectors": vectors, "before": before, "after": before}
     if router_init == "skilled":
         routing.train_only(train_ffn)
-        trainer = functools.partial(VectorTrainer, vector_rate=vector_learning_rate)
-        # one row to judge by: all are measured beside, with the vectors
-        first = rows.select([0]).select_columns(["input_ids", "labels"])
-        trained = fit.train(
-            model, rows, tokenizer, folder=_checkpoints(folder, made_of), held_out=first, evaluations=1,
-            callbacks=callbacks, on_step=on_step, trainer=trainer, **settings,
+        trained = _pre_optimize(
+            model, rows, tokenizer, vector_learning_rate, folder=_checkpoints(folder, made_of), callbacks=callbacks,
+            on_step=on_step, **settings,
         )  # fmt: skip
         done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
         done["seconds"], weights = trained.history.seconds, trained.state_dict()
@@ -129,6 +127,14 @@ def init_router(
     _save(routed, folder, made_of, overwrite, write)
     _remove_checkpoints(folder)
     return routed
+
+
+def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
+    """Train what requires a gradient with the vectors in the loss, these at a rate of their own if given."""
+    # one row to judge by: all are measured beside, with the vectors
+    first = rows.select([0]).select_columns(["input_ids", "labels"])
+    trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
+    return fit.train(model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training)
 
 
 def _check_expert(opened: Expert) -> None:
@@ -235,8 +241,7 @@ def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype:
     check_bool("train_ffn", train_ffn)
     if not len(rows):
         raise ValueError("rows are 0; want the rows of the expert's bucket")
-    if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
-        raise ValueError(f"alpha is {alpha!r}; want 0 to 1, the weight of the language model's loss")
+    check_fraction("alpha", alpha, "the weight of the language model's loss")
     if epochs is not None and steps is not None:
         raise ValueError(f"epochs is {epochs}, steps is {steps}; want one of them")
     if steps is not None:
@@ -257,9 +262,10 @@ def _check_vectors(std: float | None, learning_rate: float | None) -> None:
 def _save(
     routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None
 ) -> None:
-    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait."""
-    if ranks.state().is_main_process:
-        with atomic_folder(folder, overwrite) as tmp:
+    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait for it."""
+    with ranks.leading() as main, contextlib.ExitStack() as stack:
+        if main:
+            tmp = stack.enter_context(atomic_folder(folder, overwrite))
             if write is not None:
                 write(tmp)
             write_tensors(tmp / VECTORS, {"vectors": routed.vectors})
@@ -268,4 +274,3 @@ def _save(
             values |= {name: getattr(routed, name) for name in names}
             values |= {name: getattr(routed, name)._asdict() for name in ("before", "after")}
             atomic_write_text(tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n")
-    ranks.agree()  # nobody reads before rank 0 has moved the folder in

@@ -9,6 +9,7 @@
 Folders that do not fit into memory take the same way in `moe_runtime.methods.xft_folders`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class UpcycleReceipt:
         c = self.config
         exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
         what = exact if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        if not math.isfinite(self.error):
+            what = "the dense model's own logits, or the new one's, are not finite: look for broken weights outside of the MLPs"
         gate = "no router, tokens dealt out at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, {gate}\n"
@@ -159,7 +162,7 @@ def merge(
 
 
 def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
-    """Return learned coefficients; ValueError, naming the layer, for some that are not finite."""
+    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
     if not alpha.isfinite().all():
         raise ValueError(
             f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
@@ -197,7 +200,10 @@ def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: 
 def merged_weights(
     layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
 ) -> dict:
-    """Return one dense weight per expert stack of the layer, under the stack's name."""
+    """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's name and in its dtype.
+
+    `alpha` [E] stands for the layer's own coefficients, or for the INIT mixture of `shared_rate`. XFT, Eq. (3); no gradient.
+    """
     if alpha is None:
         if isinstance(layer, MergedMLP | EWAMLP):
             alpha = layer.alpha()

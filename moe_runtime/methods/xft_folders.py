@@ -12,6 +12,7 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.config import MoEConfig
+from moe_runtime.files import check_out_dir
 from moe_runtime.hf import families, folders, swap
 from moe_runtime.methods.conversions import (
     SHARD,
@@ -42,6 +43,7 @@ def upcycle_folder(
     Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
     finite, an existing target or too little disk space.
     """
+    check_out_dir(target, overwrite, [source])
     config = folders.read_config(source)
     family = families.family_of(config)
     moe = folders.config_for_folder(config, **settings)
@@ -62,15 +64,15 @@ def upcycle_folder(
 
 
 def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: Sequence[int]) -> float:
-    """Return the largest relative difference of the first, middle and last MLP from our formula; ValueError above 1e-5."""
+    """Return the largest relative difference of the sampled layers' MLPs from our formula; ValueError above TOLERANCE."""
     worst = 0.0
-    for layer in sorted({layers[0], layers[len(layers) // 2], layers[-1]}):
+    for layer in sorted(swap.sampled(layers)):
         keys = families.mlp_keys(family, layer, moe.bias)
         weights = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
         error = folders.stock_mlp_error(config, weights, layer)
-        if not error < 1e-5:
+        if not error < swap.TOLERANCE:
             raise ValueError(
-                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than 1e-5"
+                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than {swap.TOLERANCE:.0e}"
             )
         worst = max(worst, error)
     return worst
@@ -144,25 +146,20 @@ def mergeable_folder(
     Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
     outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
     """
+    check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source, stage="moe")
-    if not 0 <= shared_rate <= 1:
-        raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
-    if not (soup or moe.has_shared_expert):
-        raise ValueError(f"soup is False, gate is {moe.gate!r}, which has no shared expert; want soup=True")
+    new_config = folders.mergeable_config(config, shared_rate, soup)
     logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
         expected = sum(spec.nbytes for spec in checkpoint.specs().values())
         with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
-            folders.write_config(writer, folders.mergeable_config(config, shared_rate, soup))
+            folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
-                path, _, name = key.partition(".gate.")
-                if path in paths and name:
-                    job.read(key)
-                    continue
-                job.add(key, checkpoint.get(key))
+                if not _is_router(key, paths):
+                    job.add(key, checkpoint.get(key))
                 job.read(key)
             for path in paths:
                 job.add(f"{path}.mixing_logits", logits)
@@ -185,6 +182,7 @@ def merge_folder(
     nothing written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the
     config's, or an existing target.
     """
+    check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)
     family = families.FAMILIES[config.moe_runtime["base_model_type"]]
     shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])
@@ -217,6 +215,7 @@ def merge_folder(
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:
+    """Whether a key is a layer's router or mixing logits, which a model without them does not have."""
     return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
 
 

@@ -38,6 +38,7 @@ from moe_runtime.methods.xft_official_files import EXPERTS, KINDS, TorchFiles, f
 from moe_runtime.ops.merging import merge_rows
 
 MLP = "model.layers.{}.mlp"
+MAX_NAMES = 10**6  # of tensors that may be missing, to name them: more would fill the memory
 # the weighted model's own, never used MLP
 _PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
@@ -90,7 +91,7 @@ def import_official(
     its config.json says (with a warning where it says another). Raises ValueError, with nothing written, for an option
     that we do not compute, other tensors than the config's, pickles of more than tensors, or an existing target.
     """
-    check_out_dir(target, overwrite)
+    check_out_dir(target, overwrite, [source, ffn_folder])
     source, values = Path(source), official.read_values(source)
     with contextlib.closing(_open(source, values, ffn_folder)) as opened:
         return _import(opened, values, target, rope_theta, max_shard_size, overwrite, progress)
@@ -99,6 +100,12 @@ def import_official(
 def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, overwrite, progress) -> FolderReceipt:
     config = official.import_config(values, opened.stage, rope_theta)
     moe, layers = moe_config(config), range(config.num_hidden_layers)
+    named, found = len(layers) * moe.num_experts * len(KINDS), len(opened.specs())
+    if named > max(found, MAX_NAMES):
+        raise ValueError(
+            f"num_hidden_layers is {len(layers)}, num_experts is {moe.num_experts} in config.json; want {found} tensors at "
+            f"most, which are in {opened.path}"
+        )
     wanted = [_wanted(moe, layer, opened.stage) for layer in layers]
     specs = _check(opened, config, wanted)
     expected = sum(spec.nbytes for spec in specs.values())
@@ -232,7 +239,7 @@ def export_official(
     writes an MoE with another rope_theta than 10000 all the same, the only one that the released MoE code computes with.
     Raises ValueError, with nothing written, for what that code has no option for, or an existing target.
     """
-    out = check_out_dir(target, overwrite)
+    out = check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)
     stage = config.moe_runtime["stage"]
     if stage not in ("moe", "mergeable"):

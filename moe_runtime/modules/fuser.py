@@ -124,7 +124,9 @@ def chunked_loss(
     ignore_index: int = -100,
     chunk: int | None = None,
 ) -> FuserLoss:
-    """`fuser_loss` for heads that are no product: functions from states to logits, on whatever devices.
+    """Return `fuser_loss` for heads that are no product: functions from states to logits, on whatever devices.
+
+    `hidden` S times [..., H_s], `labels` [...] of the same tokens.
 
     `chunk` tokens are worked on at once, by default as many as make ops.fusion's chunk of the CPU; the backward pass makes
     their logits anew, and then holds three or four copies of them per specialist.

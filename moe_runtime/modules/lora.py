@@ -114,7 +114,11 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def whole_weight(self, target: str, expert: int) -> torch.Tensor:
-        """Return the weight [out, in] that `expert` has in the projection `target`, summed in float32, in the base's dtype."""
+        """Return the weight [out, in] that `expert` has in the projection `target`, summed in float32, in the base's dtype.
+
+        Raises ValueError for an expert that is not there.
+        """
+        check_expert(expert, self.num_experts)
         weight = self._weight(target)
         if target not in self.targets:
             return weight.clone()
@@ -152,20 +156,17 @@ class LoRAExperts(nn.Module):
         """Whether a projection of the base has a bias."""
         return any(self._linear(target).bias is not None for target in TARGETS)
 
-    @torch.no_grad()
-    def merge_into_base(self, expert: int = 0) -> nn.Module:
-        """Add one expert's pairs to the base's weights, in place, and return the base. The experts then no longer fit it."""
-        if not 0 <= expert < self.num_experts:
-            raise ValueError(f"expert is {expert}; want 0 to {self.num_experts - 1}")
-        for target in self.targets:
-            self._weight(target).copy_(self.whole_weight(target, expert))
-        return self.base
-
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         return (
             f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, targets={', '.join(self.targets)}"
         )
+
+
+def check_expert(expert: int, num_experts: int) -> None:
+    """Raise ValueError unless `expert` is the number of one of `num_experts` experts."""
+    if not 0 <= expert < num_experts:
+        raise ValueError(f"expert is {expert}; want 0 to {num_experts - 1}")
 
 
 class LoRAMoE(MoE):

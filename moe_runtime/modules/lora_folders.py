@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from moe_runtime.checkpoint import write_tensors
 from moe_runtime.files import atomic_folder, read_json
 from moe_runtime.files import atomic_write_json as write_json
-from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
+from moe_runtime.modules.lora import LoRAExperts, LoRAMoE, check_expert
 from moe_runtime.modules.lora_linear import LinearExperts
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -73,7 +73,7 @@ def save_single(
     """
     experts = {name: _experts(layer, LinearExperts) for name, layer in layers.items()}
     first = _alike(experts)
-    _check_expert(first, expert)
+    check_expert(expert, first.num_experts)
     tensors = {}
     for name, layer in experts.items():
         for target in layer.targets:
@@ -85,7 +85,11 @@ def save_single(
 
 @torch.no_grad()
 def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike) -> None:
-    """Read what `save_stacked` wrote into `layers` of the same settings, in place; raises ValueError before a write."""
+    """Read what `save_stacked` wrote, or PEFT from there on, into `layers` of the same settings, in place.
+
+    Raises ValueError, with the layers untouched, for a file of other layers, sizes or settings, and for a rank that serves
+    both gate and up, which PEFT can train and pairs of their own cannot hold.
+    """
     experts = {name: _experts(layer) for name, layer in layers.items()}
     first, path = _alike(experts), os.path.join(folder, WEIGHTS)
     _check_config(first, os.path.join(folder, CONFIG))
@@ -115,11 +119,6 @@ def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.P
             experts[name].lora_b[target].copy_(b)
     for name, state in routers.items():
         layers[name].gate.load_state_dict(state)
-
-
-def _check_expert(layer: LoRAExperts, expert: int) -> None:
-    if not 0 <= expert < layer.num_experts:
-        raise ValueError(f"expert is {expert}; want 0 to {layer.num_experts - 1}")
 
 
 def _check_empty(left: dict, path: str) -> None:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moe_runtime import backends
-from moe_runtime.config import MoEConfig
+from moe_runtime.config import MoEConfig, check_shared_rate
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import activate
 from moe_runtime.ops.library import compute_dtype
@@ -45,8 +45,7 @@ class MergedMLP(nn.Module):
 
     def __init__(self, config: MoEConfig, *, shared_rate: float = 0.75, soup: bool = False, dtype=None, device=None):
         super().__init__()
-        if not 0 <= shared_rate <= 1:
-            raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
+        check_shared_rate(shared_rate)
         self.config, self.shared_rate, self.soup = config, shared_rate, soup
         self.experts = Experts(config, dtype=dtype, device=device).requires_grad_(False)
         size = config.num_experts if soup else config.num_experts - 1

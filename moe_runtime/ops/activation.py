@@ -73,11 +73,11 @@ class Activation(NamedTuple):
         return (z[..., ::2], z[..., 1::2]) if self.interleaved else z.chunk(2, -1)
 
     def below(self, gate: torch.Tensor) -> torch.Tensor:
-        """Return min(gate, limit), the gate itself without a limit."""
+        """Return min(gate, limit) of `gate` [..., I], the gate itself without a limit."""
         return gate if self.limit is None else gate.clamp(max=self.limit)
 
     def shifted(self, up: torch.Tensor) -> torch.Tensor:
-        """Return clamp(up, -limit, limit) + up_offset; up itself with neither."""
+        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I]; up itself with neither."""
         if self.limit is not None:
             up = up.clamp(-self.limit, self.limit)
         return up + self.up_offset if self.up_offset else up

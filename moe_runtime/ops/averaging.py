@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime import backends
-from moe_runtime.config import check_number
+from moe_runtime.config import check_fraction
 from moe_runtime.ops.library import LIB, register
 from moe_runtime.ops.merging import block_size
 
@@ -52,9 +52,7 @@ def average_experts_(weight: torch.Tensor, share: float, *, backend: str | None 
 
 def check_share(share: float) -> None:
     """Raise ValueError unless `share` is a number from 0 to 1."""
-    check_number("share", share)
-    if share > 1:
-        raise ValueError(f"share is {share}; want 0 to 1: how much of an expert the others give")
+    check_fraction("share", share, "how much of an expert the others give")
 
 
 def _pull(num_experts: int, share: float) -> float:

@@ -62,7 +62,7 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
 
 
 def live_weights(topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return `topk_weight` with zeros for dropped slots, whose weights may be anything."""
+    """Return `topk_weight` [T, K] with zeros for dropped slots, ids outside 0..E-1, whose weights may be anything."""
     return topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), 0)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moe_runtime import backends
-from moe_runtime.config import check_choice, check_number
+from moe_runtime.config import check_choice, check_fraction, check_seed
 from moe_runtime.ops.library import LIB, register
 
 METRICS = ("cosine", "l2")
@@ -131,6 +131,11 @@ def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
     return int(i[best]), int(j[best])
 
 
+def check_drop(drop: float) -> None:
+    """Raise ValueError unless `drop` is a number from 0 to 1."""
+    check_fraction("drop", drop, "the probability that a difference is dropped")
+
+
 @torch.no_grad()
 def dare_merge(
     first: torch.Tensor,
@@ -160,15 +165,12 @@ def dare_merge(
             )
     if not first.is_floating_point():
         raise ValueError(f"first is {first.dtype}; want a floating dtype")
-    check_number("drop", drop)
-    if drop > 1:
-        raise ValueError(f"drop is {drop}; want 0 to 1, the probability that a difference is dropped")
+    check_drop(drop)
     if len(weights) != 2 or not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights is {weights!r}; want two finite numbers")
     stream = stream_of(tensor)
     for name, number in (("seed", seed), ("tensor", stream)):
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
-            raise ValueError(f"{name} is {number!r}; want an integer from 0 to 2^63 - 1")
+        check_seed(name, number)
     if start < 0 or start % 4:
         raise ValueError(f"start is {start}; want a multiple of 4, the element at which this part begins")
     threshold, scale = round(drop * (1 << 32)), 1.0 if drop == 1 or not rescale else 1 / (1 - drop)

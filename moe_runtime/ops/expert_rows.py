@@ -41,7 +41,7 @@ def check_apart(name: str, apart: torch.Tensor, stack_name: str, stack: torch.Te
 
 
 def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
-    """Return for each expert the row of the weights that train, -1 if it is frozen."""
+    """Return for each expert the row of the weights that train, -1 if it is frozen; `trainable` [E], bools or such rows."""
     if trainable is None:
         return list(range(E))
     if trainable.dtype == torch.bool:
@@ -50,7 +50,7 @@ def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
 
 
 def weight_at(e: int, row: int, stack: torch.Tensor, apart: torch.Tensor | None) -> torch.Tensor:
-    """Return the weight of expert e, whose place among the trainable ones is `row`."""
+    """Return expert e's weight [out, in]: `row` of `apart` [n, out, in] if it trains there, else of `stack` [E, out, in]."""
     return stack[e] if apart is None or row < 0 else apart[row]
 
 
@@ -87,11 +87,11 @@ class Member(NamedTuple):
     padded: int  # the end, moved on to a multiple of ROWS rows if there are so many
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a group's."""
+        """Return its rows of a group's, [rows, ...]; a view."""
         return rows[self.start : self.end]
 
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return its rows and those up to the padded end.
+        """Return its rows and those up to the padded end, [rows, ...]; a view.
 
         What is computed for the rows of later experts is overwritten when their turn comes: experts go in ascending order.
         """

@@ -98,7 +98,7 @@ def fused_cross_entropy(
 
 
 def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return `total` over the number of `labels` that count: of none NaN, whose gradients are 0, as in torch."""
+    """Return `total` [] over the number of `labels` [...] that count: of none NaN, whose gradients are 0, as in torch."""
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 

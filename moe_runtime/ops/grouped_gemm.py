@@ -81,7 +81,10 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
 
 
 def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
-    """Return both with equal inner strides; the stack, which is large, is copied only if it is neither way contiguous."""
+    """Return `stack` [E, N, K] and `apart` [n, N, K] with equal inner strides.
+
+    The stack, which is large, is copied only if it is neither way contiguous.
+    """
     if apart is None or apart.stride()[1:] == stack.stride()[1:]:
         return stack, apart
     if stack[0].is_contiguous():

@@ -1,7 +1,7 @@
 """The Triton backend of `lora_mlp`'s mixed activation: the base's product is the library's, the rest two kernels
 forward and three backward. No host synchronization, no atomics, no row of a single expert in memory."""
 
-from moe_runtime.kernels import lora
+from moe_runtime.kernels import lora, lora_backward
 from moe_runtime.ops.lora import Base, Gradients, Pairs, mixed_weight
 
 
@@ -18,6 +18,6 @@ def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs, E
     halves = (pairs.gate_b, pairs.up_b, pairs.down_a)
     weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
     shared = (dh, dq, z, low, weight, *halves)
-    dz, dlow, dweight = lora.lora_backward(*shared, act, scaling)
+    dz, dlow, dweight = lora_backward.lora_backward(*shared, act, scaling)
     wanted = [half is not None and need for half, need in zip(halves, (needs[3], needs[5], needs[6]))]
-    return Gradients(dz, dlow, dweight, *lora.lora_backward_w(*shared, wanted, act, scaling))
+    return Gradients(dz, dlow, dweight, *lora_backward.lora_backward_w(*shared, wanted, act, scaling))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
+from moe_runtime.config import check_shared_rate
 from moe_runtime.ops import cuda_kernels, merging_cpp
 from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 
@@ -28,8 +29,7 @@ def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
         raise ValueError(f"logits is {tuple(logits.shape)}; want one logit per expert")
     if shared_rate is None:
         return logits.float().softmax(-1)
-    if not 0 <= shared_rate <= 1:
-        raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
+    check_shared_rate(shared_rate)
     if logits.numel() == 0:  # one expert: it is all there is
         return logits.new_ones(1, dtype=torch.float32)
     shared = logits.new_full((1,), shared_rate, dtype=torch.float32)

@@ -98,7 +98,10 @@ def route_reference(
     bias: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
 ) -> Routing:
-    """The equations above, line by line, in the logits' dtype, through autograd."""
+    """Follow the equations above line by line, in the logits' dtype, through autograd: `router_logits` [T, E or E - 1].
+
+    `bias` and `topk_idx` are `route`'s.
+    """
     k = top_k - (gate in SHARED_GATES)
     if topk_idx is None:
         choice = router_logits if bias is None else router_logits.sigmoid() + bias

@@ -17,10 +17,12 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from moe_runtime import standard_library
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.standard_library import Pairs, standard_library_files, standard_library_pairs, standard_library_text
+from moe_runtime.studies.recipe import Rows
 
 GENERATOR = 1  # of these rows: another number makes other rows
 SUMS = 4096  # of either part, where no limit says how many
@@ -50,6 +52,16 @@ THINGS = (
     "tickets",
 )
 CASES = ("bags", "baskets", "jars", "rows", "trays")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Domain(Rows):
+    """A domain in a recipe: its rows are one of DOMAINS or the user's own."""
+
+    def __post_init__(self):
+        Rows.__post_init__(self)
+        if self.train in DOMAINS and self.held_out is not None:
+            raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
 
 
 def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:

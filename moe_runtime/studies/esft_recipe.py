@@ -11,34 +11,27 @@ The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silen
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_runtime.config import check_choice, check_number, check_positive
+from moe_runtime.config import check_choice, check_fraction, check_number, check_positive
 from moe_runtime.methods.esft_selection import SCORES, VARIANTS, check_p
 from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies import recipe as recipes
 from moe_runtime.studies.esft_tasks import GENERAL, check_source
-from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names
+from moe_runtime.studies.recipe import DTYPES, Pretrain, Rows, Training, check_base, check_names
+from moe_runtime.studies.recipe_nodes import Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task(Node):
+class Task(Rows):
     """The rows of a task: to train on, to choose the best step by, and to judge by."""
 
-    train: str  # a task of the standard library, a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
-    split: str = "train"
-    held_out: str | None = None  # None: `held_out_rows` of the train rows
-    held_out_split: str = "test"
-    held_out_rows: int = 256
     validation_rows: int = 64  # of the train rows; nothing is trained on them, nor judged by them
     prompt: str = "deepseek"
-    limit: int | None = None  # rows to train on at most
 
     def __post_init__(self):
+        Rows.__post_init__(self)
         check_source(self.train)
         check_choice("prompt", self.prompt, tuple(PROMPTS))
-        check_positive("held_out_rows", self.held_out_rows)
         check_positive("validation_rows", self.validation_rows)
-        if self.limit is not None:
-            check_positive("limit", self.limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +83,7 @@ class Tuning(Training):
     def __post_init__(self):
         Training.__post_init__(self)
         for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; want a number from 0 to below 1")
+            check_fraction(name, getattr(self, name), one=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,8 +160,7 @@ class EsftRecipe(Node):
         check_positive("evaluations", self.evaluations)
         check_number("mix", self.mix)
         check_choice("score", self.score, SCORES)
-        if not 0 <= self.drop_bos <= 1:
-            raise ValueError(f"drop_bos is {self.drop_bos}; want 0 to 1")
+        check_fraction("drop_bos", self.drop_bos)
         check_base(self)
         if not self.tasks:
             raise ValueError("tasks is {}; want at least one task")

@@ -18,7 +18,7 @@ import torch
 from moe_runtime import data
 from moe_runtime.config import check_positive
 from moe_runtime.files import atomic_write_json, check_out_dir, read_json
-from moe_runtime.hf import experts, fit, folders, ranks
+from moe_runtime.hf import adapters, experts, fit, folders, ranks
 from moe_runtime.hf.recording import Recorder, last_checkpoint
 from moe_runtime.hf.vocabulary import check_ids
 from moe_runtime.methods import esft
@@ -63,7 +63,7 @@ def score_folder(
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
     if logs is not None:
-        check_out_dir(logs, overwrite)
+        check_out_dir(logs, overwrite, [source, rows])
     model, tokenizer = _load(source, prompt)
     longest = n_tokens if packed else max_length
     ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
@@ -78,9 +78,10 @@ def score_folder(
     scores = esft.score_experts(
         model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True, overwrite=overwrite
     )
-    if process.is_main_process:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        scores.save(out)
+    with ranks.leading() as main:
+        if main:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            scores.save(out)
     return scores
 
 
@@ -130,10 +131,11 @@ def train_folder(
     which the same call goes on, and which goes away at the end. Every process of a run calls. Raises ValueError, with
     nothing written, for what cannot be read or trained, for an existing target, and for checkpoints of another call.
     """
+    out = Path(out)
+    check_out_dir(out, overwrite, [source, selection, rows, held_out])
     if not isinstance(selection, esft.ExpertSelection):
         selection = load_selection(selection)
-    out = Path(out)
-    check_out_dir(out, overwrite)
+    adapters.check_place(out)
     check_positive("max_length", max_length)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
     compared = {name: value for name, value in asdict(training).items() if name not in NOT_COMPARED}
@@ -148,16 +150,17 @@ def train_folder(
     receipt = esft.train_only(model, selection, dtype=None if dtype is None else getattr(torch, dtype))
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
-    if ranks.state().is_main_process:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(checkpoints / SETTINGS, settings)
+    with ranks.leading() as main:
+        if main:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(checkpoints / SETTINGS, settings)
     evaluations = max((training.steps or 0) // 100, 4)
     done = fit.train(
         model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
         **asdict(training),
     )  # fmt: skip
-    esft.save_adapter(model, out, overwrite=overwrite)
-    ranks.agree()
+    with ranks.leading():
+        esft.save_adapter(model, out, overwrite=overwrite)
     _remove_checkpoints(checkpoints)
     return TrainingReceipt(
         path=out,

@@ -16,8 +16,7 @@ from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf import experts, ranks
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.expert_groups import group_routing
-from moe_runtime.hf.small_moe import small_deepseek
-from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.hf.small_models import small_deepseek
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft_scores import SEED, sample_batches
 from moe_runtime.methods.esft_selection import group_experts
@@ -68,9 +67,11 @@ class ScoredStages(KeptStages):
                 way = course_of(trained)
                 self._save(model, trained, tmp / "model")
                 del model, trained
-            elif self.is_main:
-                ranks.save_whole(ranks.load_model(r.base_model, r.dtype), self.tokenizer, tmp / "model", r.dtype)
-            ranks.agree()  # until rank 0 has written it
+            else:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
             model = self._load(tmp / "model")
             found = {task: loss_of(*self._losses(model, f"{task}-held_out")) for task in (*r.tasks, GENERAL)}
             return way | sizes_of(model) | {"found": found, "trained_parameters": 0, "optimizer_bytes": 0}
@@ -87,8 +88,9 @@ class ScoredStages(KeptStages):
 
         def make(model, tmp: Path) -> None:
             found = esft.score_experts(model, self._batches(rows), n_tokens, pairs=task == GENERAL, per_process=True)
-            if self.is_main:
-                found.save(tmp / "summary.json")
+            with ranks.leading() as main:
+                if main:
+                    found.save(tmp / "summary.json")
 
         return self._looked("scores", {"task": task, "n_tokens": n_tokens}, make, group_size)
 
@@ -99,8 +101,9 @@ class ScoredStages(KeptStages):
         def make(model, tmp: Path) -> None:
             for number, half in enumerate(two_samples(self.part(f"{task}-train"), SEED + self.seed)):
                 scores = esft.score_experts(model, self._batches(half), r.scores.n_tokens, per_process=True)
-                if self.is_main:
-                    scores.save(tmp / f"{number}.json")
+                with ranks.leading() as main:
+                    if main:
+                        scores.save(tmp / f"{number}.json")
 
         kept = self._looked("halves", {"task": task, "n_tokens": r.scores.n_tokens}, make)
         return tuple(esft.ExpertScores.load(kept.folder / f"{number}.json") for number in range(2))
@@ -118,8 +121,9 @@ class ScoredStages(KeptStages):
         def make(model, tmp: Path) -> None:
             how = {"length": self.recipe.max_length, "packed": False, "batch_size": self._batch}
             found = sample_sizes(model, rows, sizes, top=top, score=score, seed=SEED + self.seed, **how)
-            if self.is_main:
-                atomic_write_json(tmp / "found.json", found.to_dict())
+            with ranks.leading() as main:
+                if main:
+                    atomic_write_json(tmp / "found.json", found.to_dict())
 
         kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
         return SampleSizes(**read_json(kept.folder / "found.json"))
@@ -227,10 +231,7 @@ class ScoredStages(KeptStages):
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and, for every task and the general text, the rows to train on, to validate and to judge by."""
         r = self.recipe
-        if r.pretrain is not None:
-            tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
-        else:
-            tokenizer = ranks.load_tokenizer(r.base_model)
+        tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
         if any(part.prompt == "deepseek" for part in parts.values()):
             tokenizer.chat_template = DEEPSEEK_CHAT

@@ -38,8 +38,9 @@ class Stages(ScoredStages):
 
         def save(model, trained, folder: Path) -> None:
             weights = trained.state_dict()
-            if self.is_main:
-                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+            with ranks.leading() as main:
+                if main:
+                    ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
 
         return self._tuned(
             "fft", task, self.recipe.fft, make, save, self._load, mix, group_size, dtype=self.recipe.trained_dtype
@@ -55,8 +56,9 @@ class Stages(ScoredStages):
 
         def save(model, trained, folder: Path) -> None:
             weights = trained.state_dict()
-            if self.is_main:
-                lora_baseline.save_lora(model, folder, weights)
+            with ranks.leading() as main:
+                if main:
+                    lora_baseline.save_lora(model, folder, weights)
 
         def load(folder: Path, group_size: int):
             return lora_baseline.load_lora(self._load(self.base().folder), folder)
@@ -85,8 +87,9 @@ class Stages(ScoredStages):
 
         def save(model, trained, folder: Path) -> None:
             adapter = esft.adapter_of(model)  # of all processes
-            if self.is_main:
-                adapter.save(folder)
+            with ranks.leading() as main:
+                if main:
+                    adapter.save(folder)
 
         def load(folder: Path, group_size: int):
             model = self._load(self.base().folder, group_size)
@@ -114,7 +117,6 @@ class Stages(ScoredStages):
             notes |= course_of(trained)
             notes |= {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
             del model, trained
-            ranks.agree()  # until rank 0 has written it
             ranks.free_memory()
             sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}  # without what peft puts in
             return notes | sizes | self._judged(load(tmp / "model", group_size), task)

@@ -46,7 +46,7 @@ def fuse_folders(
     ValueError, with nothing written, for specialists that do not fit together and for an existing target.
     """
     check_choice("gate", gate, GATES)
-    check_out_dir(out, overwrite)
+    check_out_dir(out, overwrite, specialists if copy else ())
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
     fuser = ultrafuser.UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)

@@ -16,27 +16,9 @@ from moe_runtime.config import check_choice, check_positive
 from moe_runtime.hf.ultrafuser import REDUCTIONS
 from moe_runtime.modules.fuser import GATES
 from moe_runtime.studies import recipe as recipes
-from moe_runtime.studies.domains import DOMAINS
-from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_names
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Domain(Node):
-    """The rows of a domain: prompts and responses."""
-
-    train: str  # code, prose or arithmetic, a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
-    split: str = "train"
-    held_out: str | None = None  # None: `held_out_rows` of the train rows
-    held_out_split: str = "test"
-    held_out_rows: int = 256
-    limit: int | None = None  # rows to train on at most
-
-    def __post_init__(self):
-        check_positive("held_out_rows", self.held_out_rows)
-        if self.limit is not None:
-            check_positive("limit", self.limit)
-        if self.train in DOMAINS and self.held_out is not None:
-            raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
+from moe_runtime.studies.domains import Domain
+from moe_runtime.studies.recipe import DTYPES, Pretrain, Training, check_names
+from moe_runtime.studies.recipe_nodes import Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from moe_runtime import data
 from moe_runtime.hf.fuser_training import encode_rows
 from moe_runtime.hf.ultrafuser_inputs import Encoder
-from moe_runtime.studies.domains import DOMAINS
-from moe_runtime.studies.fuser_recipe import Domain, FuserRecipe
+from moe_runtime.studies.domains import DOMAINS, Domain
+from moe_runtime.studies.fuser_recipe import FuserRecipe
 from moe_runtime.studies.stage_rows import domain_pairs
 
 

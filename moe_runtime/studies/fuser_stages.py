@@ -25,10 +25,9 @@ from moe_runtime.hf.ultrafuser_inputs import Encoder
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import fuser_checks, fuser_folders, fuser_rows, stage_rows
-from moe_runtime.studies.domain_results import by_domain
+from moe_runtime.studies.domain_results import Judged, by_domain
 from moe_runtime.studies.domains import DOMAINS, domains_key
 from moe_runtime.studies.fuser_recipe import FuserRecipe, Stage, load_recipe
-from moe_runtime.studies.fuser_results import Judged
 from moe_runtime.studies.recipe import Training
 from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
 
@@ -64,22 +63,16 @@ class Stages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             way = {}
             if pretrain is not None:
-                model = trainers.small_llama(
-                    self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                    num_layers=pretrain.num_layers, max_length=r.max_length, seed=pretrain.seed,
-                )  # fmt: skip
-                training = Training(
-                    steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                    optimizer="adamw_torch", schedule="cosine", max_grad_norm=1.0,
-                )  # fmt: skip
                 blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
                 held_out = self._single("held_out", 0)
-                trained = self._train("base", model, blocks, held_out, training, folder, seed=pretrain.seed)
+                model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
                 way = course_of(trained)
                 self._save(model, trained, tmp / "model")
-            elif self.is_main:
-                ranks.save_whole(ranks.load_model(r.base_model, r.dtype), self.tokenizer, tmp / "model", r.dtype)
-            ranks.agree()  # until rank 0 has written it
+            else:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
             return way | self._judged_single(tmp / "model", 0)
 
         settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
@@ -183,9 +176,9 @@ class Stages(KeptStages):
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
             fuser_training.cast(model.specialists, self.recipe.dtype)
-        if self.is_main:
-            ultrafuser.save(model, tmp / "model", specialists=copy)
-        ranks.agree()
+        with ranks.leading() as main:
+            if main:
+                ultrafuser.save(model, tmp / "model", specialists=copy)
         counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
@@ -201,7 +194,6 @@ class Stages(KeptStages):
         self._save(model, trained, tmp / "model")
         way = course_of(trained) | self._costs(trained)
         del model, trained
-        ranks.agree()  # until rank 0 has written it
         ranks.free_memory()
         return way | self._judged_single(tmp / "model", number)
 

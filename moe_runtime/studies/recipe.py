@@ -8,84 +8,60 @@ The words are mergekit's where it has them (base_model, dtype). A mistake is one
 """
 
 import math
-import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from moe_runtime import config
-from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive, shown
+from moe_runtime.config import (
+    MoEConfig,
+    check_choice,
+    check_fraction,
+    check_number,
+    check_positive,
+    check_shared_rate,
+)
 from moe_runtime.data import BUILT_IN
 from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies.recipe_files import read_yaml
+from moe_runtime.studies.recipe_nodes import Node, value_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-SHIPPED = RECIPES / "xft"
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
 
 
-class Node:
-    """from_dict / to_dict and change of a recipe and the dataclasses in it."""
-
-    __slots__ = ()
-
-    def to_dict(self) -> dict:
-        """Return the fields as a JSON-ready dict; `from_dict` takes it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping, name: str = ""):
-        """Build it from a mapping; raises ValueError, with the key's whole `name`, for unknown keys and wrong values."""
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{name or 'recipe'} is {shown(values)}; want keys and values: {', '.join(_names(cls))}")
-        dot = f"{name}." if name else ""
-        unknown = [str(key) for key in values if key not in _names(cls)]
-        if unknown:
-            raise ValueError(f"{dot}{unknown[0][:200]} is no key of a recipe; want some of {', '.join(_names(cls))}")
-        hints = typing.get_type_hints(cls)
-        built = {key: _value(hints[key], value, f"{dot}{key}") for key, value in values.items()}
-        missing = [f.name for f in fields(cls) if f.name not in built and _required(f)]
-        if missing:
-            raise ValueError(f"{dot}{missing[0]} is missing; want {_word(hints[missing[0]])}")
-        try:
-            return cls(**built)
-        except ValueError as error:
-            raise ValueError(f"{dot}{error}") from error
-
-    def change(self, **changes) -> "Node":
-        """Return a recipe with other values; keys are dotted, with __ for the dot: change(data__limit=8, seed=1)."""
-        values = self.to_dict()
-        for key, value in changes.items():
-            *path, last = key.split("__")
-            node = values
-            for part in path:
-                node = node[part]
-            node[last] = value.to_dict() if is_dataclass(value) else value
-        return type(self).from_dict(values)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data(Node):
-    """Rows to tune on and rows to judge by."""
+class Rows(Node):
+    """Rows to tune on and rows to judge by: where they are, and how many."""
 
-    train: str = BUILT_IN  # or a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
+    train: str  # what comes with the package, a .jsonl, .json, .parquet file, a folder of them, an id of the Hub
     split: str = "train"
     held_out: str | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
     held_out_split: str = "test"
     held_out_rows: int = 256
-    prompt: str = "magicoder"
-    max_length: int = 1024
     limit: int | None = None  # rows to train on at most
 
     def __post_init__(self):
-        check_choice("prompt", self.prompt, tuple(PROMPTS))
-        check_positive("max_length", self.max_length)
         check_positive("held_out_rows", self.held_out_rows)
         if self.limit is not None:
             check_positive("limit", self.limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data(Rows):
+    """The rows of an XFT run, and how they are put."""
+
+    train: str = BUILT_IN
+    prompt: str = "magicoder"
+    max_length: int = 1024
+
+    def __post_init__(self):
+        Rows.__post_init__(self)
+        check_choice("prompt", self.prompt, tuple(PROMPTS))
+        check_positive("max_length", self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +132,7 @@ class Ewa(Node):
 
     def __post_init__(self):
         check_choice("schedule", self.schedule, ("constant", "linear"))
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share is {self.share}; want 0 to 1")
+        check_fraction("share", self.share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +159,7 @@ class Recipe(Node):
         check_choice("dtype", self.dtype, DTYPES)
         check_positive("evaluations", self.evaluations)
         check_base(self)
-        if not 0 <= self.shared_rate <= 1:
-            raise ValueError(f"shared_rate is {self.shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
+        check_shared_rate(self.shared_rate)
         object.__setattr__(self, "experts", resolve_experts(self.experts))
 
     @property
@@ -222,7 +196,7 @@ def resolve_experts(values: Mapping) -> dict:
             f"experts.{unknown[0][:200]} is no setting of experts; want some of preset, {', '.join(known)}"
         )
     hints = typing.get_type_hints(MoEConfig)
-    values = {key: _value(hints[key], value, f"experts.{key}") for key, value in values.items()}
+    values = {key: value_of(hints[key], value, f"experts.{key}") for key, value in values.items()}
     try:
         MoEConfig(hidden_size=1, intermediate_size=1, **values)
     except ValueError as error:
@@ -276,42 +250,3 @@ def method_of(path: Path) -> str:
     """Return the method that a recipe's file names, xft unless it does."""
     values = read_yaml(path)
     return values.get("method", "xft") if isinstance(values, Mapping) else "xft"
-
-
-def _names(cls) -> list[str]:
-    return [f.name for f in fields(cls)]
-
-
-def _required(f) -> bool:
-    return f.default is MISSING and f.default_factory is MISSING
-
-
-def _word(hint) -> str:
-    """What a user calls a type."""
-    words = {int: "an integer", float: "a number", str: "text", bool: "true or false", dict: "keys and values"}
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    parts = [typing.get_origin(part) or part for part in parts if part is not type(None)]
-    return " or ".join(words.get(part, f"keys and values ({getattr(part, '__name__', part)})") for part in parts)
-
-
-def _value(hint, value, name: str):
-    """Return `value` as the type `hint`; raises ValueError. YAML 1.1 reads 5e-5 as text, which is a number here."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if typing.get_origin(kind) is dict:
-            if isinstance(value, Mapping):
-                of = typing.get_args(kind)[1]
-                return {str(key): _value(of, one, f"{name}.{key}") for key, one in value.items()}
-            continue
-        if is_dataclass(kind):
-            return value if isinstance(value, kind) else kind.from_dict(value, name)
-        if kind is float and isinstance(value, str | int | float) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except (ValueError, OverflowError):
-                continue
-        if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
-            return value
-    raise ValueError(f"{name} is {shown(value)}; want {_word(hint)}")

@@ -7,7 +7,7 @@ settings, parents, data, seed. Under `accelerate launch` every process runs the 
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from moe_runtime.files import atomic_folder, atomic_write_text, read_json
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.hf.sizes import sizes
+from moe_runtime.hf.small_models import small_llama
+from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods.fingerprints import hash_of, remove
 from moe_runtime.studies.recipe import Training
 
@@ -96,7 +98,8 @@ class KeptStages:
         return self._rows[name]
 
     def _made_data(self, tmp: Path) -> dict:
-        return self.make_data(tmp) if self.is_main else {}
+        with ranks.leading() as main:
+            return self.make_data(tmp) if main else {}
 
     def _stage(
         self,
@@ -153,11 +156,32 @@ class KeptStages:
                 seed=self.seed if seed is None else seed, callbacks=callbacks, **settings,
             )  # fmt: skip
 
+    def _base_tokenizer(self, text: Callable[[], Iterable[str]]):
+        """Return the base's tokenizer: trained on `text()` where the recipe pre-trains a base, else the one it has."""
+        pretrain = self.recipe.pretrain
+        if pretrain is None:
+            return ranks.load_tokenizer(self.recipe.base_model)
+        return train_tokenizer(text(), pretrain.vocab_size)
+
+    def _pretrain(
+        self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
+    ) -> tuple[torch.nn.Module, trainers.Trained]:
+        """Make the small Llama of the recipe's `pretrain` and train it on `rows`, AdamW on all its weights."""
+        pretrain = self.recipe.pretrain
+        sizes = {name: getattr(pretrain, name) for name in ("hidden_size", "intermediate_size", "num_layers", "seed")}
+        model = small_llama(self.tokenizer, max_length=max_length, **sizes)
+        training = Training(
+            steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
+            optimizer="adamw_torch", schedule=schedule, max_grad_norm=1.0,
+        )  # fmt: skip
+        return model, self._train("base", model, rows, held_out, training, checkpoints, seed=pretrain.seed)
+
     def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""
         weights = trained.state_dict()
-        if self.is_main:
-            ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+        with ranks.leading() as main:
+            if main:
+                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
 
     def _is_saved_as_trained(self, model) -> bool:
         """Whether saving does not round: else a model is judged anew, as it was saved."""
@@ -171,17 +195,21 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
     """
     if ranks.agree((folder / mark).is_file()):
         return
-    main = ranks.state().is_main_process
     with contextlib.ExitStack() as stack:
-        if main:
-            stack.enter_context(_locked(folder))
-        if ranks.agree((folder / mark).is_file()):
+        tmp = None
+        with ranks.leading() as main:
+            if main:
+                stack.enter_context(_locked(folder))
+                if not (folder / mark).is_file():
+                    tmp = str(stack.enter_context(atomic_folder(folder, overwrite=True)))
+        tmp = ranks.agree(tmp)
+        if tmp is None:
             return
-        tmp = ranks.agree(str(stack.enter_context(atomic_folder(folder, overwrite=True))) if main else None)
         values = make(Path(tmp))
-        if main:
-            atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
-    ranks.agree()  # nobody reads before rank 0 has moved the folder in
+        with ranks.leading() as main:  # nobody reads before rank 0 has moved the folder in
+            if main:
+                atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
+                stack.close()
 
 
 def read_result(stage: Path, kind: type = Result, **changes):

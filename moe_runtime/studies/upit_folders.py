@@ -92,10 +92,11 @@ def route_folders(
         after=[sum(one.after.sigmoid) / len(one.after.sigmoid) for one in routed],
         seconds=sum(one.seconds for one in routed),
     )
-    if ranks.state().is_main_process:
-        values = {name: value for name, value in receipt._asdict().items() if name != "path"}
-        values |= {"experts": [str(path) for path in experts], "bucket_rows": dealt}
-        atomic_write_text(out / SUMMARY, json.dumps(values, indent=2) + "\n")
+    with ranks.leading() as main:
+        if main:
+            values = {name: value for name, value in receipt._asdict().items() if name != "path"}
+            values |= {"experts": [str(path) for path in experts], "bucket_rows": dealt}
+            atomic_write_text(out / SUMMARY, json.dumps(values, indent=2) + "\n")
     return receipt
 
 

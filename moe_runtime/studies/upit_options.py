@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from moe_runtime.config import check_choice, check_number, check_positive
+from moe_runtime.config import check_choice, check_fraction, check_number, check_positive
 from moe_runtime.studies.upit_preparing import NONE
 from moe_runtime.studies.upit_recipe import UpitRecipe, check_saved, count_saved
 
@@ -73,12 +73,8 @@ def check_experts(
 
 def check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[float] = SHARES) -> dict:
     """Return the options of the table of shares of the data."""
-
-    def check(share: float) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share is {share}; want a number above 0 and at most 1")
-
-    return {"form": _form(recipe, form), "shares": _different("share", map(float, shares), check)}
+    shares = _different("share", map(float, shares), lambda share: check_fraction("share", share, zero=False))
+    return {"form": _form(recipe, form), "shares": shares}
 
 
 def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Sequence[float]] = EPOCHS) -> dict:

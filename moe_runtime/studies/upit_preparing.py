@@ -18,15 +18,15 @@ from moe_runtime import data
 from moe_runtime.hf import families, lora_baseline, ranks
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints
-from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import upit_expansion, upit_experts
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.studies import stage_rows
+from moe_runtime.studies.domain_results import Judged
 from moe_runtime.studies.domains import DOMAINS, domains_key
 from moe_runtime.studies.recipe import Training
 from moe_runtime.studies.stages import KeptStages, course_of, loss_of, sizes_of
 from moe_runtime.studies.upit_recipe import UpitRecipe, load_recipe
-from moe_runtime.studies.upit_results import Judged, Pool
+from moe_runtime.studies.upit_results import Pool
 
 NONE = "none"  # no expansion: as many checkpoints as experts
 
@@ -78,21 +78,14 @@ class PreparedStages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
-                if self.is_main:
-                    model = ranks.load_model(r.base_model, r.dtype)
-                    families.family_of(model)  # now, not after the dense tuning
-                    ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        families.family_of(model)  # now, not after the dense tuning
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(lambda: self._load(tmp / "model"))
             blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
-            model = trainers.small_llama(
-                self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                num_layers=pretrain.num_layers, max_length=r.max_length, seed=pretrain.seed,
-            )  # fmt: skip
-            training = Training(
-                steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                optimizer="adamw_torch", max_grad_norm=1.0,
-            )  # fmt: skip
-            trained = self._train("base", model, blocks, self.held_out, training, folder, seed=pretrain.seed)
+            model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
             self._save(model, trained, tmp / "model")
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 
@@ -109,10 +102,11 @@ class PreparedStages(KeptStages):
                 self._save(model, trained, tmp / "model")
                 return self._numbers(model, trained, lambda: self._load(tmp / "model"))
             weights = trained.state_dict()
-            if self.is_main:
-                dtype = getattr(torch, self.recipe.dtype)
-                pairs = {name: tensor.to(dtype) for name, tensor in weights.items() if "lora_" in name}
-                lora_baseline.save_lora(model, tmp / "model", pairs)
+            with ranks.leading() as main:
+                if main:
+                    dtype = getattr(torch, self.recipe.dtype)
+                    pairs = {name: tensor.to(dtype) for name, tensor in weights.items() if "lora_" in name}
+                    lora_baseline.save_lora(model, tmp / "model", pairs)
             return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
 
         settings = self._settings(self._form(form).whole) | self._rank(form)
@@ -145,12 +139,12 @@ class PreparedStages(KeptStages):
             known = base.folder.resolve()  # whatever folder the experts are read from
             saver = ExpertCheckpoints(experts, every, base=known, dtype=self.recipe.dtype, overwrite=True)
             model, trained = self._tuned_dense(form, self._form(form).sft, folder, [saver])
-            if self.is_main:
-                # not moved: a run that is killed from here on begins at the Trainer's last checkpoint, and needs them
-                shutil.copytree(experts, tmp / "experts", copy_function=_link)
-                for expert in upit_experts.saved_experts(tmp / "experts"):
-                    self.tokenizer.save_pretrained(expert)
-            ranks.agree()
+            with ranks.leading() as main:
+                if main:
+                    # not moved: a run that is killed from here on begins at the Trainer's last checkpoint, and needs them
+                    shutil.copytree(experts, tmp / "experts", copy_function=_link)
+                    for expert in upit_experts.saved_experts(tmp / "experts"):
+                        self.tokenizer.save_pretrained(expert)
             last = upit_experts.saved_experts(tmp / "experts")[-1]
             return self._numbers(model, trained, lambda: self._load(last, form))
 
@@ -176,11 +170,12 @@ class PreparedStages(KeptStages):
             start = time.perf_counter()
             # where a killed run finds those that it has grown
             grown, children = checkpoints / "experts", None
-            if self.is_main:
-                known = base.folder.resolve()
-                found = upit_expansion.expand_experts(chosen, n, grown, base=known, seed=self.seed, **grows)
-                children = [(child.folder.name, list(child.parents)) for child in found.children]
-                os.rename(grown, tmp / "experts")
+            with ranks.leading() as main:
+                if main:
+                    known = base.folder.resolve()
+                    found = upit_expansion.expand_experts(chosen, n, grown, base=known, seed=self.seed, **grows)
+                    children = [(child.folder.name, list(child.parents)) for child in found.children]
+                    os.rename(grown, tmp / "experts")
             children = ranks.agree(children)
             made["experts"] += [name for name, _ in children]
             return made | {"parents": [pair for _, pair in children], "seconds": time.perf_counter() - start}
@@ -236,7 +231,6 @@ class PreparedStages(KeptStages):
 
     def _judge(self, load: Callable) -> dict:
         """Take the held-out rows' losses of the model that `load` gives; all processes share the rows."""
-        ranks.agree()  # until rank 0 has written it
         ranks.free_memory()
         model, training = load(), self._form(self.recipe.forms[0]).sft
         batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
@@ -261,10 +255,7 @@ class PreparedStages(KeptStages):
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer, and each domain's rows to tune on and to judge by."""
         r = self.recipe
-        if r.pretrain is not None:
-            tokenizer = train_tokenizer(self._documents(), r.pretrain.vocab_size)
-        else:
-            tokenizer = ranks.load_tokenizer(r.base_model)
+        tokenizer = self._base_tokenizer(self._documents)
         self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
         counts = {}
         for part, rows in stage_rows.tokenized_domains(tokenizer, r.domains, r.max_length).items():

@@ -12,11 +12,12 @@ The defaults are the paper's (arXiv 2410.01610, Sec. 4.1); where it is silent, t
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
+from moe_runtime.config import MoEConfig, check_choice, check_fraction, check_number, check_positive
 from moe_runtime.prompts import PROMPTS
 from moe_runtime.studies import recipe as recipes
-from moe_runtime.studies.domains import DOMAINS
-from moe_runtime.studies.recipe import DTYPES, Node, Pretrain, Training, check_base, check_names
+from moe_runtime.studies.domains import Domain
+from moe_runtime.studies.recipe import DTYPES, Pretrain, Training, check_base, check_names
+from moe_runtime.studies.recipe_nodes import Node
 
 FORMS = ("ffn", "lora")
 WHICH = ("back", "front", "uniform")
@@ -24,26 +25,14 @@ METRICS, PARENTS, DIFFERENCES = ("cosine", "l2"), ("farthest", "random"), ("delt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Domain(Node):
-    """The rows of a domain: to tune on, and to judge by."""
+class PromptedDomain(Domain):
+    """A domain, and how its rows are put."""
 
-    train: (
-        str  # code, prose or arithmetic of studies.domains, a .jsonl, .json, .parquet file, a folder, an id of the Hub
-    )
-    split: str = "train"
-    held_out: str | None = None  # None: `held_out_rows` of the train rows
-    held_out_split: str = "test"
-    held_out_rows: int = 256
     prompt: str = "plain"
-    limit: int | None = None  # rows to tune on at most
 
     def __post_init__(self):
+        Domain.__post_init__(self)
         check_choice("prompt", self.prompt, tuple(PROMPTS))
-        check_positive("held_out_rows", self.held_out_rows)
-        if self.limit is not None:
-            check_positive("limit", self.limit)
-        if self.train in DOMAINS and self.held_out is not None:
-            raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +62,7 @@ class Expansion(Node):
         check_choice("metric", self.metric, METRICS)
         check_choice("of", self.of, DIFFERENCES)
         check_choice("parents", self.parents, PARENTS)
-        if not 0 <= self.drop < 1:
-            raise ValueError(f"drop is {self.drop}; want 0 to below 1")
+        check_fraction("drop", self.drop, one=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +75,7 @@ class SeedData(Node):
     capacity: int | None = None  # rows of a bucket; None: as many as make all buckets equal
 
     def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}; want a number above 0 and at most 1")
+        check_fraction("share", self.share, zero=False)
         check_positive("at_least", self.at_least)
         check_choice("tokens", self.tokens, ("response", "all"))
         if self.capacity is not None:
@@ -106,8 +93,7 @@ class RouterInit(Node):
     vector_learning_rate: float | None = None  # None: the training's
 
     def __post_init__(self):
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; want 0 to 1")
+        check_fraction("alpha", self.alpha)
         for name in ("vector_std", "vector_learning_rate"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
@@ -192,7 +178,7 @@ class UpitRecipe(Node):
     pretrain: Pretrain | None = None
     dtype: str = "float32"
     max_length: int = 2048
-    domains: dict[str, Domain]
+    domains: dict[str, PromptedDomain]
     experts: Experts = field(default_factory=Experts)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     expansion: Expansion = field(default_factory=Expansion)

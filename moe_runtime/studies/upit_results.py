@@ -1,34 +1,7 @@
-"""What UpIT's stages leave behind: models judged by domain, experts on the way, and what a router's rows were made of."""
+"""What UpIT's stages leave behind beside models judged by domain: experts on the way, a router's rows, its routing."""
 
 from pathlib import Path
 from typing import NamedTuple
-
-from moe_runtime.studies.domain_results import by_domain
-
-
-class Judged(NamedTuple):
-    """A model, judged on the held-out rows of every domain."""
-
-    name: str
-    folder: Path
-    loss: float  # mean over the label tokens of all held-out rows
-    losses: list[float]  # mean of each held-out row, domain after domain
-    tokens: list[int]
-    rows: dict[str, int]  # domain -> how many of the held-out rows are its
-    steps: int
-    seconds: float
-    total_seconds: float  # with the stages before it, the base excepted
-    parameters: int
-    active_parameters: int  # that a token passes through
-    history: list  # (step, held-out loss)
-    steps_per_second: float
-    trained_parameters: int = 0
-    optimizer_bytes: int = 0
-
-    @property
-    def domains(self) -> dict[str, float]:
-        """The loss of each domain."""
-        return by_domain(self.losses, self.tokens, self.rows)
 
 
 class Pool(NamedTuple):

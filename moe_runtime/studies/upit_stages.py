@@ -23,9 +23,10 @@ from moe_runtime.hf import ranks
 from moe_runtime.methods import baselines, upit_assembly, upit_buckets, upit_experts, upit_router, xft
 from moe_runtime.modules.moe import Router
 from moe_runtime.studies import upit_routing
+from moe_runtime.studies.domain_results import Judged
 from moe_runtime.studies.upit_preparing import NONE, PreparedStages
 from moe_runtime.studies.upit_recipe import Tuning, UpitRecipe, load_recipe
-from moe_runtime.studies.upit_results import Buckets, Judged, Pool, Routed, Routers
+from moe_runtime.studies.upit_results import Buckets, Pool, Routed, Routers
 
 STARTS = ("pt", "sft")  # what the copies of a baseline are of: the base, or the tuned dense model
 INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows at random, no step 4
@@ -93,8 +94,9 @@ class Stages(PreparedStages):
                 pool.experts, rows, buckets, self.tokenizer, folder=checkpoints / "routers", seed=self.seed,
                 base=self.base().folder.resolve(), **r.router.to_dict(), **training.to_dict(),
             )  # fmt: skip
-            if self.is_main:
-                os.rename(checkpoints / "routers", tmp / "routers")
+            with ranks.leading() as main:
+                if main:
+                    os.rename(checkpoints / "routers", tmp / "routers")
             means = {of: [_mean(getattr(one, of).sigmoid) for one in routed] for of in ("before", "after")}
             course = {of: sum(getattr(one, of) for one in routed) for of in ("steps", "seconds")}
             return course | means | {"buckets": buckets}
@@ -164,7 +166,8 @@ class Stages(PreparedStages):
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
-            found = upit_routing.count(self._load(moe.folder), self.tokenizer, rows) if self.is_main else None
+            with ranks.leading() as main:
+                found = upit_routing.count(self._load(moe.folder), self.tokenizer, rows) if main else None
             counts, layers = ranks.agree(found)
             return {"counts": counts, "layers": layers}
 
@@ -182,9 +185,10 @@ class Stages(PreparedStages):
         """Assemble a mixture on one process, and load it in all."""
         settings = {name: value for name, value in self.recipe.experts.to_dict().items() if name != "num_experts"}
         base = self.base().folder
-        if self.is_main:
-            upit_assembly.assemble(experts, vectors, folder, base=base, seed=42 + self.seed, overwrite=True, **settings)
-        ranks.agree()
+        how = settings | {"base": base, "seed": 42 + self.seed, "overwrite": True}
+        with ranks.leading() as main:
+            if main:
+                upit_assembly.assemble(experts, vectors, folder, **how)
         return self._load(folder, device=False)
 
     def _mixed(

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_runtime.studies import pictures, tables
+from moe_runtime.studies.domain_results import Judged
 from moe_runtime.studies.reports import Entry
 from moe_runtime.studies.tables import Command, Run, best, each
 from moe_runtime.studies.upit_options import EXPANSIONS, WHICH, check_data, check_epochs, check_experts, check_named
 from moe_runtime.studies.upit_recipe import UpitRecipe, load_recipe
 from moe_runtime.studies.upit_reports import Routing, UpitReport, against
-from moe_runtime.studies.upit_results import Judged
 from moe_runtime.studies.upit_stages import NAMES, STARTS, Stages
 
 DENSE = {"ffn": "SFT", "lora": "LoRA"}

@@ -121,7 +121,8 @@ def measure(process, texts: Sequence[str], tokens: int) -> dict:
     counts, layers = [], []
     for seed, moe in zip(process.seeds, moes, strict=True):
         process.say(f"seed {seed}: routing {sum(len(ids) for text in rows.values() for ids in text):,} tokens")
-        found = _count(process.all[0], moe, rows) if process.is_main else None
+        with ranks.leading() as main:
+            found = _count(process.all[0], moe, rows) if main else None
         by_text, layers = ranks.agree(found)
         counts.append(by_text)
     sizes = {name: sum(map(len, text)) for name, text in rows.items()}

@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_runtime import data
-from moe_runtime.config import SHARED_GATES, check_choice
+from moe_runtime.config import SHARED_GATES, check_choice, check_shared_rate
 from moe_runtime.hf import fit as trainers
 from moe_runtime.hf import ranks
 from moe_runtime.hf.averaging import AveragingCallback
-from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import baselines, xft, xft_folders
 from moe_runtime.methods.fingerprints import files_print, hash_of
 from moe_runtime.modules.merged import MergedMLP
@@ -63,20 +62,13 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
-                if self.is_main:
-                    model = ranks.load_model(r.base_model, r.dtype)
-                    ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
                 return self._judge(tmp / "model")
             blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.data.max_length)
-            model = trainers.small_llama(
-                self.tokenizer, hidden_size=pretrain.hidden_size, intermediate_size=pretrain.intermediate_size,
-                num_layers=pretrain.num_layers, max_length=r.data.max_length, seed=pretrain.seed,
-            )  # fmt: skip
-            training = Training(
-                steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-                optimizer="adamw_torch", max_grad_norm=1.0,
-            )  # fmt: skip
-            trained = self._train("base", model, blocks, self.held_out, training, folder, seed=pretrain.seed)
+            model, trained = self._pretrain(blocks, self.held_out, folder, r.data.max_length)
             return self._finish(model, trained, tmp / "model")
 
         settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
@@ -111,7 +103,8 @@ class Stages(KeptStages):
     ) -> Result:
         """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""
         training = _for_steps(self.recipe.mix, steps)
-        rate = _check_rate(self.recipe.shared_rate if shared_rate is None else shared_rate)
+        rate = self.recipe.shared_rate if shared_rate is None else shared_rate
+        check_shared_rate(rate)
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(moe.folder, self.recipe.dtype)
@@ -131,7 +124,8 @@ class Stages(KeptStages):
     def merge(self, moe: Result, shared_rate: float | None = None, alpha=None) -> Result:
         """Return the dense model of a tuned mixture without training: INIT, or `alpha` as `xft.merge` takes it."""
         if alpha is None:
-            shared_rate = _check_rate(self.recipe.shared_rate if shared_rate is None else shared_rate)
+            shared_rate = self.recipe.shared_rate if shared_rate is None else shared_rate
+            check_shared_rate(shared_rate)
         elif isinstance(alpha, str):
             check_choice("alpha", alpha, ("uniform",))
         name = "init" if alpha is None else alpha if isinstance(alpha, str) else "given"
@@ -155,10 +149,11 @@ class Stages(KeptStages):
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
             trained = self._train("ewa", model, self.train_rows, self.held_out, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
-            if self.is_main:
-                alpha = "uniform" if partition == "router" else None
-                xft_folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
-                shutil.rmtree(tmp / "experts")
+            with ranks.leading() as main:
+                if main:
+                    alpha = "uniform" if partition == "router" else None
+                    xft_folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
+                    shutil.rmtree(tmp / "experts")
             course = course_of(trained)
             del model, trained, callbacks
             return course | self._judge(tmp / "model")
@@ -178,13 +173,13 @@ class Stages(KeptStages):
     def _merge(self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None) -> list:
         """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
         used = None
-        if self.is_main:
-            used = xft_folders.merge_folder(moe.folder, target, shared_rate=shared_rate, alpha=alpha).alpha
+        with ranks.leading() as main:
+            if main:
+                used = xft_folders.merge_folder(moe.folder, target, shared_rate=shared_rate, alpha=alpha).alpha
         return ranks.agree(used)
 
     def _judge(self, folder: Path) -> dict:
         """Load the model of a folder and take the held-out rows' losses; all processes share the rows."""
-        ranks.agree()  # until rank 0 has written it
         ranks.free_memory()
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
@@ -203,10 +198,7 @@ class Stages(KeptStages):
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and the rows to tune on and to judge by."""
         r = self.recipe
-        if r.pretrain is not None:
-            tokenizer = train_tokenizer(stage_rows.documents(r.pretrain), r.pretrain.vocab_size)
-        else:
-            tokenizer = ranks.load_tokenizer(r.base_model)
+        tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
         if r.data.prompt == "magicoder":
             tokenizer.chat_template = MAGICODER_CHAT  # the base's own, if any, is not what the model learns
         tokenizer.save_pretrained(folder / "tokenizer")
@@ -242,12 +234,6 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
 
 def _for_steps(training: Training, steps: int | None) -> Training:
     return training if steps is None else replace(training, epochs=None, steps=steps)
-
-
-def _check_rate(shared_rate: float) -> float:
-    if not 0 <= shared_rate <= 1:
-        raise ValueError(f"shared_rate is {shared_rate}; want 0 to 1, the shared expert's mixing coefficient")
-    return shared_rate
 
 
 def _numbers(model, trained: trainers.Trained) -> dict:

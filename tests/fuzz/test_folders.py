@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.hf import folders, ranks, replay, ultrafuser_folders
 from moe_runtime.hf.configuration import moe_config
 from moe_runtime.hf.official import import_config, read_values
@@ -188,3 +190,30 @@ def test_more_layers_than_a_model_has_take_no_memory(tmp_path, layers):
         lambda: xft_folders.upcycle_folder(tmp_path, tmp_path / "out", num_experts=4, top_k=2), path.name
     ).error
     assert "num_hidden_layers" in error and not (tmp_path / "out").exists()
+
+
+# transformers' config makes a list of them
+@pytest.mark.parametrize(
+    "key, family",
+    [("num_hidden_layers", "qwen3"), ("n_layer", "gpt2"), ("num_labels", "llama"), ("num_experts", "olmoe")],
+)
+def test_counts_that_no_model_has_are_refused_before_transformers_reads_them(tmp_path, monkeypatch, key, family):
+    path = tmp_path / "config.json"
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers has read it"))
+    for values in ({key: 10**12}, {"text_config": {key: 10**12}}):
+        path.write_text(json.dumps({"model_type": family} | values))
+        for read in (folders.read_config, ranks.load_config):
+            with pytest.raises(ValueError, match=rf"{key} is 1000000000000; want at most \d+, in {path}"):
+                read(tmp_path)
+
+
+def test_more_layers_than_tensors_are_no_model(tmp_path):
+    write_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10_000}))
+    config = folders.read_config(tmp_path)
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(ValueError, match="num_hidden_layers .* is 10000, .* tensors"),
+    ):
+        folders.check_tensors(config, checkpoint)

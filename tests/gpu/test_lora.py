@@ -1,10 +1,10 @@
-"""kernels/lora.py natively: what the interpreter cannot show. Its twin without a GPU is tests/ops/test_lora.py."""
+"""kernels/lora.py and lora_backward.py natively, what the interpreter cannot show. Without a GPU: tests/ops/test_lora.py."""
 
 import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.kernels import lora
+from moe_runtime.kernels import lora, lora_backward
 from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference
 from tests.hf.tiny import distance
 from tests.support.lora import arguments, make_case, run
@@ -96,7 +96,7 @@ def test_rows_beyond_two_to_the_31_elements():
     halves = [torch.randn(E, rank, I, device="cuda").bfloat16() for _ in range(3)]
     h = lora.lora_forward(z, low, weight, *halves, "silu", 1.0)
     assert h[:64].abs().sum() > 0 and torch.equal(h[:64], h[-64:]) and torch.equal(low[2, :64], low[2, -64:])
-    dz, dlow, dweight = lora.lora_backward(h, low[2], z, low, weight, *halves, "silu", 1.0)
+    dz, dlow, dweight = lora_backward.lora_backward(h, low[2], z, low, weight, *halves, "silu", 1.0)
     assert torch.equal(dz[:64], dz[-64:]) and torch.equal(dlow[:, :64], dlow[:, -64:])
     assert torch.equal(dweight[:64], dweight[-64:])
 

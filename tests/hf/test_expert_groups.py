@@ -6,7 +6,7 @@ from transformers import DeepseekV2ForCausalLM
 
 from moe_runtime.hf.expert_groups import group_routing
 from moe_runtime.hf.layers import block_of, numbered_layers
-from moe_runtime.hf.small_moe import small_deepseek
+from moe_runtime.hf.small_models import small_deepseek
 from moe_runtime.hf.tokenizer import train_tokenizer
 
 E, K = 8, 4

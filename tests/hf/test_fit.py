@@ -6,6 +6,7 @@ from transformers import TrainerCallback
 
 from moe_runtime.data import tokenize_pairs
 from moe_runtime.hf import fit
+from moe_runtime.hf.small_models import small_llama
 from moe_runtime.hf.tokenizer import train_tokenizer
 from tests.hf.tiny import distance
 
@@ -24,7 +25,7 @@ def rows(tokenizer):
 
 
 def model_of(tokenizer):
-    return fit.small_llama(tokenizer, hidden_size=32, intermediate_size=48, num_layers=2, max_length=48, seed=0)
+    return small_llama(tokenizer, hidden_size=32, intermediate_size=48, num_layers=2, max_length=48, seed=0)
 
 
 class Watch(TrainerCallback):
@@ -223,7 +224,7 @@ def test_adams_betas_reach_the_optimizer(train):
 
 
 def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):
-    from moe_runtime.hf.small_moe import small_deepseek
+    from moe_runtime.hf.small_models import small_deepseek
 
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_size": 8,

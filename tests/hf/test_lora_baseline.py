@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_runtime.hf import experts, lora_baseline
-from moe_runtime.hf.small_moe import small_deepseek
+from moe_runtime.hf.small_models import small_deepseek
 from moe_runtime.hf.tokenizer import train_tokenizer
 
 IDS = torch.arange(10, 34).view(2, 12)

@@ -634,6 +634,15 @@ def test_the_command_says_what_is_missing(argv, says, folder, tmp_path):
         train_command([*argv, "--output_dir", str(tmp_path / "out")])
 
 
+def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in ("moe", str(folder / "moe")):
+        with pytest.raises(ValueError, match="^output_dir is moe/, the folder of the model, .*; want another folder"):
+            train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_a_missing_trl_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):

@@ -87,6 +87,11 @@ def test_the_top_k_of_logs_is_found_where_every_token_has_different_experts(tmp_
             {},
             r"layer 3 has no log: .*expert_weights_3.txt is missing or empty",
         ),
+        (
+            {"layer1": LOG, "layer2": "", "layer1000000000000": LOG},
+            {},
+            "has expert_weights_1000000000000.txt; want layers below 10000",
+        ),
         ({"layer1": LOG, "layer2": ""}, {}, "layer 2 has no log"),
         ({"layer1": LOG}, {"layers": (1, 5)}, "layer 5 has no log"),
         (
@@ -187,6 +192,11 @@ ROW = {"0": 0.5, "1": 0.3, "2": 0.2}
             {"gate_scores": {"1": ROW, "10": {"0": 0.5, "2": 0.5}}},
             "layer 10 of gate_scores has scores for other experts",
         ),
+        (
+            {"token_scores": {"1": ROW, "10": ROW | {f"{10**12}": 1}}},
+            "layer 10 of token_scores has scores for other experts",
+        ),
+        ({"token_scores": {"1": {f"{10**12}": 1.0}}}, "layer 1 of token_scores has scores for other experts"),
         ({"gate_scores": {"1": ROW, "10": ROW | {"e": 1}}}, "layer 10 of gate_scores has the key 'e'"),
         ({"variant": "v3"}, "variant is 'v3'; want one of"),
     ],

@@ -403,6 +403,35 @@ def test_checkpoints_are_small_and_a_resumed_run_is_the_uninterrupted_one(tmp_pa
     esft.apply(stock("deepseek_v2"), tmp_path / "last")
 
 
+@pytest.mark.parametrize("shards", ["one", "several", "bin"])
+def test_an_adapter_never_replaces_a_whole_model(tmp_path, shards):
+    base, model = tmp_path / "base", stock("qwen3_moe")
+    model.save_pretrained(base, max_shard_size="20KB" if shards == "several" else "5GB")
+    if shards == "bin":
+        (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    assert len(before) > 4 or shards != "several"
+    esft.train_only(model, ExpertSelection(experts={0: (1,)}))
+    adapter, trainer = esft.adapter_of(model), trainer_of(MoETrainer, tmp_path / "run", model=model)
+    plain = trainer_of(Trainer, base, model=model)
+    for call in (
+        lambda: trainer_of(MoETrainer, base, model=model),
+        lambda: trainer.save_model(str(base)),
+        lambda: plain.save_model(),
+        lambda: model.save_pretrained(base),
+        lambda: esft.save_adapter(model, base, overwrite=True),
+        lambda: adapter.save(base, overwrite=True),
+    ):
+        with pytest.raises(ValueError, match="base, which holds a whole model .*; want a folder of their own"):
+            call()
+        assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+    # an adapter's own folder may be written again, with its base's config too, as hub folders have it
+    trainer.save_model()
+    model.config.save_pretrained(tmp_path / "run")
+    trainer.save_model()
+    assert same(dict(esft.load_adapter(tmp_path / "run").tensors), learned(trainer))
+
+
 def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypatch):
     trainer, written = trainer_of(MoETrainer, tmp_path), []
     write = adapters.write_files

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.families import FAMILIES
 from moe_runtime.methods import xft
+from moe_runtime.methods.baselines import to_ewa
 from tests.hf.tiny import dense
 from tests.hf.tiny import distance as relative
 
@@ -66,6 +68,23 @@ def test_bad_settings_leave_the_model_alone(changes, match):
     with pytest.raises(ValueError, match=match):
         xft.upcycle(model, **changes)
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_refused_or_said(value):
+    """In a layer that the check of the formula does not sample, and outside the MLPs, where the logits show them."""
+    model = dense("llama", num_hidden_layers=4)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    before = weight[0, 0].item()
+    weight.data[0, 0] = value
+    for call in (xft.upcycle, to_ewa):
+        with pytest.raises(ValueError, match=r"model.layers.1.mlp.down_proj.weight has NaN or infinity; want finite"):
+            call(model, num_experts=8)
+    assert not hasattr(model.config, "moe_runtime") and hasattr(model.model.layers[0].mlp, "gate_proj")
+    weight.data[0, 0] = before
+    model.model.norm.weight.data[0] = value
+    receipt = xft.upcycle(model, num_experts=4, top_k=3)
+    assert not math.isfinite(receipt.error) and "are not finite: look for broken weights" in str(receipt)
 
 
 def test_some_layers_only():

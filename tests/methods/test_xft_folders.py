@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.hf.families import FAMILIES
-from moe_runtime.methods import xft, xft_folders
+from moe_runtime.methods import xft, xft_folders, xft_official
 from tests.hf.tiny import dense, distance, logits
 from tests.support import limited
 
@@ -112,6 +112,16 @@ def test_shards_and_side_files(base, tmp_path):
     assert len(list((tmp_path / "moe").glob("*.safetensors"))) > 3 and "tokenizer.json" in receipt.side_files
     assert not (tmp_path / "moe" / "pytorch_model.bin").exists()
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")).isfinite().all()
+
+
+def test_what_a_training_says_of_its_weights_stays_with_them(moe, tmp_path):
+    stays = {"router_stats.csv", "README.md", "trainer_state.json", "all_results.json", "adapter_config.json"}
+    goes = {"tokenizer.json", "LICENSE", "chat_template.jinja"}
+    for name in stays | goes:
+        (moe / name).write_text("{}")
+    for convert, target in ((xft_folders.mergeable_folder, "mergeable"), (xft_folders.merge_folder, "merged")):
+        receipt, there = convert(moe, tmp_path / target), {path.name for path in (tmp_path / target).iterdir()}
+        assert goes <= there and goes <= set(receipt.side_files) and not stays & there
 
 
 def test_alpha_uniform_and_by_hand(moe, tmp_path):
@@ -347,3 +357,19 @@ def test_a_killed_conversion_leaves_nothing_or_the_old_folder(tmp_path):
         experts = checkpoint.specs()["model.layers.5.mlp.experts.down_proj"].shape[0]
     assert experts == (2 if (tmp_path / "moe" / "config.json").read_bytes() == old else 4)
     AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+
+
+def test_what_is_read_is_never_replaced(base, moe, tmp_path):
+    """Nor a folder that holds it, whatever else lies there."""
+    shutil.copytree(moe, tmp_path / "runs" / "moe")
+    moe = tmp_path / "runs" / "moe"
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(moe)
+    for target in (moe, tmp_path / "runs", tmp_path / "link"):
+        for convert in (xft_folders.merge_folder, xft_folders.mergeable_folder, xft_official.export_official):
+            with pytest.raises(ValueError, match=r"which is or holds .*moe, that is read; want another folder"):
+                convert(moe, target, overwrite=True)
+    with pytest.raises(ValueError, match=r"which is or holds .*dense, that is read"):
+        xft_folders.upcycle_folder(base, base, overwrite=True, **SMALL)
+    assert {path: path.read_bytes() for path in before} == before
+    xft_folders.merge_folder(moe, moe / "dense", overwrite=True)  # a folder inside takes nothing away

@@ -147,6 +147,15 @@ def test_experts_beyond_all_bounds_are_refused_before_they_are_counted(tmp_path)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(values | {"num_experts": 10**12}))
     with pytest.raises(ValueError, match="num_experts is 1000000000000; want at most 65536"):
         xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 10**12}))
+    with pytest.raises(ValueError, match="num_hidden_layers is 1000000000000; want at most 10000"):
+        xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
+    both = values | {"num_hidden_layers": 10_000, "num_experts": 2**16}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(both))
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers is 10000, num_experts is 65536 .*; want \d+ tensors at most"
+    ):
+        xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
     assert official.import_config(values | {"num_experts": 2**16}, "moe").moe_runtime["config"]["num_experts"] == 2**16
     assert not (tmp_path / "ours").exists()
 

@@ -13,7 +13,7 @@ from moe_runtime.modules.lora import TARGETS, LoRAExperts, LoRAMoE
 from moe_runtime.modules.lora_adapters import read_adapter
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.lora import LoRA
-from tests.support.lora import oracle
+from tests.support.lora import merged_base, oracle
 from tests.support.oracle import assert_parity
 
 H, I = 24, 40
@@ -144,10 +144,10 @@ def test_one_expert_goes_into_the_base():
     layer, x = make(E=3), torch.randn(9, H)
     idx, one = torch.full((9, 1), 2, dtype=torch.int32), torch.ones(9, 1)
     want = layer.experts(x, idx, one)
-    base = layer.experts.merge_into_base(2)
+    base = merged_base(layer.experts, 2)
     torch.testing.assert_close(base(x), want, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="expert is 3; want 0 to 2"):
-        layer.experts.merge_into_base(3)
+        layer.experts.whole_weight("up_proj", 3)
 
 
 def test_wide_pairs_over_a_narrow_base_and_autocast():
@@ -196,7 +196,9 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
         linear.register_forward_hook(lambda *_: None),
         rf"{target} of base is torch.nn.* with hooks; want a plain",
     )
-    calls = [lambda: layer(x), lambda: LoRAExperts(layer.experts.base, 2), layer.to_moe, layer.experts.merge_into_base]
+    calls = [
+        lambda: layer(x), lambda: LoRAExperts(layer.experts.base, 2), layer.to_moe, lambda: merged_base(layer.experts, 0),
+    ]  # fmt: skip
     for call in calls:
         with pytest.raises(ValueError, match=want):
             call()
@@ -326,7 +328,7 @@ def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
     ids = torch.randint(50, (2, 11))
     plain = dense(ids).logits
     for i, block in enumerate(dense.model.layers):
-        block.mlp = layers[f"model.layers.{i}.mlp"].merge_into_base(expert)
+        block.mlp = merged_base(layers[f"model.layers.{i}.mlp"], expert)
     want = dense(ids).logits
     assert (want - plain).norm() > 0.01 * plain.norm()
     torch.testing.assert_close(stock(ids).logits, want, rtol=1e-4, atol=1e-5)
@@ -368,7 +370,7 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
         for key, value in layer.state_dict().items():
             if key.startswith("lora"):
                 assert torch.equal(value[[0, 2]], other[f"model.layers.{i}.mlp"].state_dict()[key][[0, 0]])
-        block.mlp = layer.merge_into_base(1)
+        block.mlp = merged_base(layer, 1)
     torch.testing.assert_close(dense(ids).logits, want, rtol=1e-4, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.modules.lora import TARGETS, LoRAExperts, LoRAMoE
 from moe_runtime.modules.lora_linear import LinearExperts, LoRALinear, add_experts
 from tests.modules.test_lora import MLP, H, I, fill, make
+from tests.support.lora import merged_base
 from tests.support.oracle import assert_parity
 
 E, RANK, ALPHA = 4, 3, 5.0
@@ -190,7 +191,7 @@ def test_a_forced_expert_is_that_expert_merged(form):
     for row, e in enumerate(ids.tolist()):
         plain = make(E=E, rank=RANK)
         plain.experts.load_state_dict(both()["block"].experts.state_dict())
-        assert_close(got[row], plain.experts.merge_into_base(e)(x[row]), 1e-5)
+        assert_close(got[row], merged_base(plain.experts, e)(x[row]), 1e-5)
     with pytest.raises(ValueError, match="the batch has 3 rows, forced 4"):
         layer(x[:3])
     force(layer, None)

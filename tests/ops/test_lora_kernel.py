@@ -1,4 +1,7 @@
-"""The launchers of kernels/lora.py alone: tiles, ranks, offsets, mutants."""
+"""The launchers of kernels/lora.py and lora_backward.py alone: tiles, ranks, offsets, mutants."""
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +13,10 @@ from tests.support.oracle import mismatches
 
 pytest.importorskip("triton")
 
-from moe_runtime.kernels import lora
+from moe_runtime.kernels import lora, lora_backward
 
 BOUND = 5e-6
+BACKWARD = ("lora_backward", "lora_backward_w")
 
 
 def config(t, i, rank):
@@ -51,6 +55,10 @@ def want_of(z, low, weight, gate_b, up_b, down_a, dh, dlow, scaling):
     }  # fmt: skip
 
 
+def launchers(forward=lora, backward=lora_backward):
+    return SimpleNamespace(**vars(forward) | {name: getattr(backward, name) for name in BACKWARD})
+
+
 def results(module, z, low, weight, gate_b, up_b, down_a, dh, dlow, scaling, block):
     shared, low = (weight, gate_b, up_b, down_a), low.clone()
     low[2] = float("nan")
@@ -67,7 +75,7 @@ def results(module, z, low, weight, gate_b, up_b, down_a, dh, dlow, scaling, blo
 @pytest.mark.parametrize("T, I, E, rank", [(37, 49, 2, 5), (32, 64, 2, 16), (5, 130, 2, 1), (20, 33, 1, 20)])
 def test_every_tile(T, I, E, rank, t, i, device):
     case = inputs(T, I, E, rank, device)
-    got = results(lora, *case, 1.5, config(t, i, rank))
+    got = results(launchers(), *case, 1.5, config(t, i, rank))
     assert not mismatches(got, want_of(*case, 1.5), BOUND)
 
 
@@ -77,15 +85,15 @@ def test_only_what_is_asked_for(device):
     lora.lora_forward(z, low, weight, gate_b, up_b, None, "silu", 1.0)
     assert torch.equal(low, before)
     shared = (dh, dq, z, low, weight, gate_b, None, down_a)
-    assert not lora.lora_backward(*shared, "silu", 1.0)[1][1].any()
-    found = lora.lora_backward_w(*shared, (False, False, True), "silu", 1.0)
+    assert not lora_backward.lora_backward(*shared, "silu", 1.0)[1][1].any()
+    found = lora_backward.lora_backward_w(*shared, (False, False, True), "silu", 1.0)
     assert found[:2] == [None, None] and found[2].shape == down_a.shape
-    assert lora.lora_backward_w(*shared, (False,) * 3, "silu", 1.0) == [None] * 3
+    assert lora_backward.lora_backward_w(*shared, (False,) * 3, "silu", 1.0) == [None] * 3
 
 
 def test_no_tokens(device):
     case = inputs(0, 48, 3, 4, device)
-    got = results(lora, *case, 1.0, None)
+    got = results(launchers(), *case, 1.0, None)
     assert got["h"].shape == (0, 48) and got["dweight"].shape == (0, 3)
     assert not any(got[name].any() for name in ("dgate_b", "dup_b", "ddown_a"))
 
@@ -125,9 +133,9 @@ def test_rows_beyond_int32(tmp_path):
     lora._lora_fwd_kernel[(1,)](
         wide["z"], low, weight, *halves[:2], wide["h"], *sizes, E * rank, plane, stride, 1.5, **block
     )
-    lora._lora_bwd_z_kernel[(1,)](*inputs_, wide["dz"], *sizes, E * rank, plane, stride, 1.5, **block)
+    lora_backward._lora_bwd_z_kernel[(1,)](*inputs_, wide["dz"], *sizes, E * rank, plane, stride, 1.5, **block)
     grads = [wide[name] for name in ("dgate_b", "dup_b", "ddown_a")]
-    lora._lora_bwd_w_kernel[(E,)](*inputs_, *grads, *sizes, plane, 1.5, **block)
+    lora_backward._lora_bwd_w_kernel[(E,)](*inputs_, *grads, *sizes, plane, 1.5, **block)
     got = {"h": wide["h"][:, :first], "dz": torch.cat([wide["dz"][:, :first], wide["dz"][:, I : I + first]], 1)}
     got |= {name: wide[name][:, :, :first] for name in ("dgate_b", "dup_b", "ddown_a")}
     want = want_of(*small, 1.5)
@@ -157,8 +165,8 @@ MUTANTS = [
     pytest.param("up_b_ptr += stride_e", "up_b_ptr += 0", id="first expert's up"),
     pytest.param("down_a_ptr += stride_e", "down_a_ptr += 0", id="first expert's down"),
     pytest.param("dq_ptr += R", "dq_ptr += 0", id="first expert's dq"),
-    pytest.param("mixed += _weigh", "mixed = _weigh", id="last expert only"),
-    pytest.param("dgate += _weigh", "dgate = _weigh", id="last expert's gradient"),
+    pytest.param("mixed += weigh", "mixed = weigh", id="last expert only"),
+    pytest.param("dgate += weigh", "dgate = weigh", id="last expert's gradient"),
     pytest.param("0.0, weight * tile)", "0.0, tile)", id="no weight"),
     pytest.param(
         "tl.where(weight == 0, 0.0, weight * tile)", "tl.where(weight != 0, 0.0, tile)", id="the others' weight"
@@ -171,16 +179,16 @@ MUTANTS = [
     pytest.param("dweight += tl.sum", "dweight = tl.sum", id="last columns' gradient of the weights"),
     pytest.param("tl.sum(da * value * u, 1)", "tl.sum(da * value, 1)", id="weights' gradient without up"),
     pytest.param("da * u * slope).to(b.dtype)", "da * u).to(b.dtype)", id="no slope in the ranks' gradient"),
-    pytest.param("dgate += _weigh(weight, da * u * slope)", "dgate += _weigh(weight, da * u)", id="no slope"),
+    pytest.param("dgate += weigh(weight, da * u * slope)", "dgate += weigh(weight, da * u)", id="no slope"),
     pytest.param(
-        "dup += _weigh(weight, da * value)", "dup += _weigh(weight, da * g)", id="the pre-activation for its value"
+        "dup += weigh(weight, da * value)", "dup += weigh(weight, da * g)", id="the pre-activation for its value"
     ),
     pytest.param("tl.trans(b), dgate,", "tl.trans(b), None,", id="last columns' gradient of the ranks"),
     pytest.param("(scaling * dup).to(dlow", "dup.to(dlow", id="ranks' gradient without the scaling"),
     pytest.param("dlow_ptr + plane + low_at", "dlow_ptr + low_at", id="up's gradient over gate's"),
     pytest.param("(scaling * dgate_b)", "(dgate_b)", id="b's gradient without the scaling"),
     pytest.param("dup_b, low_ptr + plane, at", "dup_b, low_ptr, at", id="gate's ranks in the gradient of up"),
-    pytest.param("_weigh(weight, value * u)", "value * u", id="no weight in a's gradient"),
+    pytest.param("weigh(weight, value * u)", "value * u", id="no weight in a's gradient"),
     pytest.param("range(0, T, BLOCK_T)", "range(0, BLOCK_T, BLOCK_T)", id="first tokens only"),
     pytest.param("range(0, I, BLOCK_I)", "range(0, BLOCK_I, BLOCK_I)", id="first columns only"),
     pytest.param("rows.to(low.dtype), acc,", "rows.to(low.dtype), None,", id="last tokens only"),
@@ -194,8 +202,14 @@ MUTANTS = [
 
 @pytest.mark.parametrize("old, new", MUTANTS)
 def test_mutant_is_caught(old, new, tmp_path):
-    assert caught(edited(lora, tmp_path, old, new))
+    # where both files have the line, both
+    files = [old in Path(module.__file__).read_text() for module in (lora, lora_backward)]
+    assert any(files), f"the kernels have no {old!r} any more; plant this mutant elsewhere"
+    modules = [
+        edited(module, tmp_path, old, new) if has else module for module, has in zip((lora, lora_backward), files)
+    ]
+    assert caught(launchers(*modules))
 
 
 def test_unharmed_kernels_pass(tmp_path):
-    assert not caught(edited(lora, tmp_path, "", ""))
+    assert not caught(launchers(*(edited(module, tmp_path, "", "") for module in (lora, lora_backward))))

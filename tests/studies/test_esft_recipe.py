@@ -65,7 +65,7 @@ def test_a_change_reaches_into_tasks():
     [
         pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
         pytest.param({"esft": TUNING | {"lr": 1}}, "esft.lr is no key of a recipe; want some of epochs", id="nested"),
-        pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 is 1.0; want a number from 0", id="beta"),
+        pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 is 1.0; want 0 to below 1", id="beta"),
         pytest.param({"esft": {"steps": 3}}, "esft.learning_rate is missing; want a number", id="missing"),
         pytest.param({"tasks": {}}, "tasks is {}; want at least one task", id="no-task"),
         pytest.param({"tasks": None}, "tasks is None; want keys and values", id="null"),

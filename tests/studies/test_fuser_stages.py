@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf import fit
 from moe_runtime.hf.fuser_training import fuser_losses
+from moe_runtime.hf.small_models import small_llama
 from moe_runtime.hf.tokenizer import train_tokenizer
 from moe_runtime.methods import ultrafuser
 from moe_runtime.studies import fuser_folders, fuser_rows, fuser_stages, runs
@@ -173,10 +174,10 @@ def strangers(made, tmp_path_factory):
     """Folders of a wider model, and of one with another tokenizer."""
     folders = {name: tmp_path_factory.mktemp("strangers") / name for name in ("wide", "foreign")}
     wide = {"hidden_size": 64, "intermediate_size": 48, "num_layers": 1, "max_length": 48, "seed": 1}
-    fit.small_llama(made.stages.tokenizer, **wide).save_pretrained(folders["wide"])
+    small_llama(made.stages.tokenizer, **wide).save_pretrained(folders["wide"])
     made.stages.tokenizer.save_pretrained(folders["wide"])
     own = train_tokenizer(["quite other words"] * 9, 290)
-    fit.small_llama(own, **wide | {"hidden_size": 32}).save_pretrained(folders["foreign"])
+    small_llama(own, **wide | {"hidden_size": 32}).save_pretrained(folders["foreign"])
     own.save_pretrained(folders["foreign"])
     return folders
 

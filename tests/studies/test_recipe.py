@@ -9,7 +9,7 @@ from transformers import LlamaConfig, StableLmConfig
 
 from moe_runtime.config import PRESETS, MoEConfig
 from moe_runtime.hf.families import FAMILIES, family_of, moe_shape
-from moe_runtime.studies.recipe import SHIPPED, Data, Recipe, Training, load_recipe, shipped_recipes
+from moe_runtime.studies.recipe import RECIPES, Data, Recipe, Training, load_recipe, shipped_recipes
 
 TRAINING = {"steps": 3, "learning_rate": 1e-3}
 SMALL = {"base_model": "folder", "sft": TRAINING, "tune": TRAINING, "mix": TRAINING}
@@ -24,7 +24,7 @@ def test_four_recipes_are_shipped():
 def test_a_shipped_recipe_survives_its_dict(name):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.method == "xft"
-    assert Recipe.from_dict(recipe.to_dict()) == recipe == load_recipe(SHIPPED / f"{name}.yaml")
+    assert Recipe.from_dict(recipe.to_dict()) == recipe == load_recipe(RECIPES / "xft" / f"{name}.yaml")
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_is_no_recipe(tmp_path, text, says):
 
 def blocks(name: str, language: str) -> list[str]:
     """The code blocks of a file in docs/."""
-    text = (SHIPPED.parents[2] / "docs" / name).read_text()
+    text = (RECIPES.parents[1] / "docs" / name).read_text()
     return re.findall(rf"^```{language}\b.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -158,7 +158,7 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
 
 
 def test_the_table_of_the_docs_is_that_of_the_recipes():
-    text = (SHIPPED.parents[2] / "docs" / "recipes.md").read_text()
+    text = (RECIPES.parents[1] / "docs" / "recipes.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \|.*\| (\d), (\d) per token \| ([\d.]+) \|", text, re.MULTILINE)
     assert sorted(row[0] for row in rows) == shipped_recipes()
     for name, experts, top_k, rate in rows:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_runtime.hf.small_moe import small_deepseek
+from moe_runtime.hf.small_models import small_deepseek
 from moe_runtime.hf.tokenizer import train_tokenizer
 
 WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_runtime.hf.fit import small_llama
+from moe_runtime.hf.small_models import small_llama
 from moe_runtime.hf.tokenizer import train_tokenizer
 
 WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]

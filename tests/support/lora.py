@@ -46,6 +46,14 @@ def make_case(
     return Case(leaves, {name: w.to(dtype) for name, w in base.items()}, idx, torch.randn(T, H).to(dtype), act=act)
 
 
+@torch.no_grad()
+def merged_base(experts, expert: int) -> torch.nn.Module:
+    """The base of LoRAExperts with one expert in its weights, in place."""
+    for target in experts.targets:
+        getattr(experts.base, target).weight.copy_(experts.whole_weight(target, expert))
+    return experts.base
+
+
 def arguments(case: Case, leaves: dict, dtype: torch.dtype | None, device: str) -> tuple[tuple, dict]:
     """What `lora_mlp` takes: by position, and by name."""
     base = {name: weight.to(device, dtype or weight.dtype) for name, weight in case.base.items()}

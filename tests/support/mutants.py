@@ -66,7 +66,7 @@ def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
     file = Path(module.__file__)
     source = file.read_text()
     assert old in source, f"kernels/{file.name} has no {old!r} any more; plant this mutant elsewhere"
-    path = folder / "mutant.py"
+    path = folder / f"mutant_of_{file.name}"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location("mutant", path)
     mutant = importlib.util.module_from_spec(spec)

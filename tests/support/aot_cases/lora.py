@@ -1,8 +1,8 @@
-"""Launches of kernels/lora.py: XFT's DeepSeek-Coder-1.3B layer with rank 16, UpIT's Llama-2-7B with rank 8, and odd ones."""
+"""Launches of kernels/lora*.py: XFT's DeepSeek-Coder-1.3B layer with rank 16, UpIT's Llama-2-7B with rank 8, and odd ones."""
 
 import torch
 
-from moe_runtime.kernels import lora
+from moe_runtime.kernels import lora, lora_backward
 from tests.support.aot import Case, record
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -24,8 +24,8 @@ def _layer(
     inputs = (meta(T, columns, dtype=dtype), meta(T, experts * rank, dtype=dtype), *shared)
     cases = [
         *record(lambda: lora.lora_forward(*shared, act, 2.0)),
-        *record(lambda: lora.lora_backward(*inputs, act, 2.0)),
-        *record(lambda: lora.lora_backward_w(*inputs, targets, act, 2.0)),
+        *record(lambda: lora_backward.lora_backward(*inputs, act, 2.0)),
+        *record(lambda: lora_backward.lora_backward_w(*inputs, targets, act, 2.0)),
     ]
     return [case._replace(signature=case.signature | FREE, note=note, stack={"3.7": stack}) for case in cases]
 

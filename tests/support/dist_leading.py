@@ -1,0 +1,63 @@
+"""One of the ranks of tests/studies/test_stages.py: `dist_leading.py RENDEZVOUS OUT`; what rank 0 alone cannot do ends all."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from moe_runtime.hf import ranks
+from moe_runtime.methods import xft_folders
+from moe_runtime.studies import stages
+from moe_runtime.studies.xft_stages import Stages
+from tests.support.dist_launch import leave, start
+
+
+def said(call) -> str:
+    """Return the error of a call, and its kind."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def main(rendezvous: str, out: str) -> None:
+    start(rendezvous)
+    out, main = Path(out), dist.get_rank() == 0
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    def lacks(*_, **__):
+        raise KeyError("lm_head")
+
+    def write(tmp: Path) -> dict:
+        if main:
+            (tmp / "made").touch()
+        return {}
+
+    moe = SimpleNamespace(folder=out / "none")
+    found = {"merge": said(lambda: Stages._merge(SimpleNamespace(), moe, out / "dense"))}
+    xft_folders.merge_folder = full
+    found["full disk"] = said(lambda: Stages._merge(SimpleNamespace(), moe, out / "dense"))
+    xft_folders.merge_folder = lacks
+    found["other"] = said(lambda: Stages._merge(SimpleNamespace(), moe, out / "dense"))
+    (out / "file").touch()
+    dist.barrier()
+    found["no place"] = said(lambda: stages.made_once(out / "file" / "stage", "result.json", write))
+    rows = SimpleNamespace(make_data=lacks)
+    make = lambda tmp: stages.KeptStages._made_data(rows, tmp)  # noqa: E731
+    found["rows"] = said(lambda: stages.made_once(out / "rows", "rows.json", make))
+    real, stages.atomic_write_text = stages.atomic_write_text, full
+    found["mark"] = said(lambda: stages.made_once(out / "stage", "result.json", write))
+    stages.atomic_write_text = real
+    found["whole"] = said(lambda: stages.made_once(out / "stage", "result.json", write))
+    found["there"] = ranks.agree(sorted(path.name for path in out.iterdir() if path.is_dir()))
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """kill -9 at calls that change files: the old state or the new one is whole, and the next run ends well.
 
-Each command is killed at calls drawn with a seed, half of a write done. What stands then must be what stood before or what an
+Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes fewer than are asked for, at all
+of them, and at some with more than one part. What stands then must be what stood before or what an
 undisturbed run makes, byte for byte; the same command then goes on, or starts anew, and ends with those bytes too.
 """
 
@@ -13,7 +14,7 @@ import pytest
 
 from moe_runtime.bench.records import benchmarks
 from moe_runtime.hf.saving import last_whole_checkpoint
-from tests.faults.machine import KILL, strays, tree
+from tests.faults.machine import kills, strays, tree
 from tests.faults.verbs import VERBS
 from tests.support.stress import STRESS, scaled, share
 
@@ -44,11 +45,13 @@ class Killed:
         return tree(self.folder / place / self.verb.out, self.verb.volatile)
 
     def points(self, few: int, many: int) -> list[int]:
-        """Draw different calls."""
-        return sorted(self.draw.sample(range(1, self.calls + 1), min(scaled(few, many), self.calls)))
+        """Draw so many calls, each of them before any comes twice."""
+        count = scaled(few, many)
+        whole, rest = divmod(count, self.calls)
+        return sorted([*range(1, self.calls + 1)] * whole + self.draw.sample(range(1, self.calls + 1), rest))
 
     def kill(self, place: str, at: int, *more: str) -> None:
-        done = self.run(place, *more, fault=KILL, at=at)
+        done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
         # volatile names differ in length, so that the last call may be one that this run does not make
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 

@@ -22,10 +22,15 @@ class Verb(NamedTuple):
     before: str = ""
     volatile: tuple[str, ...] = ()  # ends of the names of files whose bytes tell the time
     reads: str | None = None  # a file of its inputs without which it cannot do its work
+    by_clock: str = ""  # start of the stages that are as long as another one was measured to take
 
     def arguments(self, inputs) -> list[str]:
         """Return the command line."""
         return [part.replace("{in}", str(inputs)) for part in self.argv]
+
+    def repeats(self, name: str) -> bool:
+        """Whether the file of that path is the same in every run."""
+        return not self.by_clock or f"/{self.by_clock}" not in name
 
 
 def _verb(text: str, **more) -> Verb:
@@ -64,8 +69,9 @@ VERBS: dict[str, Verb] = {
     "fuse": _verb("fuse {in}/fuser/a {in}/fuser/b --copy --out out", reads=f"fuser/a/{WEIGHTS}"),
     **{
         f"xft {name}": _table(f"xft {name}", "xft")
-        for name in ("table1", "ablate-gate", "ablate-merge", "budget", "ewa-schedule", "sweep-lambda", "routing-stats")
+        for name in ("table1", "ablate-gate", "ablate-merge", "ewa-schedule", "sweep-lambda", "routing-stats")
     },
+    "xft budget": _table("xft budget", "xft")._replace(by_clock="sft-"),
     "xft sweep-topk": _table("xft sweep-topk 2 3", "xft"),
     "xft import-official": _verb("xft import-official {in}/theirs out", reads=f"theirs/{WEIGHTS}"),
     "xft export-official": _verb("xft export-official {in}/moe out --keep-rope", reads=f"moe/{WEIGHTS}"),

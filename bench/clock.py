@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import random
 import statistics
 import time
@@ -53,7 +54,9 @@ def difference(got, want) -> dict[str, float]:
     """Return the column of how far a result is from that of the variant to compare with, if they can be compared."""
     if want is None or got.shape != want.shape:
         return {}
-    return {"difference": worst_row(got.detach(), want.detach())}
+    found = worst_row(got.detach(), want.detach())
+    # JSON has no NaN: a result that holds one, or is of another shape, differs by no number
+    return {"difference": found if math.isfinite(found) else None}
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):

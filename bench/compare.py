@@ -118,11 +118,13 @@ def _rows(name: str, a: dict, b: dict) -> list[Row]:
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
     """Compare a variant; the machine's own pace is not the variant's, and shows in the floor or else in who is not ours."""
     one, other = a["rows"][variant], b["rows"][variant]
-    kind, rounds = b.get("kind", "op"), min(a["rounds"], b["rounds"])
+    kind, rounds = b.get("kind", "op"), _rounds(a, b)
     ratio = other["ms"] / one["ms"]
-    told = rounds >= ROUNDS and kind != "memory"
+    told = rounds >= ROUNDS and kind != "memory" and all("spread" in row for row in (one, other))
     noise = max(LEAST, sum(_noise(row, rounds < FEW) for row in (one, other))) if told else float("inf")
-    paces = [ratio] + [other["ratio"] / one["ratio"]] * relative + ([ratio / pace] if pace else [])
+    paces = [ratio, *([ratio / pace] if pace else [])]
+    if relative and "ratio" in one and "ratio" in other:
+        paces.append(other["ratio"] / one["ratio"])
     grew = {"ms": ratio} if min(paces) > 1 + noise else {}
     for column, (times, much) in MEMORY.items():
         if column in one and column in other:
@@ -131,6 +133,10 @@ def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float 
                 grew[column] = now / before if before else float("inf")
     faster = max(paces) < 1 / (1 + noise)
     return Row(name, kind, variant, (one["ms"], other["ms"]), ratio, noise, grew, faster)
+
+
+def _rounds(a: dict, b: dict) -> int:
+    return min(a.get("rounds", 0), b.get("rounds", 0))
 
 
 def _noise(row: dict, few: bool) -> float:
@@ -147,7 +153,7 @@ def _warnings(one: dict, other: dict) -> list[str]:
     for key in SAME:
         pairs = {(one[name].get(key), other[name].get(key)) for name in both}
         warnings += [f"{key} differs: {a} and {b}" for a, b in sorted(pairs, key=str) if a != b and None not in (a, b)]
-    few = [name for name in both if min(one[name]["rounds"], other[name]["rounds"]) < ROUNDS]
+    few = [name for name in both if _rounds(one[name], other[name]) < ROUNDS]
     if few:
         warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds: what is slower there cannot be told")
     for unit in ("TFLOP/s", "GB/s"):

@@ -71,5 +71,7 @@ def cell(row: dict) -> str:
     parts += [f"{row['share']:.0%}"] if "share" in row else []
     parts += [f"{row['peak MiB']:.0f} MiB"] if "peak MiB" in row else []
     # results of two correct implementations differ by their rounding
-    parts += [f"differs by {row['difference']:.0e}"] if not row.get("difference", 0) < 0.05 else []
+    off = row.get("difference", 0.0)
+    parts += ["holds a NaN or has another shape"] if off is None else []
+    parts += [f"differs by {off:.0e}"] if off is not None and off >= 0.05 else []
     return ", ".join(parts)

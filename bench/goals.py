@@ -194,7 +194,7 @@ def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
             found = {
                 variant: row for (benchmark, variant), row in rows.items() if RENAMED.get(benchmark, benchmark) == name
             }
-            with contextlib.suppress(KeyError):
+            with contextlib.suppress(KeyError, ZeroDivisionError):  # not measured; memory that is none
                 values[name] = goal.value(found)
         met = [name for name, value in values.items() if goal.met(value)]
         ordered = [f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)]

@@ -24,7 +24,12 @@ PICTURES = {
     "xft": xft,
 }
 # text as text, the font that matplotlib brings, ids that are the same in every run
-SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "font.family": "DejaVu Sans"}
+SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moe_runtime",
+    "font.family": "DejaVu Sans",
+    "text.parse_math": False,  # a name with two $ is no formula
+}
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:

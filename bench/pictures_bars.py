@@ -95,7 +95,7 @@ def xft(benches: list[Bench]):
 
 def breakdown(benches: list[Bench]):
     """Draw a training step's parts, stacked, a bar per implementation; None if it was not measured."""
-    found = [bench for bench in benches if bench.function == "bench_step_breakdown"]
+    found = [bench for bench in benches if bench.function == "bench_step_breakdown" and parts(bench)]
     if not found:
         return None
     heights = [bars_height(len(parts(bench))) for bench in found]

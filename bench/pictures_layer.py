@@ -35,7 +35,7 @@ def layer(benches: list[Bench]):
 
 
 def ratios(bench: Bench) -> dict[str, float]:
-    return {name: row["ratio"] for name, row in bench.rows.items() if not is_floor(name)}
+    return {name: row["ratio"] for name, row in bench.rows.items() if "ratio" in row and not is_floor(name)}
 
 
 def _tokens(bench: Bench) -> str:

@@ -92,7 +92,7 @@ def read(path: str | Path) -> list[Bench]:
 
 
 def is_ours(name: str) -> bool:
-    return name.split(":")[0].split(",")[0].split()[0] == "moe_runtime"
+    return name.split(":")[0].split(",")[0].split()[:1] == ["moe_runtime"]
 
 
 def is_floor(name: str) -> bool:

@@ -1,16 +1,28 @@
 """Results as they come: one JSON line per benchmark, so that a run that dies keeps what it has and the next one goes on."""
 
 import json
+import os
 from pathlib import Path
 
+from moe_runtime.bench import entries
 from moe_runtime.bench.clock import OUT_OF_TIME
 from moe_runtime.bench.machine import public
 from moe_runtime.config import shown
-from moe_runtime.files import read_json
+from moe_runtime.files import naming, read_json
 
+UNWRITTEN = 98  # exit code: the file of the results cannot be written, and the output says why
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
 WRITTEN = "want a file that moe-runtime bench wrote"
+LINE = {
+    "name": lambda value: value == "" or entries.is_name(value),
+    "extra_info": lambda value: isinstance(value, dict),
+    "skipped": lambda value: isinstance(value, str),
+    "failed": lambda value: isinstance(value, str),
+    "began": lambda value: isinstance(value, bool),
+    "planned": lambda value: type(value) is int and 0 <= value < 10**6,
+    "broken": entries.texts,
+}
 RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}  # in files of before it had its preset in its name
 
 
@@ -24,21 +36,27 @@ class Records:
         """Append what became of a benchmark: extra_info, skipped, failed, or the variant that broke the process."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps({"name": name, **what}) + "\n")
+            with naming(self.path, self.path), self.path.open("ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                # a process that was killed may have left half a line, which is not to take this one with it
+                half = size and file.seek(size - 1) >= 0 and file.read(1) != b"\n"
+                file.write(b"\n" * half + json.dumps({"name": name, **what}).encode() + b"\n")
 
     def lines(self) -> list[dict]:
-        """Return the file's lines; the last one may be half of one. Raises ValueError where one is no benchmark's."""
+        """Return the file's lines; half a line is none. Raises ValueError where one is no benchmark's."""
         if self.path is None or not self.path.exists():
             return []
         found = []
-        for number, text in enumerate(self.path.read_text().splitlines(), 1):
+        for number, text in enumerate(_bytes(self.path).split(b"\n"), 1):
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if not isinstance(line, dict) or not isinstance(line.get("name"), str):
+            if not isinstance(line, dict) or "name" not in line:
                 raise ValueError(f"line {number} of {self.path} is {shown(line)}; {WRITTEN}")
+            for name in LINE.keys() & line.keys():
+                if not LINE[name](line[name]):
+                    raise ValueError(f"line {number} of {self.path} has {name} {shown(line[name])}; {WRITTEN}")
             found.append(line)
         return found
 
@@ -84,17 +102,31 @@ def benchmarks(path: str | Path) -> list[dict]:
 
 def _benchmarks(path: Path) -> list[dict]:
     if path.suffix == ".jsonl":
-        return [line for line in Records(path).lines() if "extra_info" in line]
-    entries = read_json(path).get("benchmarks", [])
-    if not isinstance(entries, list):
-        raise ValueError(f"path is {path}, whose benchmarks are {shown(entries)}; {WRITTEN}")
-    for bench in entries:
-        if not isinstance(bench, dict) or not isinstance(bench.get("extra_info", {}), dict):
-            raise ValueError(f"path is {path}, which has the benchmark {shown(bench)}; {WRITTEN}")
-    found = [bench for bench in entries if "rows" in bench.get("extra_info", ())]
-    if not found:
-        raise ValueError(f"path is {path}, which holds no benchmarks; {WRITTEN}")
+        found = [line for line in Records(path).lines() if "extra_info" in line]
+    else:
+        listed = read_json(path).get("benchmarks", [])
+        if not isinstance(listed, list):
+            raise ValueError(f"path is {path}, whose benchmarks are {shown(listed)}; {WRITTEN}")
+        for bench in listed:
+            if not isinstance(bench, dict) or not isinstance(bench.get("extra_info", {}), dict):
+                raise ValueError(f"path is {path}, which has the benchmark {shown(bench)}; {WRITTEN}")
+        # what pytest-benchmark wrote may have others beside ours
+        found = [bench for bench in listed if "rows" in bench.get("extra_info", ())]
+        if not found:
+            raise ValueError(f"path is {path}, which holds no benchmarks; {WRITTEN}")
+    for bench in found:
+        if wrong := entries.wrong(bench):
+            raise ValueError(
+                f"path is {path}, which has the benchmark {shown(bench.get('name'))}, but {wrong}; {WRITTEN}"
+            )
     return found
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); {WRITTEN}") from error
 
 
 def failures(path: str | Path) -> dict[str, str]:
@@ -102,7 +134,7 @@ def failures(path: str | Path) -> dict[str, str]:
     path = Path(path)
     if path.suffix != ".jsonl":
         failed = read_json(path).get("failed", {})
-        if not isinstance(failed, dict):
+        if not entries.texts(failed):
             raise ValueError(f"path is {path}, whose failed is {shown(failed)}; {WRITTEN}")
         return failed
     lines = Records(path).lines()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench import machine
-from moe_runtime.bench.records import LOST, STATES, Records, benchmarks
+from moe_runtime.bench.records import LOST, STATES, UNWRITTEN, Records, benchmarks
 from moe_runtime.files import atomic_write_json, atomic_write_text
 
 FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
@@ -94,22 +94,24 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
 def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
     """Run the files' benchmarks that `lines` does not hold yet; `update(done, total)` hears how far it is.
 
-    A process that dies costs the benchmark that ran in it, and the rest goes on in a new one. Raises RuntimeError where pytest
-    cannot run at all.
+    A process that dies costs the benchmark that ran in it, and the rest goes on in a new one. Raises OSError where `lines`
+    cannot be written, RuntimeError where pytest cannot run at all.
     """
     records = Records(lines)
     lines.parent.mkdir(parents=True, exist_ok=True)
     while True:
         before = len(records.lines())
         # a folder that is there: by default pytest-benchmark makes one where the command was given
-        place = f"--benchmark-storage={lines.parent.absolute()}"
-        status, said = _pytest([*map(str, paths), "--results", str(lines), place, *options], records, update)
+        own = ["--results", str(lines), "--owner", str(os.getpid()), f"--benchmark-storage={lines.parent.absolute()}"]
+        status, said = _pytest([*map(str, paths), *own, *options], records, update)
         if status < 0 and (name := records.unfinished()):
             records.write(name, failed=f"the process died of {signal.Signals(-status).name}")
         elif status != LOST:
             break
         if len(records.lines()) == before:
             break
+    if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", said)):
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(lines))
     if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
         raise RuntimeError(f"pytest ended with {status}:\n{said}")
 

@@ -16,7 +16,19 @@ from moe_runtime import (
     cli_upit,
     cli_xft,
 )
-from moe_runtime.cli_verbs import Ends, GoesOn, ReplaceTarget, Seed, Source, Whole, choices, mount, recipes, verb
+from moe_runtime.cli_verbs import (
+    Ends,
+    GoesOn,
+    ReplaceTarget,
+    Seed,
+    Source,
+    Whole,
+    WholeIn,
+    choices,
+    mount,
+    recipes,
+    verb,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -80,7 +92,11 @@ def train(context: typer.Context):
     return {"path": train_command(context.args)}
 
 
-@verb(app, example="moe-runtime stats olmoe --data pairs.jsonl --out runs/stats")
+@verb(
+    app,
+    example="moe-runtime stats olmoe --data pairs.jsonl --out runs/stats",
+    kept=WholeIn("out", "router_load.csv", "router_load.png"),
+)
 def stats(
     source: Source,
     data: Annotated[

@@ -84,26 +84,42 @@ def _check(rounds: int, seconds: float) -> None:
 
 def _run(paths: list[Path], target: Path, options: list[str], kept: bool):
     """Measure, write the file, print the tables; Ctrl-C keeps what was measured."""
-    from moe_runtime.bench import running
-    from moe_runtime.bench.records import Records
-
-    lines = target.with_suffix(".jsonl")
+    lines, before = target.with_suffix(".jsonl"), _mark(target)
     try:
-        with progress.bar("benchmarks", "benchmark") as update:
-            running.run(paths, lines, options, update)
+        outcome = _measured(paths, lines, target, options)
+        pictures = _pictures(outcome.path) if kept and outcome.path else []
     except KeyboardInterrupt as stop:
-        done = len(Records(lines).done())
-        stop.kept = (
-            f"{done} benchmarks are in {lines}; the same command goes on{again()}" if kept else "nothing was written"
-        )
+        if kept:
+            stop.kept = _stands(lines, target, before)
         raise
+    return _said(outcome, pictures, kept)
+
+
+def _measured(paths: list[Path], lines: Path, target: Path, options: list[str]):
+    """Measure what `lines` does not hold, write `target`, print its tables."""
+    from moe_runtime.bench import report, running
+
+    with progress.bar("benchmarks", "benchmark") as update:
+        running.run(paths, lines, options, update)
     outcome = running.gather(lines, target)
     if outcome.path:
-        from moe_runtime.bench import report
-
         typer.echo(report.text([outcome.path]))
-    pictures = _pictures(outcome.path) if kept and outcome.path else []
-    return _said(outcome, pictures, kept)
+    return outcome
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def _stands(lines: Path, target: Path, before: tuple[int, int] | None) -> str:
+    """Say what is there when a run is interrupted: the file, when all was measured, else the lines, which go on."""
+    from moe_runtime.bench.records import Records
+
+    if _mark(target) != before and not lines.exists():
+        return f"whole already: {target}"
+    if lines.exists():
+        return f"{len(Records(lines).done())} benchmarks are in {lines}; the same command goes on{again()}"
+    return "nothing was written"
 
 
 def _pictures(path: Path) -> list[Path]:

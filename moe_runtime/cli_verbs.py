@@ -69,6 +69,25 @@ class Whole(Kept):
         return (found.st_dev, found.st_ino) if not Path(path).is_dir() or any(Path(path).iterdir()) else None
 
 
+class WholeIn(Whole):
+    """For a verb that makes files, each whole or not at all, in the folder that its option `name` names."""
+
+    def __init__(self, name: str, *files: str):
+        super().__init__(*files)
+        self.name = name
+
+    def _paths(self, options: dict) -> dict:
+        return {file: Path(options[self.name], file) for file in self.names}
+
+    def begin(self, options: dict) -> None:
+        """Remember which files are there."""
+        super().begin(self._paths(options))
+
+    def say(self, options: dict) -> str:
+        """Say which of the files were made in time."""
+        return super().say(self._paths(options))
+
+
 class GoesOn(Kept):
     """For a verb that goes on where it was, in the folder or file that its option --out names."""
 

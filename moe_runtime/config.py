@@ -37,6 +37,24 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
         raise ValueError(f"{name} is {shown(value)}; want a number {'above 0' if positive else 'of 0 or more'}")
 
 
+def check_numbers(
+    name: str, values: object, *shape: int | None, finite: bool = True, most: float = sys.float_info.max
+) -> None:
+    """Raise ValueError unless `values` are lists of numbers in that shape, None for any length; NaN only if not `finite`."""
+    if not _are_numbers(values, shape, finite, most):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} is {shown(values)}; want {'finite ' if finite else ''}numbers, [{sizes}]")
+
+
+def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, most: float) -> bool:
+    if not shape:
+        is_number = isinstance(values, int | float) and not isinstance(values, bool)
+        return is_number and (abs(values) <= most or (not finite and isinstance(values, float)))
+    if not isinstance(values, list | tuple) or shape[0] not in (None, len(values)):
+        return False
+    return all(_are_numbers(one, shape[1:], finite, most) for one in values)
+
+
 def check_fraction(name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True) -> None:
     """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the ends are among them."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from moe_runtime import cli, cli_bench
-from moe_runtime.bench import compare, described, machine, report, running
-from moe_runtime.bench.records import Records, benchmarks, failures
+from moe_runtime.bench import clock, compare, described, machine, report, running
+from moe_runtime.bench.conftest import Written
+from moe_runtime.bench.records import UNWRITTEN, Records, benchmarks, failures
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -440,6 +442,47 @@ def test_what_was_measured_earlier_stays_in_the_file(folder, tmp_path):
     running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
     assert running.gather(lines, target).path == target
     assert [bench["name"] for bench in benchmarks(target)] == ["bench_x[a]", *(f"bench_quick[{n}]" for n in range(3))]
+
+
+def test_results_that_cannot_be_written_end_the_run_with_their_name(tmp_path, monkeypatch):
+    """What the benchmarks' process says of it is what the command's OSError says."""
+    folder, lines = tmp_path / "folder", tmp_path / "r.jsonl"
+    folder.mkdir()
+    with pytest.raises(pytest.exit.Exception) as stop:
+        Written(folder).write("bench_a", began=True)
+    assert stop.value.returncode == UNWRITTEN
+    monkeypatch.setattr(running, "_pytest", lambda *_: (UNWRITTEN, f"!!! {stop.value.msg} !!!"))
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*r\.jsonl'"):
+        running.run([], lines, [], lambda done, total: None)
+
+
+def test_nothing_new_begins_when_the_command_is_gone(folder, tmp_path):
+    """A process that was killed leaves the one of its benchmarks, which would go on beside the next command's."""
+    where = folder(a=QUICK)
+    settings = [f"--rootdir={where}" if word.startswith("--rootdir") else word for word in running.SETTINGS]
+    run = [sys.executable, "-m", "pytest", *settings, where / "bench_a.py", "--tiny", "--results", tmp_path / "r.jsonl"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run([*map(str, run), "--owner", "1"], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert "whoever asked for this is gone" in done.stdout and not Records(tmp_path / "r.jsonl").done(), done.stdout
+
+
+def test_what_stands_is_said_when_a_run_is_interrupted(tmp_path):
+    lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
+    assert cli_bench._stands(lines, target, None) == "nothing was written"
+    Records(lines).write("bench_a", skipped="no")
+    assert f"1 benchmarks are in {lines}; the same command goes on" in cli_bench._stands(lines, target, None)
+    lines.unlink()
+    target.write_text("{}")
+    assert cli_bench._stands(lines, target, None) == f"whole already: {target}"
+    assert cli_bench._stands(lines, target, cli_bench._mark(target)) == "nothing was written"
+
+
+def test_a_result_that_holds_a_nan_differs_by_no_number(tmp_path):
+    """JSON has no NaN: the file of the results could not be written."""
+    nan = torch.full((2, 3), float("nan"))
+    assert clock.difference(nan, torch.ones(2, 3)) == {"difference": None}
+    rows = {"floor": row(1.0), "moe_runtime": row(1.0, difference=None)}
+    assert "holds a NaN or has another shape" in report.text([file_of(tmp_path / "r.json", rows)])
 
 
 INTERRUPTED = """

@@ -89,9 +89,9 @@ def load_tokenizer(source: str | Path, name: str = "base_model"):
     return tokenizer
 
 
-def load_model(source: str | Path, dtype: str, device: torch.device | None = None):
-    """Load a causal LM in `dtype`, to `device` if given; raises ValueError for what transformers cannot load."""
-    model = _load(AutoModelForCausalLM, source, "base_model", dtype=getattr(torch, dtype))
+def load_model(source: str | Path, dtype: str, device: torch.device | str | None = None, name: str = "base_model"):
+    """Load a causal LM in `dtype` ("auto": its own), to `device` if given; ValueError for what transformers cannot load."""
+    model = _load(AutoModelForCausalLM, source, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     return model if device is None else model.to(device)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moe_runtime.config import check_number, check_numbers, shown
 from moe_runtime.files import atomic_file, atomic_write_text, read_json
 from moe_runtime.hf.ranks import state
 
@@ -69,7 +70,7 @@ class Best:
         if not is_resumed:
             self.path.unlink(missing_ok=True)
         elif self.path.is_file():
-            kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            kept = self._kept()
             self.loss, self.rows = kept["loss"], (kept["losses"], kept["tokens"])
 
     def see(self, loss: float, rows: tuple[list, list]) -> None:
@@ -87,10 +88,33 @@ class Best:
         """Give the model the weights that were kept, and return their rows' losses; None if no loss was a number."""
         if self.rows is None:
             return None
-        kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)["weights"]
+        kept = self._kept()["weights"]
         for name, weight in self._weights().items():
             weight.copy_(kept[name])
         return self.rows
+
+    def _kept(self) -> dict:
+        """What the file holds; raises ValueError for one that `see` has not written of this model's parameters."""
+        how = "want what this training kept; remove the file's folder, and it begins anew"
+        try:
+            kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except MemoryError:
+            raise
+        except Exception as error:  # a zip file, a pickle: whatever they raise
+            reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            raise ValueError(f"path is {self.path}, which cannot be read ({reason}); {how}") from error
+        if not isinstance(kept, dict) or not isinstance(kept.get("weights"), dict):
+            raise ValueError(f"path is {self.path}, which holds no weights; {how}")
+        for name in ("losses", "tokens"):
+            check_numbers(f"{name} of {self.path}", kept.get(name), None, finite=False)
+        check_numbers(f"loss of {self.path}", kept.get("loss"))
+        for name, weight in self._weights().items():
+            found = kept["weights"].get(name)
+            if not torch.is_tensor(found) or found.shape != weight.shape or found.dtype != weight.dtype:
+                raise ValueError(
+                    f"path is {self.path}, whose {name} is not {list(weight.shape)}, {weight.dtype}; {how}"
+                )
+        return kept
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """What of each parameter that trains this process holds."""
@@ -152,11 +176,28 @@ class Recorder(Watcher):
             atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from what a checkpoint has of the history."""
-        values = read_json(checkpoint / self.NAME)
-        self.last, self.before = tuple(values["last"]), values["seconds"]
-        for name in ("train", "held_out", "rows"):
-            getattr(self.history, name)[:] = map(tuple, values.get(name, []))
+        """Take what the history of a checkpoint says; raises ValueError for a file that `on_save` has not written."""
+        values, place = read_json(checkpoint / self.NAME), f"of {checkpoint / self.NAME}"
+        if not isinstance(values.get("last"), list) or len(values["last"]) != 2:
+            raise ValueError(
+                f"last {place} is {shown(values.get('last'))}; want losses and tokens; remove the checkpoint"
+            )
+        losses, tokens = values["last"]
+        for what, part in (("losses", losses), ("tokens", tokens)):
+            check_numbers(f"{what} {place}", part, len(losses) if isinstance(losses, list) else None, finite=False)
+        check_number(f"seconds {place}", values.get("seconds"))
+        points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
+        for name in ("train", "held_out"):  # a loss may be NaN
+            check_numbers(f"{name} {place}", points[name], None, 2, finite=False)
+        pairs = isinstance(points["rows"], list) and all(isinstance(p, list) and len(p) == 2 for p in points["rows"])
+        if not pairs:
+            raise ValueError(f"rows {place} are {shown(points['rows'])}; want pairs; remove the checkpoint")
+        check_numbers(f"steps {place}", [step for step, _ in points["rows"]], None)
+        for _, row in points["rows"]:
+            check_numbers(f"rows {place}", row, None, finite=False)
+        self.last, self.before = (losses, tokens), values["seconds"]
+        for name, found in points.items():
+            getattr(self.history, name)[:] = map(tuple, found)
 
     def _seconds(self) -> float:
         return self.before + time.perf_counter() - self.start - self.paused
@@ -164,5 +205,6 @@ class Recorder(Watcher):
 
 def last_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest whole checkpoint that `train` wrote to a folder; None where there is none."""
-    folders = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{Recorder.NAME}")]
+    found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{Recorder.NAME}")]
+    folders = [path for path in found if path.name.rpartition("-")[2].isdecimal()]
     return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.data import read_rows
+from moe_runtime.hf import ranks
 from moe_runtime.hf.experts import patch
 from moe_runtime.hf.folders import read_config
 from moe_runtime.hf.vocabulary import check_ids
@@ -38,11 +37,14 @@ def router_report(
     read_config(source)  # says what is wrong with the folder
     rows = read_rows(data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
+    tokenizer = ranks.load_tokenizer(source, "model")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device)
-    except SafetensorError as error:
-        raise ValueError(f"model is {str(source)!r}, whose weights cannot be read: {error}; get them again") from error
+        model = ranks.load_model(source, "auto", device, "model")
+    except RuntimeError as error:  # sizes that are not the config's; torch's own where memory is short
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0][:500]
+        raise ValueError(f"model is {str(source)!r}, which transformers cannot load: {reason}; get it again") from error
     patch(model)
     with bar("routing", "token") as update:
         batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)

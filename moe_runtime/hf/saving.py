@@ -37,10 +37,10 @@ def _clear(checkpoint: Path) -> None:
 def _is_whole(checkpoint: Path) -> bool:
     """The trainer's state is the last file that transformers writes."""
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
-    return True
+    return isinstance(state, dict)
 
 
 class WholeSaves:

@@ -12,6 +12,7 @@ resumption are transformers' own. MoESFTTrainer and train_command are in moe_run
 import csv
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from moe_runtime.files import read_json
+from moe_runtime.files import atomic_file, read_json
 from moe_runtime.hf import adapters, outputs
 from moe_runtime.hf.experts import is_experts
 from moe_runtime.hf.routers import BalanceLoss, use_balance_loss
@@ -32,6 +33,15 @@ from moe_runtime.stats import FIELDS, LOW_ENTROPY, RouterCounter
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
 logger = logging.get_logger(__name__)
+
+
+def _whole_lines(path: Path) -> list[list[str]]:
+    """Read the lines of router_stats.csv; what a killed process left of one, and what is none, is passed over."""
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
+    # more digits are no step of a training
+    return [one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])]
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -57,10 +67,10 @@ class RouterStatsCallback(TrainerCallback):
             return
         kept = []
         if state.global_step and self._file.exists():
-            with open(self._file, newline="", encoding="utf-8") as file:
-                kept = [line for line in csv.reader(file) if line[0].isdigit() and int(line[0]) <= state.global_step]
+            kept = [line for line in _whole_lines(self._file) if int(line[0]) <= state.global_step]
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._write([("step", *FIELDS), *kept], "w")
+        with atomic_file(self._file) as beside:
+            self._write([("step", *FIELDS), *kept], beside, "w")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Read the counts since the last training log."""
@@ -73,7 +83,7 @@ class RouterStatsCallback(TrainerCallback):
         logs.update(values)  # for the reporting callbacks that come after this one
         state.log_history[-1].update(values)
         if state.is_world_process_zero:
-            self._write([(state.global_step, *row) for row in stats.rows()], "a")
+            self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
             warning = None if self._warned else stats.warning(self.min_entropy)
             if warning:
                 self._warned = True
@@ -85,8 +95,9 @@ class RouterStatsCallback(TrainerCallback):
             self._counter.close()
             self._counter = None
 
-    def _write(self, rows: list, mode: str) -> None:
-        with open(self._file, mode, newline="", encoding="utf-8") as file:
+    @staticmethod
+    def _write(rows: list, path: Path, mode: str) -> None:
+        with open(path, mode, newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.config import check_choice, check_positive
+from moe_runtime.config import check_choice, check_positive, shown
 from moe_runtime.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.hf import feed
 from moe_runtime.hf.gate_scores import GateRecorder, GateSums
@@ -128,7 +128,7 @@ class ExpertScores:
         layers, num_shared, tables = read_tables(values, source)
         own = values.get("variant")
         if own is not None and variant not in (None, own) and "sums" not in values:
-            raise ValueError(f"variant is {variant!r}, {source} holds {own!r}; want that")
+            raise ValueError(f"variant is {variant!r}, {source} holds {shown(own)}; want that")
         own = (variant or _guess_variant(tables["token"])) if own is None else own
         check_choice(f"{source}: variant", own, VARIANTS)
         scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive
+from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive, shown
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf.layers import RoutedLayer, numbered_layers
 from moe_runtime.methods.esft_scores import SCORES, VARIANTS, ExpertScores
@@ -58,7 +58,7 @@ class ExpertSelection:
         if self.variant is not None:
             check_choice("variant", self.variant, VARIANTS)
         if not isinstance(self.experts, Mapping):
-            raise ValueError(f"experts is {self.experts!r}; want ids by layer, such as {{1: (4, 0)}}")
+            raise ValueError(f"experts is {shown(self.experts)}; want ids by layer, such as {{1: (4, 0)}}")
         experts = {_number("layer", layer): _ids(layer, ids) for layer, ids in self.experts.items()}
         object.__setattr__(self, "experts", dict(sorted(experts.items())))
 
@@ -79,17 +79,17 @@ class ExpertSelection:
         """Read `to_dict`'s or the official configuration; raises ValueError naming `source` and the key that is wrong."""
         unknown = sorted(set(values) - set(_KEYS))
         if unknown or "experts" not in values:
-            problem = f"has the key {unknown[0]!r}" if unknown else "has no key 'experts'"
+            problem = f"has the key {shown(unknown[0])}" if unknown else "has no key 'experts'"
             raise ValueError(f"{source} {problem}; want experts, and some of {', '.join(_KEYS[1:])}")
         experts = values["experts"]
         if not isinstance(experts, Mapping) or not all(isinstance(ids, list | tuple) for ids in experts.values()):
             raise ValueError(
-                f"{source}: experts is {_short(experts)}; want lists of ids by layer, such as {{'1': [4, 0]}}"
+                f"{source}: experts is {shown(experts, 60)}; want lists of ids by layer, such as {{'1': [4, 0]}}"
             )
         numbers = {layer: _from_text(layer) for layer in experts}
         bad = [layer for layer, number in numbers.items() if number is None]
         if bad:
-            raise ValueError(f"{source}: experts has the layer {bad[0]!r}; want whole numbers, such as '1'")
+            raise ValueError(f"{source}: experts has the layer {shown(bad[0])}; want whole numbers, such as '1'")
         by_layer = {numbers[layer]: ids for layer, ids in experts.items()}
         try:
             return cls(experts=by_layer, **{name: value for name, value in values.items() if name != "experts"})
@@ -144,7 +144,7 @@ def select_experts(
         of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
         if sorted(e for group in of_layer for e in group) != list(routed):
             raise ValueError(
-                f"groups of layer {layer} are {of_layer!r}; want each of {routed.start} to {routed.stop - 1} in one"
+                f"groups of layer {layer} are {shown(of_layer)}; want each of {routed.start} to {routed.stop - 1} in one"
             )
         experts[layer] = _take(row, of_layer, p)
     made = {"score": score, "p": p, "variant": variant}
@@ -242,13 +242,13 @@ def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: Exp
 
 def _number(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {value!r}; want a whole number of 0 or more")
+        raise ValueError(f"{name} is {shown(value)}; want a whole number of 0 or more")
     return value
 
 
 def _ids(layer: int, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"experts of layer {layer} is {ids!r}; want ids, such as (4, 0)")
+        raise ValueError(f"experts of layer {layer} is {shown(ids)}; want ids, such as (4, 0)")
     ids = tuple(_number(f"expert of layer {layer}", e) for e in ids)
     twice = sorted({e for e in ids if ids.count(e) > 1})
     if twice:
@@ -263,8 +263,3 @@ def _from_text(layer: Any) -> int | None:
 
 def _listed(layers: Mapping[int, Any]) -> str:
     return ", ".join(map(str, layers))
-
-
-def _short(value: Any, width: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= width else text[: width - 3] + "..."

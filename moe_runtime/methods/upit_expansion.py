@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
-from moe_runtime.config import check_choice, check_seed
+from moe_runtime.config import check_choice, check_numbers, check_seed, shown
 from moe_runtime.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.hf import folders
 from moe_runtime.hf.expert_checkpoints import FORMAT, RECORD, Changed
@@ -172,15 +172,29 @@ def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return grown
 
 
+def _products(record: dict, path: Path) -> dict:
+    kept = record.get("products", {})
+    if not isinstance(kept, dict):
+        raise ValueError(f"products of {path} are {shown(kept)}; want an object; remove the file, and it is made anew")
+    return kept
+
+
+def _values(kept: dict, path: Path, *shape: int) -> torch.Tensor:
+    """Return the inner products that an earlier run kept in `path`; raises ValueError for what are none."""
+    check_numbers(f"products of {path}", kept.get("values"), *shape)
+    return torch.tensor(kept["values"], dtype=torch.float64)
+
+
 def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     """Return G of the given experts: from the summary of an earlier run with the same, or by reading each once."""
     key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
     path = out / SUMMARY
     if path.is_file() and not overwrite:
-        kept = read_json(path).get("products", {})
+        kept = _products(read_json(path), path)
         if {name: kept.get(name) for name in key} == key:
+            products = _values(kept, path, len(pool.experts), len(pool.experts))
             pool.skip(len(pool.experts), child=False)
-            return torch.tensor(kept["values"], dtype=torch.float64)
+            return products
     products = pool.products()
     if not torch.isfinite(products).all():
         bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
@@ -197,10 +211,11 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
     if (folder / RECORD).is_file() and not overwrite:
         record = read_json(folder / RECORD)
-        kept = record.get("products", {})
+        kept = _products(record, folder / RECORD)
         if record.get("child") == child and {name: kept.get(name) for name in pool.comparison} == pool.comparison:
+            products = _values(kept, folder / RECORD, len(pool.experts) + 1)
             pool.skip(len(pool.experts), child=True)
-            return torch.tensor(kept["values"], dtype=torch.float64)
+            return products
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
     base = str(parents[0].base or pool.base_folder)
     record = {

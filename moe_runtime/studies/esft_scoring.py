@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from moe_runtime import data
+from moe_runtime.config import check_numbers, shown
 from moe_runtime.files import atomic_write_json, read_json
 from moe_runtime.hf import experts, ranks
 from moe_runtime.hf import fit as trainers
@@ -34,6 +35,24 @@ SIZES = (
 )  # fmt: skip
 GENERAL = "general"  # the name of the general rows among the tasks'
 SMALLEST, LARGEST = 512, 131072  # tokens of a sample whose size is studied
+
+
+def _sizes_in(path: Path) -> SampleSizes:
+    """Read what `sample_sizes` kept; raises ValueError for another file."""
+    values = read_json(path)
+    try:
+        found = SampleSizes(**values)
+    except TypeError as error:
+        raise ValueError(f"{path} lacks fields ({error}); want a file of a stage; remove its stage's folder") from error
+    check_numbers(f"sizes of {path}", found.sizes, None)
+    check_numbers(f"top of {path}", found.top)
+    names = isinstance(found.tasks, list) and all(isinstance(name, str) for name in found.tasks)
+    if not names or not isinstance(found.score, str):
+        raise ValueError(
+            f"{path} has tasks {shown(found.tasks)} by {shown(found.score)}; want names; remove its folder"
+        )
+    check_numbers(f"shared of {path}", found.shared, len(found.tasks), len(found.sizes))
+    return found
 
 
 def sizes_for(tokens: int) -> list[int]:
@@ -126,7 +145,7 @@ class ScoredStages(KeptStages):
                     atomic_write_json(tmp / "found.json", found.to_dict())
 
         kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
-        return SampleSizes(**read_json(kept.folder / "found.json"))
+        return _sizes_in(kept.folder / "found.json")
 
     def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
         """Return a stage that only looks at the base: `make(model, folder)` writes what it saw."""

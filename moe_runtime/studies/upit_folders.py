@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime import data
-from moe_runtime.config import check_choice, check_positive
+from moe_runtime.config import check_choice, check_positive, shown
 from moe_runtime.files import atomic_write_text, read_json
 from moe_runtime.hf import fit, ranks
 from moe_runtime.hf.expert_checkpoints import model_folder
@@ -113,7 +113,10 @@ def assemble_folders(
         raise ValueError(f"experts and routers: {given}; want expert folders, or the folder of upit init-routers")
     if routers is None:
         return upit_assembly.assemble(experts, None, out, **settings)
-    count = len(read_json(Path(routers) / SUMMARY)["experts"])
+    listed = read_json(Path(routers) / SUMMARY).get("experts")
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; want what upit init-routers wrote")
+    count = len(listed)
     routed = [upit_router.load_routed(Path(routers) / f"expert-{i}") for i in range(count)]
     return upit_assembly.assemble([one.folder for one in routed], [one.vectors for one in routed], out, **settings)
 

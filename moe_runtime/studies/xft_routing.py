@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime import data
-from moe_runtime.config import check_positive
+from moe_runtime.config import check_numbers, check_positive, shown
 from moe_runtime.files import read_json
 from moe_runtime.hf import ranks
 from moe_runtime.methods.fingerprints import files_print
@@ -171,8 +171,15 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
 def _text(row: dict) -> str:
     """All text of a row, in the order of its columns."""
     if "messages" in row:
-        return "\n".join(message["content"] for message in row["messages"])
+        return "\n".join(_said(message["content"]) for message in row["messages"])
     return "".join(row[name] for name in ("prompt", "completion", "text") if name in row)
+
+
+def _said(content: str | list | None) -> str:
+    """The text of a chat's turn: whole, in parts, or none, beside a call of tools."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
 
 
 def _first(rows, tokens: int):
@@ -209,7 +216,20 @@ def _known(path: Path, folders: list[str], settings: dict) -> dict | None:
     report = read_json(path) if path.is_file() else {}
     if report.get("folders") != folders or report.get("settings") != settings:
         return None
-    return {name: report[name] for name in ("tokens", "counts", "layers")}
+    how = "remove it, and the texts are routed again"
+    sizes, layers, counts = (report.get(name) for name in ("tokens", "layers", "counts"))
+    named = (
+        isinstance(sizes, dict) and isinstance(layers, list) and layers and all(isinstance(one, str) for one in layers)
+    )
+    if not named:
+        raise ValueError(f"{path} has layers {shown(layers)} and tokens {shown(sizes)}; want a report of texts; {how}")
+    check_numbers(f"tokens of {path}", [*sizes.values()], None)
+    shape = (len(folders), len(sizes), 2, len(layers))
+    check_numbers(f"counts of {path}", counts, *shape, None)
+    check_numbers(
+        f"counts of {path}", counts, *shape, len(counts[0][0][0][0]) if folders and sizes else None, most=2**53
+    )
+    return {"tokens": sizes, "counts": counts, "layers": layers}
 
 
 def _share(counts: torch.Tensor) -> torch.Tensor:

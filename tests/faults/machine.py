@@ -21,10 +21,14 @@ COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.wh
 
 _SPACE, _FOLDER, _ALL = 1, 2, 7
 NONE = (0, 0, _ALL)
-KILL = (1, 0, _ALL)
 FULL = (3, errno.ENOSPC, _SPACE)  # from the n-th call on
 READ_ONLY = (3, errno.EROFS, _FOLDER)
 DENIED = (3, errno.EACCES, _FOLDER)
+
+
+def kills(share: int) -> tuple[int, int, int]:
+    """Return the fault that the process is killed, with `share` 256ths of that write done."""
+    return (1, share, _ALL)
 
 
 def sends(number: int) -> tuple[int, int, int]:
@@ -125,7 +129,7 @@ class Machine:
                     [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
                     cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 )  # fmt: skip
-            end = time.monotonic() + 120
+            end = time.monotonic() + 300
             while not self.socket.exists():
                 if server.poll() is not None or time.monotonic() > end:
                     raise AssertionError((self.folder / "server.log").read_text()[-4000:])

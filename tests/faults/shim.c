@@ -1,5 +1,5 @@
 // Preloaded into the processes whose faults are tested: counts what changes files below a folder, and at the n-th such call
-// kills the process with that call half done, sends it a signal, or has this and every later one fail.
+// kills the process with a part of that call done, sends it a signal, or has this and every later one fail.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -53,7 +53,7 @@ static int at_below(int dir, const char *path) {
   return syscall(SYS_getcwd, here, sizeof here) > 0 && below(here);
 }
 
-// 1: do it; 0: fail with errno; -1: do half of it, then die
+// 1: do it; 0: fail with errno; -1: do a part of it, then die
 static int decide(int kind) {
   if (!(kind & kinds)) return 1;
   long n = __atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST);
@@ -67,48 +67,51 @@ static int decide(int kind) {
   return 1;
 }
 
+// of what a write writes: so many 256ths
+static size_t part(size_t n) { return n / 256 * value + n % 256 * value / 256; }
+
 static void die(void) {
   kill(getpid(), SIGKILL);
   for (;;) pause();
 }
 
-#define GUARD(seen, kind, half) \
+#define GUARD(seen, kind, cut) \
   if (root_length && (seen)) { \
     int saved = errno, doing = decide(kind); \
     if (!doing) return -1; \
     errno = saved; \
     if (doing < 0) { \
-      half; \
+      cut; \
       die(); \
     } \
   }
 
 ssize_t write(int fd, const void *data, size_t n) {
-  GUARD(fd_below(fd), SPACE, syscall(SYS_write, fd, data, n / 2))
+  GUARD(fd_below(fd), SPACE, syscall(SYS_write, fd, data, part(n)))
   return syscall(SYS_write, fd, data, n);
 }
 
 ssize_t writev(int fd, const struct iovec *parts, int n) {
-  GUARD(fd_below(fd), SPACE, syscall(SYS_writev, fd, parts, n / 2))
+  GUARD(fd_below(fd), SPACE, syscall(SYS_writev, fd, parts, (int)part(n)))
   return syscall(SYS_writev, fd, parts, n);
 }
 
 ssize_t pwrite(int fd, const void *data, size_t n, off_t offset) {
-  GUARD(fd_below(fd), SPACE, syscall(SYS_pwrite64, fd, data, n / 2, offset))
+  GUARD(fd_below(fd), SPACE, syscall(SYS_pwrite64, fd, data, part(n), offset))
   return syscall(SYS_pwrite64, fd, data, n, offset);
 }
 
 ssize_t pwrite64(int fd, const void *data, size_t n, off_t offset) { return pwrite(fd, data, n, offset); }
 
 ssize_t sendfile(int out, int in, off_t *offset, size_t n) {
-  GUARD(fd_below(out), SPACE, syscall(SYS_sendfile, out, in, offset, n / 2))
+  GUARD(fd_below(out), SPACE, syscall(SYS_sendfile, out, in, offset, part(n)))
   return syscall(SYS_sendfile, out, in, offset, n);
 }
 
 ssize_t sendfile64(int out, int in, off_t *offset, size_t n) { return sendfile(out, in, offset, n); }
 
 ssize_t copy_file_range(int in, off_t *in_offset, int out, off_t *out_offset, size_t n, unsigned flags) {
-  GUARD(fd_below(out), SPACE, syscall(SYS_copy_file_range, in, in_offset, out, out_offset, n / 2, flags))
+  GUARD(fd_below(out), SPACE, syscall(SYS_copy_file_range, in, in_offset, out, out_offset, part(n), flags))
   return syscall(SYS_copy_file_range, in, in_offset, out, out_offset, n, flags);
 }
 

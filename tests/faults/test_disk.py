@@ -17,7 +17,7 @@ from tests.support.stress import STRESS, scaled, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
-WRITERS = [name for name in VERBS if VERBS[name].out and (STRESS or name in QUICK) and name != "bench"]
+WRITERS = [name for name in VERBS if VERBS[name].out and (STRESS or name in QUICK)]
 FORBIDS = {"read-only": READ_ONLY, "denied": DENIED}
 FOLDERS = [name for name in WRITERS if VERBS[name].whole]
 
@@ -41,8 +41,9 @@ def check(done: Done, what: str) -> str:
 
 def made(folder: Path, name: str) -> dict[str, str]:
     """Return what stands in a folder, of a verb that goes on there without what it goes on with."""
-    files = {one: value for one, value in (tree(folder) or {}).items() if "checkpoint" not in one}
-    return {one: value for one, value in files.items() if VERBS[name].whole or one.endswith(".safetensors")}
+    verb = VERBS[name]
+    files = {one: value for one, value in (tree(folder) or {}).items() if "checkpoint" not in one and verb.repeats(one)}
+    return {one: value for one, value in files.items() if verb.whole or one.endswith(".safetensors")}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """kill -9 at calls that change files: the old state or the new one is whole, and the next run ends well.
 
-Each command is killed at calls drawn with a seed, half of a write done. What stands then must be what stood before or what an
+Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes fewer than are asked for, at all
+of them, and at some with more than one part. What stands then must be what stood before or what an
 undisturbed run makes, byte for byte; the same command then goes on, or starts anew, and ends with those bytes too.
 """
 
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_runtime.bench.records import benchmarks
 from moe_runtime.hf.saving import last_whole_checkpoint
-from tests.faults.machine import KILL, strays, tree
+from tests.faults.machine import kills, strays, tree
 from tests.faults.verbs import VERBS
 from tests.support.stress import STRESS, scaled, share
 
@@ -43,11 +45,13 @@ class Killed:
         return tree(self.folder / place / self.verb.out, self.verb.volatile)
 
     def points(self, few: int, many: int) -> list[int]:
-        """Draw different calls."""
-        return sorted(self.draw.sample(range(1, self.calls + 1), min(scaled(few, many), self.calls)))
+        """Draw so many calls, each of them before any comes twice."""
+        count = scaled(few, many)
+        whole, rest = divmod(count, self.calls)
+        return sorted([*range(1, self.calls + 1)] * whole + self.draw.sample(range(1, self.calls + 1), rest))
 
     def kill(self, place: str, at: int, *more: str) -> None:
-        done = self.run(place, *more, fault=KILL, at=at)
+        done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
         # volatile names differ in length, so that the last call may be one that this run does not make
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 
@@ -106,6 +110,7 @@ GOES_ON = {
     "esft score": ("out", ".txt"),
     "stats": (".csv", ".png"),
     "tune": ("out",),
+    "bench": (".json",),
 }
 
 
@@ -118,7 +123,7 @@ def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo"])
+@pytest.mark.parametrize("name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo", "bench"])
 def test_what_goes_on(faulty, inputs, tmp_path, name):
     """What stands after a kill is the undisturbed run's, or nothing; the next run makes the rest."""
     killed = Killed(faulty, inputs, tmp_path, name)
@@ -143,6 +148,25 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
             assert found == want, f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
         assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
         killed.forget("new")
+
+
+def test_results_of_benchmarks_are_the_old_or_the_new(faulty, inputs, tmp_path):
+    """A file that holds others' numbers has them, whenever a run that adds to it dies."""
+    killed = Killed(faulty, inputs, tmp_path, "bench")
+    new = {bench["name"] for bench in benchmarks(tmp_path / "undisturbed" / "out.json")}
+    for at in killed.points(2, 60):
+        out = tmp_path / "here" / "out.json"
+        out.parent.mkdir()
+        old = {"name": "bench_old", "extra_info": {"tiny": True, "rows": {"moe_runtime": {"ms": 3.0}}}}
+        out.write_text(json.dumps({"benchmarks": [old]}))
+        killed.kill("here", at)
+        assert {bench["name"] for bench in benchmarks(out)} in ({"bench_old"}, {"bench_old"} | new), f"killed at {at}"
+        again = killed.run("here")
+        assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
+        found = benchmarks(out)
+        assert {bench["name"] for bench in found} == {"bench_old"} | new and old in found, f"killed at {at}"
+        assert not strays(tmp_path / "here") and not (tmp_path / "here" / "out.jsonl").exists()
+        killed.forget("here")
 
 
 def resumable(out: Path) -> bool:

@@ -72,6 +72,26 @@ def test_layer_settings():
     run_seeds(scaled(500, 5000), case)
 
 
+LONG = "x" * 50_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"p": LONG},
+        {"experts": {"1": [LONG]}},
+        {"experts": {"1": LONG}},
+        {"experts": {LONG: []}},
+        {"experts": LONG},
+        {LONG: 1},
+    ],
+    ids=["p", "id", "ids", "layer", "experts", "key"],
+)
+def test_a_long_value_of_a_selection_is_cut_in_the_error(tmp_path, change):
+    (tmp_path / "selection.json").write_text(json.dumps(SELECTION | change))
+    assert not attempt(lambda: ExpertSelection.load(tmp_path / "selection.json"), "selection.json").is_read
+
+
 @pytest.mark.parametrize("kind", ["selection", "scores"])
 def test_files_of_esft(tmp_path, kind):
     values, reader = {"selection": (SELECTION, ExpertSelection), "scores": (SCORES, ExpertScores)}[kind]

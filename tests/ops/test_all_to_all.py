@@ -30,9 +30,13 @@ def results(tmp_path_factory):
 @functools.cache
 def in_one_process(name: str, ranks: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
     """Output and gradients of all ranks' tokens together, in float64 from what `dtype` holds."""
-    parts = [worker.case(name, rank, dtype) for rank in range(ranks)]
+    return together([worker.case(name, rank, dtype) for rank in range(ranks)], worker.stacks(dtype))
+
+
+def together(parts: list[dict], stacks: dict) -> dict[str, torch.Tensor]:
+    """Output and gradients of the ranks' `parts` in one process."""
     inputs = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    leaves = {key: stack.double().requires_grad_() for key, stack in worker.stacks(dtype).items()}
+    leaves = {key: stack.double().requires_grad_() for key, stack in stacks.items()}
     x, weight = inputs["x"].double().requires_grad_(), inputs["weight"].double().requires_grad_()
     out = moe_mlp_reference(
         x,
@@ -48,13 +52,13 @@ def in_one_process(name: str, ranks: int, dtype=torch.float64) -> dict[str, torc
     return {"out": out.detach(), "grads": grads, "idx": inputs["idx"]}
 
 
-def check(ranks: list[dict], want: dict, scale: float, tolerance: float) -> None:
-    assert distance(torch.cat([rank["out"] for rank in ranks]), want["out"]) < tolerance
+def check(ranks: list[dict], want: dict, scale: float, tolerance: float, note: str = "") -> None:
+    assert distance(torch.cat([rank["out"] for rank in ranks]), want["out"]) < tolerance, note
     for key in ("x", "weight"):
-        assert distance(torch.cat([rank["grads"][key] for rank in ranks]), want["grads"][key]) < tolerance, key
+        assert distance(torch.cat([rank["grads"][key] for rank in ranks]), want["grads"][key]) < tolerance, (key, note)
     for rank in ranks:
         for key in worker.stacks():
-            assert distance(rank["grads"][key], want["grads"][key] * scale) < tolerance, key
+            assert distance(rank["grads"][key], want["grads"][key] * scale) < tolerance, (key, note)
 
 
 CASES = [pytest.param(2, 1, id="2"), pytest.param(4, 1, id="4"), pytest.param(4, 2, id="2x2")]
@@ -72,6 +76,29 @@ def test_equals_one_process(ranks, ndim, name, gradients, results):
         idx = worker.case(name, rank)["idx"]
         counts = [int((idx == e).sum()) for e in range(worker.E)]
         assert result["offsets"].diff().tolist() == counts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_drawn_sizes_and_routings_equal_one_process(ranks, results):
+    """Ranks without a token, one token in all, all tokens to one rank or to one expert, odd sizes, slots that go nowhere."""
+    found = results(ranks)
+    for seed in range(worker.DRAWN):
+        drawn = worker.Drawn(seed, ranks)
+        parts = [drawn.case(rank) for rank in range(ranks)]
+        want, got = together(parts, drawn.stacks()), [result["drawn", seed] for result in found]
+        note = f"seed {seed}: {drawn.tokens} tokens, {drawn.K} of {drawn.E}, {drawn.towards}"
+        assert all(rank["grads"][key].isfinite().all() for rank in got for key in rank["grads"]), note
+        check(got, want, 1 / ranks if drawn.gradients == "mean" else 1.0, 1e-12, note)
+        for part, rank in zip(parts, got, strict=True):
+            assert rank["out"].shape == part["x"].shape
+            assert rank["offsets"].diff().tolist() == [int((part["idx"] == e).sum()) for e in range(drawn.E)], note
+
+
+def test_what_is_drawn_hurts():
+    drawn = [worker.Drawn(seed, ranks) for seed in range(150) for ranks in (2, 4)]
+    assert {one.towards for one in drawn} == set(worker.TOWARDS)
+    assert any(sum(one.tokens) == 0 for one in drawn) and any(sum(one.tokens) == 1 for one in drawn)
+    assert any(0 in one.tokens and sum(one.tokens) > 30 for one in drawn)
 
 
 def test_cases_are_what_they_say():

@@ -1,5 +1,6 @@
 """One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py RENDEZVOUS OUT`, started by dist_launch."""
 
+import random
 import sys
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moe_runtime.ops.all_to_all import all_to_all, local_parts, run_at_owners
 from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 from tests.support.dist_launch import leave, start
+from tests.support.stress import scaled
 
 torch.set_num_threads(1)
 E, H, I, K = 8, 33, 17, 3
@@ -20,6 +22,55 @@ TOKENS = {  # tokens of rank r, by case
     "dropped": lambda rank: 10,
     "all_dropped": lambda rank: 4,
 }
+DRAWN = scaled(3, 150)  # cases of drawn sizes and routings, their names seeds
+TOWARDS = (
+    "anywhere",
+    "one rank",
+    "one expert",
+    "the last rank",
+    "nowhere",
+    "some nowhere",
+    "by rank",
+    "half of the ranks",
+)
+
+
+class Drawn(random.Random):
+    """Sizes, tokens of each rank and where they go, of a seed: what all ranks know of a drawn case."""
+
+    def __init__(self, seed: int, ranks: int):
+        super().__init__(f"{seed} {ranks}")
+        self.ranks, self.E = ranks, ranks * self.choice((1, 2, 3, 8))
+        self.H, self.I = self.choice((1, 3, 17, 33, 64)), self.choice((1, 2, 7, 16, 31))
+        self.K, self.towards = min(self.choice((1, 1, 2, 3, 6)), self.E), self.choice(TOWARDS)
+        few = self.choice(((0, 1), (0, 0, 1, 37), (1,), (0, 5, 16, 61), (2, 3, 33)))
+        self.tokens = [self.choice(few) for _ in range(ranks)]
+        self.gradients = self.choice(("mean", "sum"))
+
+    def case(self, rank: int) -> dict[str, torch.Tensor]:
+        """What rank `rank` brings, as `case` does."""
+        generator = torch.Generator().manual_seed(self.ranks * 1000 + rank + sum(self.tokens))
+        T, E, K, share = self.tokens[rank], self.E, self.K, self.E // self.ranks
+        if self.towards == "one expert":
+            idx = torch.full((T, K), E // 2)
+        elif self.towards in ("one rank", "the last rank", "by rank"):
+            owner = {"one rank": 0, "the last rank": self.ranks - 1}.get(self.towards, (rank + 1) % self.ranks)
+            idx = owner * share + torch.randint(share, (T, K), generator=generator)
+        elif self.towards == "half of the ranks":
+            idx = torch.randint(max(E // 2, 1), (T, K), generator=generator)
+        else:
+            idx = torch.rand(T, E, generator=generator).topk(K).indices
+        if self.towards in ("nowhere", "some nowhere"):
+            lost = torch.rand(T, K, generator=generator) < (1.1 if self.towards == "nowhere" else 0.4)
+            idx[lost] = torch.where(torch.rand(int(lost.sum()), generator=generator) < 0.5, -1, E)
+        x, dout = torch.randn(2, T, self.H, generator=generator, dtype=torch.float64).unbind()
+        weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
+        weight[(idx < 0) | (idx >= E)] = torch.nan
+        return {"x": x, "idx": idx, "weight": weight, "dout": dout}
+
+    def stacks(self) -> dict[str, torch.Tensor]:
+        """The experts' weights [E, ...], float64."""
+        return _stacks(self.E, self.H, self.I, torch.float64)
 
 
 def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
@@ -40,6 +91,10 @@ def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
 
 
 def stacks(dtype=torch.float64) -> dict[str, torch.Tensor]:
+    return _stacks(E, H, I, dtype)
+
+
+def _stacks(E: int, H: int, I: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"up": (E, 2 * I, H), "down": (E, H, I), "up_bias": (E, 2 * I), "down_bias": (E, H)}
     return {
@@ -49,11 +104,16 @@ def stacks(dtype=torch.float64) -> dict[str, torch.Tensor]:
 
 
 def run_case(name: str, mesh, gradients: str, dtype=torch.float64) -> dict:
-    inputs, placements = case(name, dist.get_rank(), dtype), [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    place, n = mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1)
+    return run_inputs(case(name, dist.get_rank(), dtype), stacks(dtype), mesh, gradients)
+
+
+def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
+    """This rank's share of a batch, through the experts of all ranks."""
+    placements, n = [Replicate()] * (mesh.ndim - 1) + [Shard(0)], mesh.size(-1)
+    place = mesh.get_local_rank(mesh.ndim - 1)
     leaves = {
         key: DTensor.from_local(stack.chunk(n)[place].clone(), mesh, placements).requires_grad_()
-        for key, stack in stacks(dtype).items()
+        for key, stack in experts.items()
     }
     x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
     (up, down, up_bias, down_bias), owners = local_parts(list(leaves.values()), gradients)
@@ -108,6 +168,9 @@ def main(rendezvous: str, out: str) -> None:
     }
     results["float32"] = run_case("ragged", mesh, "mean", torch.float32)
     results["bfloat16"] = run_case("ragged", mesh, "mean", torch.bfloat16)
+    for seed in range(DRAWN):
+        drawn = Drawn(seed, n)
+        results["drawn", seed] = run_inputs(drawn.case(dist.get_rank()), drawn.stacks(), mesh, drawn.gradients)
     results["rows"] = rows_there_and_back(mesh.get_group())
     results["refusals"] = refusals(mesh) if n == 2 else {}
     if n == 4:

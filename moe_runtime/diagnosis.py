@@ -186,7 +186,7 @@ def _cache_problems() -> Iterator[tuple[str, str]]:
     folders["triton's cache"] = Path(triton) if triton else in_home(".triton"), "TRITON_CACHE_DIR"
     for name, (folder, variable) in folders.items():
         if folder is None:
-            text = f"{name} would be in the user's home, and there is none; want a writable folder; export {variable}=FOLDER"
+            text = f"{name} is without a place: this user has no home; want a writable folder; export {variable}=FOLDER"
             yield name, text
             continue
         try:

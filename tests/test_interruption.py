@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.hf.tiny import dense
 from tests.studies.test_xft_stages import make_recipe
-from tests.support.dist_launch import launch
+from tests.support.dist_launch import forked, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,13 +49,11 @@ cli.main()
 
 def stopped(title: str, at: float, number: int, *arguments) -> subprocess.CompletedProcess:
     """Run the command, which gets the signal at that point."""
-    command = [sys.executable, "-c", COMMAND, title, str(at), str(int(number)), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    return forked(COMMAND, title, at, int(number), *arguments)
 
 
 def completed(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "moe_runtime.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    return forked("from moe_runtime import cli\n\ncli.main()", *arguments)
 
 
 def last_line(done: subprocess.CompletedProcess) -> str:
@@ -68,7 +66,7 @@ def test_a_conversion_leaves_nothing(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
     arguments = ("upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2)
     done = stopped("upcycling", 1, number, *arguments)
-    assert done.returncode == 128 + number and done.stdout == ""
+    assert done.returncode == 128 + number and done.stdout == "", done.stderr
     assert last_line(done) == f"{word}; nothing was written"
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
@@ -194,6 +192,7 @@ cli.main()
         "4",
     ]
     arguments = [*map(str, arguments), "--json"]
+    # a whole start of Python: what other packages would print is settled before they are imported
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
@@ -210,9 +209,7 @@ def test_a_second_signal_stops_at_once(recipe, tmp_path):
     arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
     twice = "os.kill(os.getpid(), number); interruption.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
     twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("import cli,", "import cli, interruption,")
-    done = subprocess.run(
-        [sys.executable, "-c", twice, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    done = forked(twice, *arguments)
     assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
     assert not list((tmp_path / "out").glob("*.checkpoints/checkpoint-*"))
 

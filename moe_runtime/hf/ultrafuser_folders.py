@@ -50,11 +50,14 @@ def save(
 
     Of several processes that hold the whole model, one calls. `progress(done, total)` counts the bytes of what is copied.
     Raises ValueError, with nothing written, for a specialist with an adapter, and for a reference to one that has no path,
-    is not as its folder has it, or is inside `folder`, which is replaced.
+    is not as its folder has it, or is inside `folder`, which is replaced; and for a copy of what is inside it elsewhere than
+    among its copies.
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
-    folder = check_out_dir(folder, overwrite, paths if specialists == "copy" else ())
+    # what lies among its own copies is written there again
+    others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
+    folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise ValueError(

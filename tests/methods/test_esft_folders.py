@@ -183,9 +183,14 @@ def test_a_target_that_exists(tmp_path):
     before = tensors(base)
     with pytest.raises(ValueError, match="which exists"):
         merge_folder(base, adapter, base)
+    with pytest.raises(ValueError, match="that is read; want another folder"):
+        merge_folder(base, adapter, base, overwrite=True)
     assert same(before, tensors(base))
-    merge_folder(base, adapter, base, overwrite=True)
-    assert not same(before, tensors(base))
+    merged = tmp_path / "merged"
+    merge_folder(base, adapter, merged)
+    (merged / "of_before").touch()
+    merge_folder(base, adapter, merged, overwrite=True)
+    assert not same(before, tensors(merged)) and not (merged / "of_before").exists()
 
 
 CHILD = """

@@ -83,6 +83,11 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
         again.gate.score.weight.add_(1)
     ultrafuser.save(again, tmp_path / "moved", specialists="copy", overwrite=True)
     assert same(ultrafuser.load(tmp_path / "moved"), again)
+    # but not over a folder in which its specialists have another place
+    one = tmp_path / "moved" / "specialists" / NAMES[0]
+    with pytest.raises(ValueError, match="that is read; want another folder"):
+        ultrafuser.save(again, one, specialists="copy", overwrite=True)
+    assert same(ultrafuser.load(tmp_path / "moved"), again)
 
 
 def test_specialists_that_have_changed_are_not_named(fused, tmp_path):

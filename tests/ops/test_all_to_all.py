@@ -78,6 +78,7 @@ def test_equals_one_process(ranks, ndim, name, gradients, results):
         assert result["offsets"].diff().tolist() == counts
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_drawn_sizes_and_routings_equal_one_process(ranks, results):
     """Ranks without a token, one token in all, all tokens to one rank or to one expert, odd sizes, slots that go nowhere."""

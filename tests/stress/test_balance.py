@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moe_runtime.ops import balance, router_load
 from tests.stress.balance_cases import CASES, drawn
 from tests.stress.measure import allowance, mismatches, run
+from tests.stress.op_cases import Draw
 from tests.stress.test_ops import quiet
 from tests.support.stress import scaled
 
@@ -28,30 +29,33 @@ def test_is_the_equation(name):
     check()
 
 
-@pytest.mark.parametrize("name", ["switch", "cv2", "top_k"])
-def test_the_measure_sees_what_is_planted(name):
-    """An output that is a hundredth off, or a gradient whose rows are each other's."""
-    seen = set()
+PLANTS = [("switch", "loss"), ("switch", "dlogits"), ("top_k", "loss"), ("top_k", "dlogits")]
+PLANTS += [("cv2", part) for part in ("loss", "dlogits", "dnoise", "dscale")]
 
-    @quiet(scaled(15, 300))
+
+@pytest.mark.parametrize("name, part", PLANTS)
+def test_the_measure_sees_what_is_planted(name, part):
+    """An output that is a hundredth off, or a gradient whose rows are each other's."""
+    cases = 0
+
+    @quiet(scaled(5, 150))
     @given(st.data())
     def check(data):
-        case, upstream = drawn(name, data)
+        nonlocal cases
+        case, upstream = CASES[name](Draw(data.draw, torch.float32)), {}
         got = run(case, "torch", upstream)
+        wrong = {n: t * 1.01 if t.dim() < 2 else t.roll(1, 0) for n, t in got.items() if n.startswith(part)}
+        # one token, rows that are alike, or terms that cancel but for a thousandth show nothing: another draw is made
+        least = {n: max(1e-3 * case.scales.get(n, 0.0), 9e-3 * got[n].norm().item(), 1e-6) for n in wrong}
+        wrong = {n: t for n, t in wrong.items() if t.numel() and (t - got[n]).abs().max() > least[n]}
+        assume(wrong)
+        cases += 1
         allowed = allowance(case, got, upstream)
-        for part, tensor in got.items():
-            wrong = tensor * 1.01 if tensor.dim() < 2 else tensor.roll(1, 0)
-            if (
-                tensor.dtype != torch.float32
-                or (wrong - tensor).norm() <= 9e-3 * tensor.norm()
-                or tensor.abs().max() < 1e-4
-            ):
-                continue
-            seen.add(part[:2])
-            assert mismatches(got | {part: wrong}, allowed), f"{part} of {case}"
+        for n, tensor in wrong.items():
+            assert mismatches(got | {n: tensor}, allowed), f"{n} of {case}"
 
     check()
-    assert "lo" in seen and "dl" in seen
+    assert cases >= scaled(3, 75)
 
 
 def test_every_public_function_has_cases():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,23 +96,24 @@ PLANTED = {
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"dispatch"}))
 def test_the_measure_sees_what_is_planted(name):
     """One output or gradient at a time is wrong, in rows that are no smaller than others."""
-    seen = set()
+    cases = 0
 
     @quiet(scaled(3, 50))
     @given(st.data())
     def check(data):
+        nonlocal cases
         case, upstream = CASES[name][1](Draw(data.draw, torch.float32)), {}
         got = run(case, "torch", upstream)
         allowed = allowance(case, got, upstream)
-        for part, tensor in got.items():
-            if part not in allowed.moved or tensor.dim() == 0 or tensor.numel() < 20:
-                continue
+        parts = [n for n, t in got.items() if n in allowed.moved and t.dim() and t.numel() >= 20 and t.any()]
+        assume(parts)  # few numbers, or nothing but zeros, show nothing: such draws are replaced, not counted
+        cases += 1
+        for part in parts:
             for planted, change in PLANTED.items():
-                wrong = change(tensor)
-                if (wrong - tensor).norm() <= 9e-4 * tensor.norm():
+                wrong = change(got[part])
+                if (wrong - got[part]).norm() <= 9e-4 * got[part].norm():
                     continue  # a row that is zero, or that all are like
-                seen.add(planted)
                 assert mismatches(got | {part: wrong}, allowed), f"{planted}: {part} of {case}"
 
     check()
-    assert "a thousandth off" in seen
+    assert cases >= scaled(2, 25)

@@ -1,6 +1,7 @@
 """Runs a script in several processes that find each other through a file: no port to be taken, no hang that lasts.
 
-A server imports what they share once for each worker of the tests, and forks them; each is alone otherwise.
+A server imports what they share once for each worker of the tests, and forks them; each is alone otherwise. `forked` runs so
+what is no rank.
 """
 
 import multiprocessing
@@ -8,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -26,26 +28,23 @@ IMPORTED = [
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "accelerate",
     "moe_runtime.hf.training",
+    "trl.trainer.sft_trainer",
+    "moe_runtime.cli_app",
 ]
 COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 
 
 def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: float = 400) -> None:
     """Run `script RENDEZVOUS ARGS` in `ranks` processes; fails with the output of the first that did, or after `seconds`."""
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    env |= {"WORLD_SIZE": str(ranks), "TRITON_INTERPRET": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    context, rendezvous, processes = _forks(env), folder / "rendezvous", []
+    env = _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    context, rendezvous, processes = _forks(), folder / "rendezvous", []
     rendezvous.unlink(missing_ok=True)
     try:
         for rank in range(ranks):
             given = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            run = (str(script), [str(rendezvous), *args], given, os.getcwd(), folder / f"rank{rank}.log")
+            log = folder / f"rank{rank}.log"
+            run = (str(script), [str(rendezvous), *args], given, os.getcwd(), log, log)
             processes.append(context.Process(target=_run, args=run))
             processes[-1].start()
         failed = _wait(processes, time.monotonic() + seconds)
@@ -59,12 +58,43 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: fl
         raise AssertionError(f"rank {failed} of {ranks} ended with {processes[failed].exitcode}:\n{log[-6000:]}")
 
 
-def _forks(env: dict[str, str]):
+def forked(code: str, *args, seconds: float = 400) -> subprocess.CompletedProcess:
+    """Run `python -c CODE ARGS` in a fork of the server, and return how it ended and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, out, errors = (Path(folder, name) for name in ("script.py", "out", "errors"))
+        script.write_text(code)
+        run = (str(script), list(map(str, args)), _environment(), str(ROOT), out, errors)
+        process = _forks().Process(target=_run, args=run)
+        process.start()
+        process.join(seconds)
+        is_late = process.is_alive()
+        process.kill()
+        process.join()
+        found = subprocess.CompletedProcess(
+            run[1], process.exitcode, *(file.read_text() if file.exists() else "" for file in (out, errors))
+        )
+    assert not is_late, f"{found.args} did not end in {seconds} seconds:\n{found.stderr[-6000:]}"
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the server and of all that it forks, some of which is read at import."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    quiet = {
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    }  # fmt: skip
+    return os.environ | quiet | {
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "TRITON_INTERPRET": "0",
+    }  # fmt: skip
+
+
+def _forks():
     """Return the context of a server that has imported IMPORTED and forks the ranks: seconds less for each of them."""
     context, own = multiprocessing.get_context("forkserver"), dict(os.environ)
     context.set_forkserver_preload(IMPORTED)
     try:
-        os.environ.update(env)  # some of it is read at import
+        os.environ.update(_environment())
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -72,11 +102,10 @@ def _forks(env: dict[str, str]):
     return context
 
 
-def _run(script: str, args: list[str], env: dict[str, str], folder: str, log: Path) -> None:
+def _run(script: str, args: list[str], env: dict[str, str], folder: str, out: Path, errors: Path) -> None:
     """Be a process of its own: environment, working directory, output, arguments."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for number, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), number)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)

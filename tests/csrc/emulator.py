@@ -29,7 +29,7 @@ FLAGS = (
 FAST = ("-O0",)
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 # fibers start anew without having returned, which its stack of calls would not survive
-RACES = ("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+RACES = ("-O0", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
 
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

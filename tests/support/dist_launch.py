@@ -30,6 +30,7 @@ IMPORTED = [
     "moe_runtime.hf.training",
     "trl.trainer.sft_trainer",
     "moe_runtime.cli_app",
+    "tests.support.frozen",
 ]
 COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 

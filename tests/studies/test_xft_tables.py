@@ -15,7 +15,6 @@ from moe_runtime.studies.xft_stages import Result
 from tests.support.dist_launch import killed
 from tests.support.xft_study import write_study
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINING = {"learning_rate": 3e-3, "batch_size": 16, "optimizer": "adamw_torch", "max_grad_norm": 1.0}
 TWO_SEEDS = {"seeds": 2}
 # name -> methods, options; the tables whose stages the others hold too come late

@@ -4,9 +4,7 @@ import csv
 import json
 import math
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -23,6 +21,7 @@ from moe_runtime.hf.routers import use_balance_loss
 from moe_runtime.hf.tokenizer import pair_collator, train_tokenizer
 from moe_runtime.hf.training import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from tests.hf import tiny
+from tests.support.dist_launch import forked
 from tests.support.stock_moe import stock
 
 datasets.disable_progress_bars()
@@ -548,8 +547,7 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     ]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
     code = "import sys; from moe_runtime.hf.training import train_command; train_command(sys.argv[1:])"
-    root = Path(training.__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=root)
+    done = forked(code, *argv)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"saved MoeRuntimeLlamaForCausalLM to {tmp_path / 'out'} after step 2" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

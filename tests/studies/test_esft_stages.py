@@ -1,12 +1,7 @@
 """moe_runtime.studies.esft_stages: each stage is made once, is what its parts alone give, and goes on after a kill."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +15,7 @@ from moe_runtime.studies import esft_stages
 from moe_runtime.studies.esft_recipe import load_recipe
 from moe_runtime.studies.esft_results import join
 from moe_runtime.studies.esft_stages import Stages
+from tests.support.dist_launch import killed
 from tests.support.esft_study import STEPS, write_study
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,18 +237,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
     Stages(recipe, out, say=lambda text: None).scores("sums")
-    env = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(
-        [sys.executable, "-c", KILLED, path, out], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not list(out.glob("esft-*.checkpoints/checkpoint-*/history.json")):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+    killed(KILLED, path, out, when=lambda: list(out.glob("esft-*.checkpoints/checkpoint-*/history.json")))
     assert not list(out.glob("esft-*/result.json"))
     (checkpoints,) = {path.parents[1] for path in out.glob("esft-*.checkpoints/checkpoint-*/history.json")}
     last = fit.last_checkpoint(checkpoints)

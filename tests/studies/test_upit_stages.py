@@ -1,12 +1,7 @@
 """moe_runtime.studies.upit_stages: each stage is made once, is what its parts alone give, and goes on after a kill."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +17,7 @@ from moe_runtime.studies import upit_stages
 from moe_runtime.studies.upit_preparing import NONE
 from moe_runtime.studies.upit_recipe import UpitRecipe, load_recipe
 from moe_runtime.studies.upit_stages import Stages
+from tests.support.dist_launch import killed
 from tests.support.upit_study import write_study
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -430,18 +426,7 @@ def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
     path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
     Stages(recipe, out, say=lambda text: None).base()
-    env = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(
-        [sys.executable, "-c", KILLED, path, out], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not list(out.glob("prepared-*.checkpoints/checkpoint-*/history.json")):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+    killed(KILLED, path, out, when=lambda: list(out.glob("prepared-*.checkpoints/checkpoint-*/history.json")))
     assert not list(out.glob("prepared-*/result.json"))
     resumed = Stages(recipe, out, say=lambda text: None).prepared("ffn")
     straight = Stages(recipe.change(ffn__sft__save_steps=None), tmp_path / "other", say=lambda text: None).prepared(

@@ -1,11 +1,7 @@
 """moe_runtime.studies.xft_stages: each stage is made once, is what its parts alone give, and goes on after a kill."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -25,6 +21,7 @@ from moe_runtime.studies.stages import made_once
 from moe_runtime.studies.xft_stages import Stages
 from tests.hf.tiny import distance
 from tests.studies.test_recipe import blocks
+from tests.support.dist_launch import killed
 
 WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]
 STEPS = {"learning_rate": 3e-3, "batch_size": 4, "optimizer": "adamw_torch", "steps": 6}
@@ -333,15 +330,8 @@ def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
     Stages(recipe, out, say=lambda text: None).base()
-    env = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "recipe.yaml"), str(out)]
-    run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while not list(out.glob("moe-*.checkpoints/checkpoint-*/history.json")):
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    checkpoint = "moe-*.checkpoints/checkpoint-*/history.json"
+    killed(KILLED, tmp_path / "recipe.yaml", out, when=lambda: list(out.glob(checkpoint)))
     (done,) = {path.parents[1] for path in out.glob("moe-*.checkpoints/checkpoint-*/history.json")}
     assert not [path for path in out.glob("moe-*") if (path / "result.json").exists()]
     before = max(int(path.parent.name.partition("-")[2]) for path in done.glob("*/history.json"))

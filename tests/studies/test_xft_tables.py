@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from moe_runtime.studies import pictures, reports, xft_routing, xft_tables
 from moe_runtime.studies.recipe import load_recipe
 from moe_runtime.studies.reports import Entry, Report
 from moe_runtime.studies.xft_stages import Result
+from tests.support.dist_launch import killed
 from tests.support.xft_study import write_study
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,19 +156,8 @@ xft_tables.run("sweep-lambda", sys.argv[1], sys.argv[2], seeds=1, shared_rates=(
 
 
 def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(recipe, out, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, recipe, tmp_path], env=environment, stdout=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 400
-        while not list(tmp_path.glob("sft-*/result.json")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL and not (tmp_path / "sweep-lambda.json").exists()
+    killed(KILLED, recipe, tmp_path, when=lambda: list(tmp_path.glob("sft-*/result.json")), seconds=400)
+    assert not (tmp_path / "sweep-lambda.json").exists()
     finished = times(tmp_path)
     assert len(finished) < 5
     options = {"shared_rates": (0.5, 1.0)}

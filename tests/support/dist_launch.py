@@ -7,10 +7,12 @@ what is no rank.
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -76,6 +78,26 @@ def forked(code: str, *args, seconds: float = 400) -> subprocess.CompletedProces
         )
     assert not is_late, f"{found.args} did not end in {seconds} seconds:\n{found.stderr[-6000:]}"
     return found
+
+
+def killed(code: str, *args, when: Callable[[], object], seconds: float = 240) -> None:
+    """Run what `forked` runs, and kill it as soon as `when` finds something; fails where it ends before."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, log = Path(folder, "script.py"), Path(folder, "log")
+        script.write_text(code)
+        process = _forks().Process(
+            target=_run, args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log)
+        )
+        process.start()
+        try:
+            deadline = time.monotonic() + seconds
+            while not when():
+                assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-6000:]
+                time.sleep(0.01)
+        finally:
+            process.kill()
+            process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def _environment() -> dict[str, str]:

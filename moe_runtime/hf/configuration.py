@@ -111,6 +111,9 @@ def moe_config(hf_config) -> MoEConfig:
         raise ValueError(
             f"moe_runtime of config.json is {shown(block)}; want the block that upcycling wrote, with config"
         )
+    layers, count = block.get("layers"), hf_config.num_hidden_layers
+    if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise ValueError(f"layers of moe_runtime in config.json is {shown(layers)}; want numbers from 0 to {count - 1}")
     return MoEConfig.from_dict(block["config"])
 
 

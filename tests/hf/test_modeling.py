@@ -266,6 +266,11 @@ def test_a_config_that_is_not_ours_is_refused():
         config.moe_runtime |= change
         with pytest.raises(ValueError, match="config.moe_runtime is .*; want format 1 and a stage of moe, mergeable"):
             AutoModelForCausalLM.from_config(config)
+    for layers in ([0, 10**9], [-1], ["0"], [True], 2, None):
+        config = copy.deepcopy(model.config)
+        config.moe_runtime["layers"] = layers
+        with pytest.raises(ValueError, match="layers of moe_runtime in config.json is .*; want numbers from 0 to 1"):
+            AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="config.moe_runtime is None"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model("moe_runtime_llama", hidden_size=32))
 

@@ -35,8 +35,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 
 # a library of other sources is refused, so a pull that brings new ones wants a new one; without a compiler the experts run in
 # PyTorch, and the next make tries again
-$(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/build_cpu.py | $(INSTALLED)
-	@$(PY) -m moe_runtime.build_cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
+$(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build_cpu.py | $(INSTALLED)
+	@$(PY) -m moe_runtime.native.build_cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 
 demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictures under runs/
 	$(VENV)/bin/moe-runtime demo $(ARGS)
@@ -60,7 +60,7 @@ $(VENV)/triton/%: | $(INSTALLED)
 OF_TRITON := not mutant and not mutation and not opcheck and not compiles_without and not far_expert and not -torch] and not [torch]
 test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldest and the newest Triton that we support
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
-		tests/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
+		tests/kernels/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
 		tests/ops/test_grouped_gemm_memory.py -k "$(OF_TRITON)" $(ARGS) || exit 1; done
 
 # what that one wants besides is in the .venv
@@ -70,8 +70,8 @@ $(VENV)/transformers/%: | $(INSTALLED)
 
 test-transformers: $(TRANSFORMERS:%=$(VENV)/transformers/%) $(VENV)/deepspeed  ## the tests of stock models with an older transformers
 	@for v in $(TRANSFORMERS); do echo "transformers $$v"; PYTHONPATH=$(VENV)/transformers/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q \
-		-n $(WORKERS) tests/hf/test_experts*.py tests/hf/test_stack.py tests/hf/test_engines.py tests/hf/test_replay.py \
-		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/test_docs.py tests/test_stats.py $(ARGS) || exit 1; done
+		-n $(WORKERS) tests/hf/test_experts*.py tests/hf/dropin/test_layers.py tests/hf/dropin/test_engines.py tests/hf/dropin/test_replay.py \
+		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/docs/test_docs.py tests/hf/dropin/test_stats.py $(ARGS) || exit 1; done
 
 # the table in docs/dependencies.md; .venv-matrix holds an environment while its tests run, up to 6 GB with torch's CUDA build
 test-matrix: $(INSTALLED)  ## part of the suite on each Python with the oldest, the pinned and the newest versions

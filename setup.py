@@ -65,7 +65,7 @@ def extension(name: str, *patterns: str) -> Extension:
 extensions = []
 # a wheel that was asked for kernels and holds none would be a lie, so no warning and no fallback
 if ASKED["CUDA"] != "0":
-    build_cuda = load(ROOT / "moe_runtime" / "build_cuda.py")
+    build_cuda = load(ROOT / "moe_runtime" / "native" / "build_cuda.py")
     ARCHS = build_cuda.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
     try:
         build_cuda.check(ROOT / "csrc", ARCHS)
@@ -75,7 +75,7 @@ if ASKED["CUDA"] != "0":
 if ASKED["CPU"] != "0":
     if ASKED["CPU"] != "1":
         raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is {ASKED['CPU']!r}; want 0 or 1")
-    build_cpu = load(ROOT / "moe_runtime" / "build_cpu.py")
+    build_cpu = load(ROOT / "moe_runtime" / "native" / "build_cpu.py")
     try:
         build_cpu.check(ROOT / "csrc" / "cpu")
     except build_cpu.BuildError as error:

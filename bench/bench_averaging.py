@@ -4,7 +4,7 @@ import torch
 
 from moe_runtime.bench import ours
 from moe_runtime.bench.machine import DEVICE
-from moe_runtime.ops.averaging import average_experts_
+from moe_runtime.modules.ewa import average_experts_
 
 KIND = "op"
 SHARE = 0.3

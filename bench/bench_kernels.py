@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_runtime import tuning
 from moe_runtime.bench import shapes
 from moe_runtime.bench.clock import random_bytes
 from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
+from moe_runtime.tools import tune
 
 KIND = "op"
 pytestmark = pytest.mark.gpu
@@ -59,13 +59,13 @@ def others(product: str, shape) -> dict:
     }
 
 
-@pytest.mark.parametrize("product", tuning.PRODUCTS)
+@pytest.mark.parametrize("product", tune.PRODUCTS)
 def bench_product(interleaved, shape, product):
-    layer, device = tuning.Layer(shape.H, shape.I, shape.E, shape.K, shape.shared), torch.empty(0, device=DEVICE).device
-    problem = tuning.problem_of(product, layer, shape.T, "bfloat16", device)
+    layer, device = tune.Layer(shape.H, shape.I, shape.E, shape.K, shape.shared), torch.empty(0, device=DEVICE).device
+    problem = tune.problem_of(product, layer, shape.T, "bfloat16", device)
     tile = tiles.lookup(problem, tiles.device_name(device))
     with fits():
-        run, baselines = tuning.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
+        run, baselines = tune.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
     floor, grouped = baselines
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
     variants = {floor: baselines[floor], "moe_runtime": lambda: run(tile), grouped: baselines[grouped]}
@@ -75,7 +75,7 @@ def bench_product(interleaved, shape, product):
         bytes=2 * (R * (N + K) + shape.E * N * K),  # rows, result and weights once
         tokens=shape.T,
         dtype=DTYPE,
-        notes={"moe_runtime": tuning.short(tile)},
+        notes={"moe_runtime": tune.short(tile)},
     )
 
 

@@ -87,7 +87,8 @@ def bench_xft_upcycle_folder(interleaved, size, folder):
     """A dense folder to one of 8 experts."""
     from transformers import LlamaForCausalLM
 
-    from moe_runtime.methods import xft, xft_folders
+    from moe_runtime.methods import xft
+    from moe_runtime.methods.xft import folders as xft_folders
 
     dense, out = folder / "dense", folder / "moe"
     llama(size, torch.bfloat16).save_pretrained(dense)
@@ -109,7 +110,8 @@ def bench_xft_merge_folder(interleaved, size, folder):
     """A folder of 8 experts to a dense one."""
     from transformers import AutoModelForCausalLM
 
-    from moe_runtime.methods import xft, xft_folders
+    from moe_runtime.methods import xft
+    from moe_runtime.methods.xft import folders as xft_folders
 
     dense, moe, out = (folder / name for name in ("dense", "moe", "merged"))
     llama(size, torch.bfloat16).save_pretrained(dense)
@@ -128,7 +130,7 @@ def bench_xft_merge_folder(interleaved, size, folder):
 
 def bench_upit_expand_folder(interleaved, size, folder):
     """Two experts and their base to a child."""
-    from moe_runtime.methods.upit_expansion import expand_experts
+    from moe_runtime.methods.upit.expansion import expand_experts
 
     base, *experts = (folder / name for name in ("base", "first", "second"))
     model = llama(size, torch.bfloat16)
@@ -160,7 +162,7 @@ def bench_esft_scores(interleaved, shape):
 
 def bench_upit_vectors(interleaved, size):
     """Loss and gradients of a dense model with routing vectors beside its MLPs, and without."""
-    from moe_runtime.hf.routing_vectors import RoutingVectors, drawn
+    from moe_runtime.methods.upit.vectors import RoutingVectors, drawn
 
     with fits():
         plain = llama(size).train()
@@ -184,7 +186,7 @@ def bench_upit_vectors(interleaved, size):
 
 def bench_ultrafuser_generate(interleaved, size):
     """Greedy answers of three specialists fused, and of each by itself, all three in turn."""
-    from moe_runtime.hf.ultrafuser import UltraFuser
+    from moe_runtime.methods.ultrafuser.model import UltraFuser
 
     with fits():
         fuser = UltraFuser([llama(size) for _ in range(3)]).eval()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moe_runtime.bench import shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.config import MoEConfig
-from moe_runtime.demo import PRESETS
+from moe_runtime.experiments.demo import PRESETS
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.bench.machine import CUDA
-from moe_runtime.timing import EventTimer
+from moe_runtime.tools.tune import EventTimer
 
 ROUNDS = 5
 PRODUCTS = ((1024, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 1024))

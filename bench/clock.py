@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.bench import resident
 from moe_runtime.ops import workspace
-from moe_runtime.timing import EventTimer, worst_row
+from moe_runtime.tools.tune import EventTimer, worst_row
 
 OUT_OF_TIME = "out of time"
 AHEAD_MS = 1.0  # the GPU waits this long for the launches of a call: autograd's come one by one

@@ -56,7 +56,7 @@ tests() {
     return $status
 }
 
-ops() { pytest_on ops "$limit" "${WORKERS:-8}" tests/ops tests/modules tests/hf/test_experts.py; }
+ops() { pytest_on ops "$limit" "${WORKERS:-8}" tests/ops tests/modules tests/hf/dropin/test_experts.py; }
 
 tune() {
     local end=$((SECONDS + limit)) left status=0 try
@@ -106,7 +106,7 @@ bench() {
 cuda() {
     local worst=0 end=$((SECONDS + limit)) arch tool
     arch=$("$python" -c 'import torch; print(*torch.cuda.get_device_capability(), sep="")')
-    run 120 "$python" -m moe_runtime.build_cuda --archs "${ARCHS:-$arch}" || return 1
+    run 120 "$python" -m moe_runtime.native.build_cuda --archs "${ARCHS:-$arch}" || return 1
     "$python" -c 'from moe_runtime import cuda; cuda.library(); print(cuda.describe())' 2>&1 | tee -a "$log"
     [ "${PIPESTATUS[0]}" = 0 ] || return 1
     pytest_on cuda 150 "${WORKERS:-8}" tests/gpu/test_cuda.py || worst=$?

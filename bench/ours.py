@@ -2,8 +2,9 @@
 
 import torch
 
-from moe_runtime import backends, cpp
+from moe_runtime import backends
 from moe_runtime.bench.machine import DEVICE, public
+from moe_runtime.native import cpp
 
 
 def runnable(op: str, dtype: torch.dtype) -> list[str]:

@@ -12,8 +12,8 @@ from moe_runtime.bench.pictures_layer import layer
 from moe_runtime.bench.pictures_roofline import roofline
 from moe_runtime.bench.pictures_style import read
 from moe_runtime.bench.pictures_tokens import throughput
-from moe_runtime.data import require
-from moe_runtime.files import atomic_file
+from moe_runtime.io.files import atomic_file
+from moe_runtime.io.rows import require
 
 PICTURES = {
     "layer": layer,

@@ -1,6 +1,6 @@
 """Bars: memory kept for the backward pass, a step's parts, XFT's tuning step, the layer's times of its floor."""
 
-from moe_runtime.bench.pictures_style import (
+from moe_runtime.bench.pictures_style import (  # fmt: skip
     INK,
     SMALL,
     TINY,
@@ -14,8 +14,8 @@ from moe_runtime.bench.pictures_style import (
     plain,
     share_names,
     style,
-)  # fmt: skip
-from moe_runtime.data import require
+)
+from moe_runtime.io.rows import require
 
 SAVED, FORMULA = "saved KiB/token", "formula KiB/token"
 WHOLE = "whole step"

@@ -7,7 +7,7 @@ What is measured against a copy of the same bytes only moves them; what share of
 
 import statistics
 
-from moe_runtime.bench.pictures_style import (
+from moe_runtime.bench.pictures_style import (  # fmt: skip
     GREY,
     INK,
     SMALL,
@@ -23,8 +23,8 @@ from moe_runtime.bench.pictures_style import (
     plain,
     shown,
     style,
-)  # fmt: skip
-from moe_runtime.data import require
+)
+from moe_runtime.io.rows import require
 
 MARKERS = "osD^vPXh*<>dp8"
 KINDS = ("op", "layer", "tokens")  # whole steps and methods have no single intensity

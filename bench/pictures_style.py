@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench.records import benchmarks
-from moe_runtime.data import require
+from moe_runtime.io.rows import require
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
 SMALL, TINY = 9, 8  # points

@@ -1,6 +1,6 @@
 """Throughput against the number of tokens: a panel per shape, dtype and pass, a line per implementation."""
 
-from moe_runtime.bench.pictures_style import (
+from moe_runtime.bench.pictures_style import (  # fmt: skip
     INK,
     SMALL,
     Bench,
@@ -13,7 +13,7 @@ from moe_runtime.bench.pictures_style import (
     ordered,
     plain,
     style,
-)  # fmt: skip
+)
 
 FUNCTIONS = {"bench_tokens": "forward", "bench_tokens_backward": "forward + backward"}
 RATE = "tokens/s"

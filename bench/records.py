@@ -8,7 +8,7 @@ from moe_runtime.bench import entries
 from moe_runtime.bench.clock import OUT_OF_TIME
 from moe_runtime.bench.machine import public
 from moe_runtime.config import shown
-from moe_runtime.files import naming, read_json
+from moe_runtime.io.files import naming, read_json
 
 UNWRITTEN = 98  # exit code: the file of the results cannot be written, and the output says why
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it

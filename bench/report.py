@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_runtime.bench import described, shapes
 from moe_runtime.bench.goals import CPU_GOALS, GOALS, PASSES, goals, than_triton
 from moe_runtime.bench.records import Records, benchmarks
-from moe_runtime.files import atomic_write_json
+from moe_runtime.io.files import atomic_write_json
 
 VARIANTS = ("moe_runtime", "transformers eager", "transformers grouped_mm")
 
@@ -78,7 +78,7 @@ def _table(function: str, found: dict[str, dict]) -> list[str]:
 
 
 def cuda_table(paths: list[str | Path]) -> list[dict]:
-    """Return moe_runtime/cuda_table.json's rows: the ops whose kernels in csrc/ beat Triton's at every shape measured.
+    """Return moe_runtime/native/cuda_table.json's rows: the ops whose kernels in csrc/ beat Triton's at every shape measured.
 
     An op counts on a device only if bench_cuda.py measured all its kernels there at all of its shapes, and gained at least 3 %
     at the worst of them: what differs by less differs from run to run.
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
     parser.add_argument("--goals", action="store_true", help="the goals alone")
     parser.add_argument(
-        "--cuda-table", type=Path, help="write moe_runtime/cuda_table.json from bench_cuda.py's results"
+        "--cuda-table", type=Path, help="write moe_runtime/native/cuda_table.json from bench_cuda.py's results"
     )
     options = parser.parse_args(arguments)
     if options.cuda_table:

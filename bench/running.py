@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moe_runtime.bench import machine
 from moe_runtime.bench.records import LOST, STATES, UNWRITTEN, Records, benchmarks
-from moe_runtime.files import atomic_write_json, atomic_write_text
+from moe_runtime.io.files import atomic_write_json, atomic_write_text
 
 FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
 DEVICE = "gpu" if machine.CUDA else "cpu"

@@ -1,4 +1,4 @@
-"""Experts drawn to their mean, in place: the stack is read once and written once. The equation: `moe_runtime.ops.averaging`.
+"""Experts drawn to their mean, in place: the stack is read once and written once. The equation: `moe_runtime.modules.ewa`.
 
 Bytes moved, the floor: 2 E P elements. Sums are float32, in a fixed order, without atomics.
 """

@@ -1,12 +1,12 @@
 """Mixture-of-Experts runtime: the public names, each loaded on first use.
 
 Importing this package loads neither torch nor transformers. Once transformers' auto classes are loaded, before or after
-it, they know our saved folders: `AutoModelForCausalLM.from_pretrained(folder)` (moe_runtime.hf.registration).
+it, they know our saved folders: `AutoModelForCausalLM.from_pretrained(folder)` (moe_runtime.hf.models.modeling).
 """
 
 from pkgutil import resolve_name
 
-from moe_runtime.hf import registration
+from moe_runtime.hf.models import modeling
 
 __version__ = "0.1.0"
 
@@ -18,12 +18,12 @@ _PUBLIC = {
     "merge_experts": "moe_runtime.ops.merging:merge_experts",
     "mixing": "moe_runtime.ops.merging:mixing",
     "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp",
-    "patch": "moe_runtime.hf.experts:patch",
-    "register": "moe_runtime.hf.experts:register",
-    "register_auto_classes": "moe_runtime.hf.modeling:register_auto_classes",
+    "patch": "moe_runtime.hf.dropin.experts:patch",
+    "register": "moe_runtime.hf.dropin.experts:register",
+    "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes",
     "route": "moe_runtime.ops.routing:route",
     "ultrafuser": "moe_runtime.methods.ultrafuser:",
-    "unpatch": "moe_runtime.hf.experts:unpatch",
+    "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
     "upit": "moe_runtime.methods.upit:",
     "xft": "moe_runtime.methods.xft:",
 }
@@ -42,4 +42,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-registration.register_when_imported()
+modeling.register_when_imported()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime import cpp, cuda
 from moe_runtime.config import check_choice
+from moe_runtime.native import cpp, cuda
 
 BACKENDS = ("torch", "triton", "cuda", "cpp")
 MIN_CAPABILITY = (8, 0)
@@ -29,7 +29,7 @@ KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
 # where "cuda" was measured faster than "triton", and so is the default: rows of op, device, date, torch, triton and
 # times_faster at its worst size; `python -m moe_runtime.bench.report --cuda-table` writes it
-CUDA_TABLE = Path(__file__).with_name("cuda_table.json")
+CUDA_TABLE = Path(__file__).parent / "native" / "cuda_table.json"
 
 
 # Triton's interpreter computes on bfloat16's bits as integers; who repairs it, as the test suite does, says so here
@@ -137,6 +137,6 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: boo
 
 def doctor() -> dict[str, dict[str, str]]:
     """Return what a bug report needs: versions, devices, and for each op the backend it would use here and why."""
-    from moe_runtime import diagnosis
+    from moe_runtime.tools import doctor as diagnosis
 
     return diagnosis.report()

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_runtime import backends, cpp, cuda, surroundings
+from moe_runtime import backends
+from moe_runtime.modules.ewa import average_experts_
+from moe_runtime.native import cpp, cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops import moe_mlp as experts_op
-from moe_runtime.ops.averaging import average_experts_
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
@@ -21,6 +22,7 @@ from moe_runtime.ops.lora import LoRA, lora_mlp
 from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
+from moe_runtime.tools import doctor as surroundings
 from tests.support import cpu_build
 
 CPU = torch.device("cpu")
@@ -251,7 +253,9 @@ def test_cpp_says_why_it_cannot(monkeypatch, tmp_path):
     monkeypatch.setattr(cpp, "places", lambda: [broken])
     cpp._find.cache_clear()
     try:
-        with pytest.raises(ValueError, match="the CPU library is not built; python -m moe_runtime.build_cpu builds it"):
+        with pytest.raises(
+            ValueError, match="the CPU library is not built; python -m moe_runtime.native.build_cpu builds it"
+        ):
             backends.pick("moe_mlp", torch.zeros(1), "cpp")
         assert backends.pick("moe_mlp", torch.zeros(1)) == "torch" and cpp.describe().startswith("none: ")
         broken.write_bytes(b"no library")

@@ -18,7 +18,7 @@ import pytest
 from packaging.version import Version
 
 import moe_runtime
-from moe_runtime import build_cuda
+from moe_runtime.native import build_cuda
 from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def data_files(root: Path) -> set[str]:
     sources = {f"moe_runtime/_csrc/{path.relative_to(csrc)}" for path in csrc.rglob("*") if path.suffix in SOURCES}
     sources |= {f"moe_runtime/_csrc/cpu/{path.name}" for path in (csrc / "cpu").glob("*.cpp")}
     assert len(recipes) >= 5 and len(sources) >= 7
-    return recipes | sources | {"moe_runtime/cuda_table.json"}
+    return recipes | sources | {"moe_runtime/native/cuda_table.json"}
 
 
 def is_checkout() -> bool:
@@ -277,7 +277,9 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
 
 def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
     done = run("-c", DESCRIBE, cwd=tmp_path, path=[installed, *SITE], XDG_CACHE_HOME=str(tmp_path))
-    assert done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.build_cuda builds it"
+    assert (
+        done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.native.build_cuda builds it"
+    )
     assert build_cuda.source_hash(installed / "moe_runtime" / "_csrc") == build_cuda.source_hash(ROOT / "csrc")
 
 
@@ -317,7 +319,7 @@ def test_installed_wheel_imports(installed, tmp_path):
 
 
 RECIPES = """
-from moe_runtime.studies.recipe import load_recipe, shipped_recipes
+from moe_runtime.experiments.recipe import load_recipe, shipped_recipes
 print(*[load_recipe(name).name for name in shipped_recipes()])
 """
 
@@ -336,7 +338,7 @@ def test_installed_wheel_has_its_recipes(installed, tmp_path):
     names = [path.stem for path in (ROOT / "moe_runtime" / "recipes" / "xft").glob("*.yaml")]
     done = run("-c", RECIPES, cwd=tmp_path, path=[installed, *SITE])
     assert done.stdout.split() == sorted(names) and "tiny" in names
-    assert (installed / "moe_runtime" / "recipes" / "accelerate" / "fsdp2.yaml").is_file()
+    assert (installed / "moe_runtime" / "hf" / "training" / "fsdp2.yaml").is_file()
 
 
 def test_clean_clone_imports(tree):
@@ -422,7 +424,7 @@ IMPORTS = {
     "theirs-without-auto-classes": "import transformers, moe_runtime; transformers.AutoConfig",
     # loads the auto classes while a file that our classes build on is half done
     "model-file": "import moe_runtime; from transformers import LlamaForCausalLM",
-    "our-own-file": "import moe_runtime.hf.modeling",
+    "our-own-file": "import moe_runtime.hf.models.modeling",
     "a-method": "from moe_runtime.methods import xft",
 }
 

@@ -1,18 +1,122 @@
-"""The layer of EWA: experts without a router, each token of a batch seen by one of them, drawn at random.
+"""Experts that come closer to each other, by EWA: one step of averaging after each of the optimizer's.
+
+EWA (arXiv 2308.06093), as XFT's baseline:  W_i <- (1 - b) W_i + b / (E - 1) sum_{j != i} W_j
+with m = mean_j W_j:                        W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
+So the mean stays, and what sets an expert apart from it shrinks to 1 - c of what it was; b = (E - 1) / E makes all equal.
+
+m is W_0 + sum_j (W_j - W_0) / E, and c >= 1/2 is computed as m + (1 - c) (W_i - m): equal experts stay what they are, and
+c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E: equal to float32 rounding.
+
+The layer of EWA: experts without a router, each token of a batch seen by one of them, drawn at random.
 
 EWA (arXiv 2308.06093): while training, a random equal partition of the batch's tokens over the experts, weight 1; else the
 expert whose weights are the mean of theirs. What draws the experts to that mean after each step is `ops.averaging`.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from moe_runtime.config import MoEConfig
+from moe_runtime import backends
+from moe_runtime.config import MoEConfig, check_fraction
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import activate
-from moe_runtime.ops.library import compute_dtype
-from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.library import LIB, compute_dtype, register
+from moe_runtime.ops.merging import block_size, merge_experts
+
+
+@torch.no_grad()
+def average_experts_(weight: torch.Tensor, share: float, *, backend: str | None = None) -> torch.Tensor:
+    """Take one averaging step on `weight` [E, ...], in place, in float32; returns it. No gradient passes.
+
+    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks, by torch. Raises ValueError for another
+    share, a stack without experts, experts that overlap and stacks that DeepSpeed ZeRO-3 has taken apart.
+    """
+    check_share(share)
+    if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
+        raise ValueError(
+            f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}; want the whole stack; train with "
+            "FSDP2 or DDP in place of ZeRO-3"
+        )
+    if weight.dim() == 0 or weight.shape[0] == 0:
+        raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
+    pull = _pull(weight.shape[0], share)
+    if pull == 0.0:
+        return weight
+    if hasattr(weight, "to_local"):
+        if backend not in (None, "torch"):
+            raise ValueError(f"backend is {backend!r}, weight is a DTensor; want 'torch' or None")
+        _average_over_ranks(weight, pull)
+        return weight
+    row = weight[0]
+    if weight.stride(0) == 0 or (row.is_contiguous() and weight.stride(0) < row.numel()):
+        raise ValueError(f"weight's strides are {weight.stride()}; want experts of their own memory; pass a clone")
+    chosen = backends.pick("average_experts", weight, backend)
+    torch.ops.moe_runtime.average_experts_(weight, pull, chosen)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(weight)  # a graph that saved it must not use it
+    return weight
+
+
+def check_share(share: float) -> None:
+    """Raise ValueError unless `share` is a number from 0 to 1."""
+    check_fraction("share", share, "how much of an expert the others give")
+
+
+def _pull(num_experts: int, share: float) -> float:
+    """Return c; 0 for one expert, which has no others."""
+    return 0.0 if num_experts == 1 else share * num_experts / (num_experts - 1)
+
+
+LIB.define("average_experts_(Tensor(a!) weight, float pull, str backend) -> ()")
+
+
+def _average(weight, pull, backend):
+    whole = weight[0].is_contiguous()
+    stack = weight if whole else weight.contiguous()
+    if backend == "triton":
+        from moe_runtime.kernels.averaging import average_experts
+
+        average_experts(stack, pull)
+    else:
+        _average_by_blocks(stack.view(stack.shape[0], stack[0].numel()), pull)
+    if not whole:
+        weight.copy_(stack)
+
+
+def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
+    """Average `rows` [E, P], a block of all experts at a time: no float32 copy of the stack."""
+    E, P = rows.shape
+    step = max(block_size(rows[0]) // E, 1)
+    for start in range(0, P, step):
+        part = rows[:, start : start + step]
+        w = part.to(_wide(part.dtype))
+        mean = w[0] + (w - w[0]).sum(0) / E
+        part.copy_(torch.lerp(w, mean, pull))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _average_over_ranks(weight, pull: float) -> None:
+    """Average a DTensor: each rank has some of the experts, or some columns of all, or all; a mean goes around."""
+    from torch.distributed.tensor import Partial
+
+    if any(isinstance(placement, Partial) for placement in weight.placements):
+        raise ValueError(f"weight's placements are {weight.placements}; want shards or replicas")
+    local, E = weight.to_local(), weight.shape[0]
+    mean = local.sum(0, dtype=_wide(local.dtype))
+    for dim, placement in enumerate(weight.placements):
+        if getattr(placement, "dim", None) == 0:  # Shard, and _StridedShard, which is none to is_shard
+            dist.all_reduce(mean, group=weight.device_mesh.get_group(dim))
+    mean.div_(E)
+    for expert in local:
+        expert.copy_(torch.lerp(expert.to(mean.dtype), mean, pull))
+
+
+register("average_experts_", _average, lambda weight, pull, backend: None)
 
 
 class EWAMLP(nn.Module):

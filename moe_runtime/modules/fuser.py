@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.ops.fusion import REDUCTIONS, check_labels, fused_cross_entropy, mean_of, mix
-from moe_runtime.ops.fusion_gradients import CHUNK
+from moe_runtime.ops.fusion import CHUNK, REDUCTIONS, check_labels, fused_cross_entropy, mean_of, mix
 
 GATES = ("mlp", "linear")
 

@@ -17,13 +17,7 @@ from moe_runtime.config import MoEConfig, check_shared_rate
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import activate
 from moe_runtime.ops.library import compute_dtype
-from moe_runtime.ops.merging import (
-    merge_experts,
-    merged_linear,
-    mixing,
-    remerge_experts,
-    soup_logits,
-)
+from moe_runtime.ops.merging import merge_experts, merged_linear, mixing, remerge_experts, soup_logits
 
 
 class _Mixture(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime import build_cuda
+from moe_runtime.native import build_cuda
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CHECK = Path(__file__).with_name("check.py")

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from moe_runtime import cli
-from moe_runtime.hf.tokenizer import train_tokenizer
-from tests.hf import fusers
+from moe_runtime.hf.models.tiny import train_tokenizer
 from tests.hf.tiny import dense
+from tests.methods.ultrafuser import fusers
 from tests.support import esft_study, fuser_study, official_xft, upit_study
 from tests.support.esft_adapter import random_adapter
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.bench.records import benchmarks
-from moe_runtime.hf.saving import last_whole_checkpoint
+from moe_runtime.hf.training.saving import last_whole_checkpoint
 from tests.faults.machine import kills, strays, tree
 from tests.faults.verbs import VERBS
 from tests.support.stress import STRESS, scaled, share

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.hf.saving import last_whole_checkpoint
+from moe_runtime.hf.training.saving import last_whole_checkpoint
 from tests.faults.machine import INTERRUPTS, NONE, Done, sends, strays, tree
 from tests.faults.verbs import QUICK, TABLES, VERBS, Verb
 from tests.support.stress import STRESS, scaled, share

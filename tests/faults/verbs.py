@@ -145,12 +145,12 @@ class _Clock:
 
 def short_demo() -> None:
     """Let the demo read a part of the standard library and train for a few steps."""
-    from moe_runtime import demo, standard_library
+    from moe_runtime.experiments import corpora, demo
 
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for package in ("json", "email", "logging") for path in sorted((root / package).glob("*.py"))]
     texts = tuple((path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in files)
-    standard_library.standard_library_files = lambda: texts
+    corpora.standard_library_files = lambda: texts
     steps = {"base_steps": 2, "base_batch": 2, "steps": 2, "batch": 2, "mixing_steps": 2, "held_out": 4, "rows": 8}
     demo.PRESETS["tiny"] = replace(demo.PRESETS["tiny"], **steps, vocab_size=300)
 
@@ -177,9 +177,9 @@ def fake_gpu() -> None:
     """Let `tune` find a GPU on which each config gives the right result at once: what is tested is its file."""
     import torch
 
-    from moe_runtime import tuning
+    from moe_runtime.tools import tune
 
-    tuning.find_gpu = lambda: (torch.device("cpu"), _Clock())
-    tuning.runner = lambda *work: lambda tile: (torch.ones(1, 1),) * (3 if work[0] == "dz" else 1)
-    tuning.ROUNDS = 2
-    tuning.versions = lambda: {"date": "today"}
+    tune.find_gpu = lambda: (torch.device("cpu"), _Clock())
+    tune.runner = lambda *work: lambda tile: (torch.ones(1, 1),) * (3 if work[0] == "dz" else 1)
+    tune.ROUNDS = 2
+    tune.versions = lambda: {"date": "today"}

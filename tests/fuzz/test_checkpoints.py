@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save
 
-from moe_runtime.checkpoint import INDEX, SINGLE, Checkpoint
+from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint
 from tests.fuzz.attempts import Verdict, attempt, run_seeds
 from tests.fuzz.mutations import HOSTILE, mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled

@@ -12,16 +12,22 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.hf import folders, ranks, replay, ultrafuser_folders
-from moe_runtime.hf.configuration import moe_config
-from moe_runtime.hf.official import import_config, read_values
-from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.experiments.stages import read_result
+from moe_runtime.hf.dropin import replay
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.models.configuration import moe_config
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.training import ranks
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.kernels import tiles
-from moe_runtime.methods import esft_adapters, upit_router, xft_folders, xft_official_files
-from moe_runtime.methods.upit_experts import open_expert
-from moe_runtime.modules import lora_adapters
-from moe_runtime.studies.stages import read_result
+from moe_runtime.methods.esft import adapters as esft_adapters
+from moe_runtime.methods.lora import adapters as lora_adapters
+from moe_runtime.methods.ultrafuser import folders as ultrafuser_folders
+from moe_runtime.methods.upit import router as upit_router
+from moe_runtime.methods.upit.experts import open_expert
+from moe_runtime.methods.xft import folders as xft_folders
+from moe_runtime.methods.xft import official as xft_official
+from moe_runtime.methods.xft.official_config import import_config, read_values
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.hf import tiny
@@ -144,7 +150,7 @@ KINDS = {
     "tokenizer": Kind(write_tokenizer, lambda folder: ranks.load_tokenizer(folder), 30),
     "pickle": Kind(
         lambda folder: torch.save({"a": torch.ones(4)}, folder / "pytorch_model.bin"),
-        lambda folder: xft_official_files.open_model(folder).specs(),
+        lambda folder: xft_official.open_model(folder).specs(),
     ),
 }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from moe_runtime.data import read_rows, tokenize_pairs
-from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.io.rows import read_rows, tokenize_pairs
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value
 from tests.support.stress import scaled

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.methods.esft_scores import ExpertScores
-from moe_runtime.methods.esft_selection import ExpertSelection
-from moe_runtime.studies import esft_recipe, fuser_recipe, recipe, upit_recipe
+from moe_runtime.experiments import recipe
+from moe_runtime.methods.esft import recipe as esft_recipe
+from moe_runtime.methods.esft.scores import ExpertScores
+from moe_runtime.methods.esft.selection import ExpertSelection
+from moe_runtime.methods.ultrafuser import recipe as ultrafuser_recipe
+from moe_runtime.methods.upit import recipe as upit_recipe
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled
@@ -33,7 +36,7 @@ SCORES = {
 }
 KINDS = {
     "xft": recipe.Recipe, "esft": esft_recipe.EsftRecipe, "upit": upit_recipe.UpitRecipe,
-    "ultrafuser": fuser_recipe.FuserRecipe,
+    "ultrafuser": ultrafuser_recipe.FuserRecipe,
 }  # fmt: skip
 
 
@@ -110,7 +113,9 @@ def test_files_of_esft(tmp_path, kind):
 @pytest.mark.parametrize("method", KINDS)
 def test_recipes(tmp_path, method):
     kind, path = KINDS[method], tmp_path / "recipe.yaml"
-    sources = [yaml.safe_load(file.read_text()) for file in sorted((recipe.RECIPES / method).glob("*.yaml"))]
+    sources = [
+        yaml.safe_load(file.read_text()) for file in sorted((recipe.METHODS / method / "recipes").glob("*.yaml"))
+    ]
     known = [kind.from_dict({"name": "recipe"} | source) for source in sources]
     assert all(
         map(says, [one.to_dict() for one in known], [{k: v for k, v in s.items() if k != "experts"} for s in sources])

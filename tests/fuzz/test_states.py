@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf import recording, saving
-from moe_runtime.hf.training import RouterStatsCallback
-from moe_runtime.methods import esft_formats, upit_expansion
+from moe_runtime.experiments.stages import read_result
+from moe_runtime.hf.training import recording, saving
+from moe_runtime.hf.training.trainer import RouterStatsCallback
+from moe_runtime.methods.esft import official as esft_official
+from moe_runtime.methods.esft import study as esft_study
+from moe_runtime.methods.lora.adapters import load_stacked, save_stacked
+from moe_runtime.methods.upit import expansion as upit_expansion
+from moe_runtime.methods.upit import folders as upit_folders
+from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.modules.lora import LoRAExperts
-from moe_runtime.modules.lora_folders import load_stacked, save_stacked
 from moe_runtime.modules.moe import MoE
-from moe_runtime.studies import esft_scoring, upit_folders, xft_routing
-from moe_runtime.studies.stages import read_result
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled
@@ -100,7 +103,7 @@ def write_logs(folder: Path) -> None:
 
 
 def known(folder: Path) -> Any:
-    found = xft_routing._known(folder / "report.json", ["a/b"], {"x": 1})
+    found = xft_routing_study._known(folder / "report.json", ["a/b"], {"x": 1})
     return found and torch.tensor(found["counts"]).sum()
 
 
@@ -122,13 +125,13 @@ KINDS = {
     "best": Kind(lambda folder: best(folder).see(1.0, ([1.0], [2])), go_on_with_the_best),
     "router_stats": Kind(write_stats, router_stats, refuses=False),
     "trainer_state": Kind(put("trainer_state.json", {"global_step": 3}), saving._is_whole, refuses=False),
-    "sizes": Kind(put("found.json", SIZES), lambda folder: esft_scoring._sizes_in(folder / "found.json")),
+    "sizes": Kind(put("found.json", SIZES), lambda folder: esft_study._sizes_in(folder / "found.json")),
     "routing": Kind(put("report.json", REPORT), known),
     "expansion": Kind(put(upit_expansion.SUMMARY, {"products": {"values": [[1.0, 0.5], [0.5, 1.0]]}}), products),
     "routers": Kind(
         put(upit_folders.SUMMARY, {"experts": [1, 2]}), lambda f: upit_folders.assemble_folders([], f / "o", routers=f)
     ),
-    "logs": Kind(write_logs, lambda folder: esft_formats.read_logs(folder, num_experts=4)),
+    "logs": Kind(write_logs, lambda folder: esft_official.read_logs(folder, num_experts=4)),
     "stacked": Kind(
         lambda folder: save_stacked(stacked(1.0), folder, base_model="base", overwrite=True),
         lambda folder: load_stacked(stacked(0.0), folder),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.hf.tokenizer import train_tokenizer
-from moe_runtime.methods.xft_official_files import load_tensors
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.methods.xft.official import load_tensors
 from tests.fuzz.attempts import attempt
 from tests.hf import tiny
 from tests.support.stress import STRESS

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_runtime import cli
-from moe_runtime.data import read_rows
-from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.io.rows import read_rows
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.hf import tiny

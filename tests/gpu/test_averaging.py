@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moe_runtime import MoEConfig, backends
-from moe_runtime.modules.ewa import EWAMLP
-from moe_runtime.ops.averaging import average_experts_
+from moe_runtime.modules.ewa import EWAMLP, average_experts_
 from tests.hf.tiny import distance
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from moe_runtime import backends, cuda
+from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES
 from moe_runtime.kernels import dispatch as triton_dispatch
+from moe_runtime.native import cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch

@@ -1,6 +1,6 @@
 """Stock MoE models on the Triton kernels of a real GPU: bfloat16 against float64, no host synchronization, generate.
 
-Their twins without a GPU: tests/hf/test_experts.py (layer by layer, interpreted) and tests/hf/test_stack.py (whole models).
+Their twins without a GPU: tests/hf/dropin/test_experts.py (layer by layer, interpreted) and tests/hf/dropin/test_layers.py (whole models).
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_runtime
-from moe_runtime.hf.experts import is_experts
+from moe_runtime.hf.dropin.experts import is_experts
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.ops import fusion_gradients
+from moe_runtime.ops import fusion
 from moe_runtime.ops.fusion import fused_cross_entropy
 from tests.hf.tiny import distance
 
@@ -72,7 +72,7 @@ def test_parity_with_float64_on_poisoned_memory(shape, reduction, frozen, tf32, 
 def test_chunks_of_tokens_are_added_in_float32(dtype, monkeypatch):
     case = sample(1000, (512, 512), (4096, 4096), dtype)
     whole = gradients(case, False, backend="triton")
-    monkeypatch.setattr(fusion_gradients, "CHUNK", 4096 * 8)  # 64 tokens
+    monkeypatch.setattr(fusion, "CHUNK", 4096 * 8)  # 64 tokens
     parts = gradients(case, False, backend="triton")
     want = gradients(case, False, naive, torch.float64)
     for a, b, c in zip(parts, whole, want, strict=True):
@@ -121,7 +121,7 @@ def test_beyond_two_to_the_31_elements():
 
 def test_more_tokens_than_an_int32_of_logits(monkeypatch):
     """65,600 tokens by 32,768 ids, whose mixed logits are in memory at once."""
-    monkeypatch.setattr(fusion_gradients, "CHUNK", 1 << 40)
+    monkeypatch.setattr(fusion, "CHUNK", 1 << 40)
     T, V, H = 65600, 32768, 16
     hidden, head = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(V, H, device="cuda").bfloat16()
     labels, gate = torch.randint(0, V, (T,), device="cuda"), torch.ones(T, 1, device="cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.hf import fusers
+from tests.methods.ultrafuser import fusers
 
 pytestmark = pytest.mark.gpu
 PLACES = {"one": ("cuda", "cuda"), "gate on the GPU": ("cuda", "cpu"), "gate on the CPU": ("cpu", "cuda")}

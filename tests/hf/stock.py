@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from moe_runtime.hf.experts import gate_of, is_experts
+from moe_runtime.hf.dropin.experts import gate_of, is_experts
 from tests.hf.stock_sizes import CHANGES, CLASSES, MOE, OTHER_CLASSES, SMALL, VOCAB
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
@@ -191,7 +191,7 @@ EXTRAS = {"router_logits": "router logits", "aux_loss": "auxiliary loss"}
 _TEXT = """\
 # MoE families of transformers
 
-Written by `python -m tests.hf.stock` with transformers {version}; `tests/hf/test_experts_families.py` checks every line.
+Written by `python -m tests.hf.stock` with transformers {version}; `tests/hf/dropin/test_experts_families.py` checks every line.
 
 ## On moe_runtime: {count} families
 

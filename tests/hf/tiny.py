@@ -4,8 +4,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf import swap
-from moe_runtime.hf.families import FAMILIES, family_of, moe_shape
+from moe_runtime.hf.models import swap
+from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
 
 ALL = list(FAMILIES)
 VOCAB = 96

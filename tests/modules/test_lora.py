@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf.lora_adapters import AdapterExperts
-from moe_runtime.modules import lora_folders
+from moe_runtime.methods.lora import adapters as lora_adapters
+from moe_runtime.methods.lora.adapters import AdapterExperts, read_adapter
 from moe_runtime.modules.lora import TARGETS, LoRAExperts, LoRAMoE
-from moe_runtime.modules.lora_adapters import read_adapter
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.lora import LoRA
 from tests.support.lora import merged_base, oracle
@@ -270,7 +269,7 @@ def test_peft_reads_all_experts(rank, targets, mixtral, tmp_path):
     from peft import PeftModel
 
     model, layers = with_lora(mixtral, rank, targets)
-    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    lora_adapters.save_stacked(layers, tmp_path / "adapter", base_model="base")
     ids = torch.randint(50, (2, 11))
     want, plain = model(ids).logits, mixtral(ids).logits
     stock = PeftModel.from_pretrained(copy.deepcopy(mixtral), tmp_path / "adapter").eval()
@@ -282,9 +281,9 @@ def test_peft_reads_all_experts(rank, targets, mixtral, tmp_path):
 @torch.no_grad()
 def test_what_is_written_is_read_back(mixtral, tmp_path):
     _, layers = with_lora(mixtral, 2)
-    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    lora_adapters.save_stacked(layers, tmp_path / "adapter", base_model="base")
     _, others = with_lora(mixtral, 2)
-    lora_folders.load_stacked(others, tmp_path / "adapter")
+    lora_adapters.load_stacked(others, tmp_path / "adapter")
     for name, layer in layers.items():
         state = others[name].state_dict()
         assert all(torch.equal(state[key], value) for key, value in layer.state_dict().items())
@@ -295,10 +294,10 @@ def test_what_peft_wrote_is_read_back(mixtral, tmp_path):
     from peft import PeftModel
 
     model, layers = with_lora(mixtral, 2)
-    lora_folders.save_stacked(layers, tmp_path / "ours", base_model="base")
+    lora_adapters.save_stacked(layers, tmp_path / "ours", base_model="base")
     PeftModel.from_pretrained(copy.deepcopy(mixtral), tmp_path / "ours").save_pretrained(tmp_path / "peft")
     other, others = with_lora(mixtral, 2)
-    lora_folders.load_stacked(others, tmp_path / "peft")
+    lora_adapters.load_stacked(others, tmp_path / "peft")
     ids = torch.randint(50, (2, 11))
     assert torch.equal(other(ids).logits, model(ids).logits)
 
@@ -323,7 +322,7 @@ def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
     }
     for layer in layers.values():
         fill(layer)
-    lora_folders.save_single(layers, tmp_path / "adapter", expert, base_model="base")
+    lora_adapters.save_single(layers, tmp_path / "adapter", expert, base_model="base")
     stock = PeftModel.from_pretrained(copy.deepcopy(dense), tmp_path / "adapter").eval()
     ids = torch.randint(50, (2, 11))
     plain = dense(ids).logits
@@ -358,7 +357,7 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
     other = copy.deepcopy(layers)
     for layer in other.values():
         fill(layer)
-    lora_folders.save_single(other, tmp_path / "other", 0, base_model="base")
+    lora_adapters.save_single(other, tmp_path / "other", 0, base_model="base")
     adapters = [read_adapter(tmp_path / name) for name in ("other", "adapter", "other")]
     experts = AdapterExperts(tuple(adapters), "model.layers.{}.mlp", TARGETS, (0, 1), ())
     assert experts.rank == layers["model.layers.0.mlp"].rank and experts.alpha == layers["model.layers.0.mlp"].alpha
@@ -376,26 +375,26 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
 
 def test_files_that_do_not_fit_are_refused_before_a_write(mixtral, tmp_path):
     _, layers = with_lora(mixtral, 2)
-    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    lora_adapters.save_stacked(layers, tmp_path / "adapter", base_model="base")
     _, other = with_lora(mixtral, 3)
     with pytest.raises(ValueError, match=r"r in .* is 2, of the layers 3"):
-        lora_folders.load_stacked(other, tmp_path / "adapter")
+        lora_adapters.load_stacked(other, tmp_path / "adapter")
     _, other = with_lora(mixtral, 2)
     before = copy.deepcopy(other["model.layers.0.mlp"].state_dict())
     one = {"model.layers.0.mlp": other["model.layers.0.mlp"]}
     with pytest.raises(ValueError, match=r"has base_model.model.model.layers.1.* more tensors"):
-        lora_folders.load_stacked(one, tmp_path / "adapter")
+        lora_adapters.load_stacked(one, tmp_path / "adapter")
     with pytest.raises(ValueError, match="is None; want"):
-        lora_folders.load_stacked(other | {"model.layers.2.mlp": other["model.layers.0.mlp"]}, tmp_path / "adapter")
+        lora_adapters.load_stacked(other | {"model.layers.2.mlp": other["model.layers.0.mlp"]}, tmp_path / "adapter")
     assert all(torch.equal(before[key], value) for key, value in one["model.layers.0.mlp"].state_dict().items())
     with pytest.raises(ValueError, match="want one setting for all"):
-        lora_folders.save_stacked(layers | {"x": LoRAExperts(MLP(), 4, 2)}, tmp_path / "other", base_model="base")
+        lora_adapters.save_stacked(layers | {"x": LoRAExperts(MLP(), 4, 2)}, tmp_path / "other", base_model="base")
     with pytest.raises(ValueError, match="expert is 3"):
-        lora_folders.save_single(layers, tmp_path / "other", 3, base_model="base")
+        lora_adapters.save_single(layers, tmp_path / "other", 3, base_model="base")
     with pytest.raises(ValueError, match="which exists"):
-        lora_folders.save_single(layers, tmp_path / "adapter", 0, base_model="base")
+        lora_adapters.save_single(layers, tmp_path / "adapter", 0, base_model="base")
     with pytest.raises(ValueError, match="cannot be read"):
-        lora_folders.load_stacked(layers, tmp_path / "nothing")
+        lora_adapters.load_stacked(layers, tmp_path / "nothing")
     assert not (tmp_path / "other").exists()
 
 
@@ -403,16 +402,16 @@ def test_a_rank_that_serves_gate_and_up_is_refused(mixtral, tmp_path):
     from safetensors.torch import load_file, save_file
 
     _, layers = with_lora(mixtral, 2)
-    lora_folders.save_stacked(layers, tmp_path / "adapter", base_model="base")
-    path = tmp_path / "adapter" / lora_folders.WEIGHTS
+    lora_adapters.save_stacked(layers, tmp_path / "adapter", base_model="base")
+    path = tmp_path / "adapter" / lora_adapters.WEIGHTS
     tensors = load_file(path)
     key = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"
     tensors[key] = torch.randn_like(tensors[key])
     save_file(tensors, path)
     with pytest.raises(ValueError, match="ranks that serve both gate and up"):
-        lora_folders.load_stacked(layers, tmp_path / "adapter")
+        lora_adapters.load_stacked(layers, tmp_path / "adapter")
     _, gates = with_lora(mixtral, 2, ("gate_proj", "down_proj"))
-    lora_folders.save_stacked(gates, tmp_path / "gates", base_model="base")
+    lora_adapters.save_stacked(gates, tmp_path / "gates", base_model="base")
     _, ups = with_lora(mixtral, 2, ("up_proj", "down_proj"))
     with pytest.raises(ValueError, match="one of them that is not among up_proj, down_proj"):
-        lora_folders.load_stacked(ups, tmp_path / "gates")
+        lora_adapters.load_stacked(ups, tmp_path / "gates")

@@ -6,8 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime import backends
-from moe_runtime.ops import averaging
-from moe_runtime.ops.averaging import average_experts_
+from moe_runtime.modules import ewa
+from moe_runtime.modules.ewa import average_experts_
 from tests.support.oracle import assert_parity
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -195,11 +195,11 @@ class Sizes(TorchDispatchMode):
 
 
 def test_torch_makes_no_float32_copy_of_the_stack(monkeypatch):
-    monkeypatch.setattr(averaging, "block_size", lambda one: 1 << 10)
+    monkeypatch.setattr(ewa, "block_size", lambda one: 1 << 10)
     weight = torch.randn(8, 64, 64).bfloat16()
     want = by_the_paper(weight, 0.3)
     with Sizes(weight) as sizes:
-        averaging._average(weight, 0.3 * 8 / 7, "torch")
+        ewa._average(weight, 0.3 * 8 / 7, "torch")
     assert_parity({"weight": weight}, {"weight": want}, 1.5e-2)
     assert sizes.created and max(sizes.created) <= 4 << 10
 

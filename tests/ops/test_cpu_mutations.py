@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from moe_runtime import build_cpu, cpp
+from moe_runtime.native import build_cpu, cpp
 from moe_runtime.ops import moe_mlp_cpp
 from tests.support import cpu_build
 from tests.support.layer import moe_layer

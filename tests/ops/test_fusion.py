@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.ops import fusion_gradients, fusion_torch
+from moe_runtime.ops import fusion as fusion_gradients
+from moe_runtime.ops import fusion_torch
 from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 from tests.support.oracle import assert_parity, mismatches
 

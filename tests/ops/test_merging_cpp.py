@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime import backends, cpp
+from moe_runtime import backends
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
-from moe_runtime.ops import merging_cpp
+from moe_runtime.native import cpp
+from moe_runtime.ops import merging
 from moe_runtime.ops.merging import merge_experts, merge_rows, merged_linear, mixing
 from tests.ops.test_merged_linear import doubled, equation, sample
 from tests.ops.test_merged_linear import run as run_linear
@@ -67,9 +68,9 @@ def test_layouts_are_read_where_they_lie(stored, view, whole, dtype):
         full.flatten()[0].expand(shape),
         torch.randn(shape[::-1]).to(dtype).permute(*range(len(shape))[::-1]),
     ):
-        want = merging_cpp.backward_alpha(dout.contiguous(), weight.contiguous())
-        assert_parity({"dalpha": merging_cpp.backward_alpha(dout, weight)}, {"dalpha": want}, 1e-5)
-    assert (merging_cpp._as_stored(weight)[0].data_ptr() == weight.data_ptr()) == whole
+        want = merging.backward_alpha(dout.contiguous(), weight.contiguous())
+        assert_parity({"dalpha": merging.backward_alpha(dout, weight)}, {"dalpha": want}, 1e-5)
+    assert (merging._as_stored(weight)[0].data_ptr() == weight.data_ptr()) == whole
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -82,7 +83,7 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):  # noqa: F811
 
     def results(threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        return [merging_cpp.forward(weight, alpha), merging_cpp.backward_alpha(dout, weight)]
+        return [merging.forward(weight, alpha), merging.backward_alpha(dout, weight)]
 
     want = results(1)
     for threads in (2, 3, 8, 64):
@@ -94,9 +95,7 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):  # noqa: F811
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_gradient_may_come_in_another_dtype(dtype, given, variant):  # noqa: F811
     weight, dout = torch.randn(11, 5003).to(dtype), torch.randn(5003).to(given)
-    assert_parity(
-        {"dalpha": merging_cpp.backward_alpha(dout, weight)}, {"dalpha": weight.double() @ dout.double()}, 1e-6
-    )
+    assert_parity({"dalpha": merging.backward_alpha(dout, weight)}, {"dalpha": weight.double() @ dout.double()}, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -118,7 +117,7 @@ def test_long_sums_keep_float32s_last_digits(variant):  # noqa: F811
     """Numbers of one sign: a float32 that sums a million of them one by one is wrong by a thousandth."""
     weight, dout = torch.rand(2, 1_000_003), torch.rand(1_000_003)
     want = weight.double() @ dout.double()
-    got, torchs = merging_cpp.backward_alpha(dout, weight), weight.mv(dout)
+    got, torchs = merging.backward_alpha(dout, weight), weight.mv(dout)
     assert ((got - want).abs() / want).max() <= max(((torchs - want).abs() / want).max().item(), 2e-7)
 
 
@@ -206,8 +205,8 @@ def test_is_the_default_and_compiles_without_a_graph_break():
 def test_the_mergeable_layer_keeps_its_mixture_and_sees_new_logits(dtype, monkeypatch):
     layer = MergedMLP(MoEConfig(hidden_size=34, intermediate_size=17, num_experts=4, top_k=2), dtype=dtype)
     torch.nn.init.normal_(layer.experts.gate_up_proj), torch.nn.init.normal_(layer.experts.down_proj)
-    x, taken, forward = torch.randn(5, 34).to(dtype), [], merging_cpp.forward
-    monkeypatch.setattr(merging_cpp, "forward", lambda *args: taken.append(1) or forward(*args))
+    x, taken, forward = torch.randn(5, 34).to(dtype), [], merging.forward
+    monkeypatch.setattr(merging, "forward", lambda *args: taken.append(1) or forward(*args))
 
     def step(backend):
         monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)

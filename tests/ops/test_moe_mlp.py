@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_runtime import cpp
 from moe_runtime.config import ACTIVATIONS
+from moe_runtime.native import cpp
 from moe_runtime.ops import expert_rows, moe_mlp_torch
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
 from tests.ops.test_grouped_gemm import filled_memory

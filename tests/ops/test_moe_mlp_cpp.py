@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime import cpp
+from moe_runtime.native import cpp
 from moe_runtime.ops import expert_rows, moe_mlp_cpp, workspace
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.expert_rows import Experts

@@ -14,15 +14,7 @@ from moe_runtime.ops.activation import ACT_BACKWARD, Activation, activate
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, moe_mlp_with_offsets
 from tests.support import layouts
 from tests.support.layer import moe_layer
-from tests.support.oracle import (
-    assert_parity,
-    gate_and_up,
-    gated_product,
-    make_case,
-    moe_mismatches,
-    moe_oracle,
-    run,
-)
+from tests.support.oracle import assert_parity, gate_and_up, gated_product, make_case, moe_mismatches, moe_oracle, run
 
 pytest.importorskip("triton")
 from moe_runtime.kernels import tiles

@@ -1,11 +1,11 @@
-"""How evenly slots fall on experts, by plain Python; the runs of the counter behind it are in tests/test_stats.py."""
+"""How evenly slots fall on experts, by plain Python; the runs of the counter behind it are in tests/hf/dropin/test_stats.py."""
 
 import math
 
 import pytest
 import torch
 
-from moe_runtime.ops.router_load import load_entropy
+from moe_runtime.hf.dropin.stats import load_entropy
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3, 1)])

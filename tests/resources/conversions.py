@@ -13,9 +13,13 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.hf.expert_checkpoints import fingerprint, save_expert
-from moe_runtime.methods import esft_folders, upit_assembly, upit_mixtral, xft_folders, xft_official
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.methods.esft import folders as esft_folders
+from moe_runtime.methods.upit import assembly as upit_assembly
+from moe_runtime.methods.upit import mixtral as upit_mixtral
+from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
+from moe_runtime.methods.xft import folders as xft_folders
+from moe_runtime.methods.xft import official as xft_official
 from tests.hf import tiny
 from tests.support import esft_adapter, limited, stock_moe
 

@@ -67,8 +67,8 @@ def generate() -> Callable[[], None]:
 
 def stream() -> Callable[[], None]:
     """Rows of a jsonl file packed to blocks, and a folder read tensor by tensor."""
-    from moe_runtime.checkpoint import Checkpoint
-    from moe_runtime.data import pack
+    from moe_runtime.io.checkpoint import Checkpoint
+    from moe_runtime.io.rows import pack
     from tests.support.upit import make_tokenizer
 
     folder = tempfile.mkdtemp()

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from moe_runtime import diagnosis
+from moe_runtime.tools import doctor
 from tests.support import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +113,8 @@ def test_floors_are_those_of_pyproject(python):
 
 
 def test_the_doctor_wants_what_pyproject_does():
-    wanted = {r.name: r.specifier for r in matrix.requirements("3.11") if r.name in diagnosis.SUPPORTED}
-    assert wanted == {name: SpecifierSet(spec) for name, spec in diagnosis.SUPPORTED.items()}
+    wanted = {r.name: r.specifier for r in matrix.requirements("3.11") if r.name in doctor.SUPPORTED}
+    assert wanted == {name: SpecifierSet(spec) for name, spec in doctor.SUPPORTED.items()}
 
 
 def test_lines_of_cells_that_were_not_run_here_stay():

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from moe_runtime import backends
-from tests.hf import test_engines
+from tests.hf.dropin import test_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ["part", "CPU", "interpreter", "emulator", "compiled", "GPU"]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from moe_runtime.config import MoEConfig
+from moe_runtime.hf.dropin.stats import dead_experts, expert_load, load_entropy, max_violation
 from moe_runtime.ops.balance import (
     cv2_loss,
     noisy_load,
@@ -16,7 +17,6 @@ from moe_runtime.ops.balance import (
     switch_loss,
     top_k_loss,
 )
-from moe_runtime.ops.router_load import dead_experts, expert_load, load_entropy, max_violation
 from moe_runtime.ops.routing import route
 from tests.stress.measure import Case, Tensors
 from tests.stress.op_cases import Draw

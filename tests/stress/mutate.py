@@ -58,7 +58,7 @@ TESTS_OF = {
     "kernels/routing": ("routing_kernel",),
     "kernels/shared_expert": ("moe_mlp_kernel_graph", "moe_mlp_forms"),
     "kernels/tiles": ("grouped_gemm_kernel", "moe_mlp_kernel"),
-    "ops/router_load": ("router_load", "tests/test_stats.py"),
+    "ops/router_load": ("router_load", "tests/hf/dropin/test_stats.py"),
     "ops/activation": ("activation", "moe_mlp_forms", "moe_mlp"),
     "ops/expert_rows": ("moe_mlp", "grouped_gemm"),
     "ops/fusion_gradients": ("fusion", "fusion_memory"),

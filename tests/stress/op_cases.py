@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from moe_runtime.ops.averaging import average_experts_
+from moe_runtime.modules.ewa import average_experts_
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import INTEGERS, dispatch
 from moe_runtime.ops.expansion import dare_merge, gram

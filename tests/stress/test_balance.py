@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moe_runtime.ops import balance, router_load
+from moe_runtime.hf.dropin import stats
+from moe_runtime.ops import balance
 from tests.stress.balance_cases import CASES, drawn
 from tests.stress.measure import allowance, mismatches, run
 from tests.stress.op_cases import Draw
@@ -61,7 +62,7 @@ def test_the_measure_sees_what_is_planted(name, part):
 def test_every_public_function_has_cases():
     ours = {
         name
-        for module in (balance, router_load)
+        for module in (balance, stats)
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
     }

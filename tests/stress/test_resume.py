@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.hf.test_training import logged, trainer_of, upcycled
+from tests.hf.training.test_trainer import logged, trainer_of, upcycled
 from tests.support.stress import STRESS
 
 STEPS = 10 if STRESS else 4

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime import files
-from moe_runtime.checkpoint import (
-    CheckpointWriter,
-)
+from moe_runtime.io import files
+from moe_runtime.io.checkpoint import CheckpointWriter
 
 ROOT = Path(__file__).parents[2]
 HERE = files._host()  # what hidden folders are named by, before the process

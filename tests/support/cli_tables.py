@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moe_runtime.studies.reports import Entry, Report
-from moe_runtime.studies.xft_stages import Result
+from moe_runtime.experiments.tables import Entry, Report
+from moe_runtime.methods.xft.study import Result
 
 
 def report_of(command: str) -> Report:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
+from moe_runtime.hf.dropin.stats import RouterCounter
 from moe_runtime.modules.moe import MoE
-from moe_runtime.stats import RouterCounter
 from tests.support.dist_launch import leave, start
 
 

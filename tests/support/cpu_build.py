@@ -1,10 +1,10 @@
-"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m moe_runtime.build_cpu` does."""
+"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m moe_runtime.native.build_cpu` does."""
 
 import functools
 
 import pytest
 
-from moe_runtime import build_cpu, cpp
+from moe_runtime.native import build_cpu, cpp
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime import build_cuda
+from moe_runtime.native import build_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"

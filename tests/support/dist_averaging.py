@@ -1,4 +1,4 @@
-"""One of the ranks of tests/hf/test_averaging.py: EWA under FSDP2, stacks of each placement; arguments RENDEZVOUS OUT."""
+"""One of the ranks of tests/methods/xft/test_averaging.py: EWA under FSDP2, stacks of each placement; arguments RENDEZVOUS OUT."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from moe_runtime.methods import baselines
-from moe_runtime.ops.averaging import average_experts_
+from moe_runtime.methods.xft import baselines
+from moe_runtime.modules.ewa import average_experts_
 from tests.hf import tiny
 from tests.support.dist_launch import leave, start
 

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/test_esft_processes.py: `dist_esft.py RENDEZVOUS OUT ENGINE`."""
+"""One of the ranks of tests/methods/esft/test_processes.py: `dist_esft.py RENDEZVOUS OUT ENGINE`."""
 
 import sys
 
@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer
 
-from moe_runtime.hf.training import MoETrainer
+from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
-from tests.methods.test_esft_train import SELECTION, trainer_of
+from tests.methods.esft.test_train import SELECTION, trainer_of
 from tests.support.dist_launch import leave, start
 from tests.support.dist_stages import use_fsdp2
 from tests.support.stock_moe import stock
@@ -20,7 +20,7 @@ def spread_over():
     """A model of which the experts of a layer lie on both ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from moe_runtime.hf.expert_parallel import shard_experts
+    from moe_runtime.hf.dropin.parallel import shard_experts
 
     model = stock("deepseek_v2")
     shard_experts(model, init_device_mesh("cpu", (2,)))

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/test_esft_distributed.py: `dist_esft_stages.py RENDEZVOUS OUT ENGINE RECIPE METHODS...`."""
+"""One of the ranks of tests/methods/esft/test_distributed.py: `dist_esft_stages.py RENDEZVOUS OUT ENGINE RECIPE METHODS...`."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_runtime.studies.esft_stages import Stages
+from moe_runtime.methods.esft.study import Stages
 from tests.support.dist_launch import leave, start
 from tests.support.dist_stages import use_fsdp2
 

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/hf/test_expert_checkpoints.py: `dist_expert_checkpoints.py RENDEZVOUS OUT BASE`.
+"""One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py RENDEZVOUS OUT BASE`.
 
 A training under DDP with the callback, and models that FSDP2 has split: whole, as a delta, and as an adapter.
 """
@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.expert_checkpoints import ExpertCheckpoints, save_expert, saved_steps
-from moe_runtime.hf.training import MoETrainer
-from tests.hf.test_expert_checkpoints import LORA, trainer
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
+from tests.methods.upit.test_checkpoints import LORA, trainer
 from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/hf/test_expert_parallel.py: `dist_expert_parallel.py RENDEZVOUS OUT SCENARIO...`.
+"""One of the ranks of tests/hf/dropin/test_parallel.py: `dist_expert_parallel.py RENDEZVOUS OUT SCENARIO...`.
 
 Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave experts without a token.
 """
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_runtime.hf.expert_parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
+from moe_runtime.hf.dropin.parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
 from tests.support.dist_launch import leave, start
 from tests.support.stock_moe import counted
 

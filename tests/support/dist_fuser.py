@@ -1,11 +1,11 @@
-"""One of the ranks of tests/hf/test_fuser_training.py: `dist_fuser.py RENDEZVOUS OUT`; trains both stages."""
+"""One of the ranks of tests/methods/ultrafuser/test_training.py: `dist_fuser.py RENDEZVOUS OUT`; trains both stages."""
 
 import sys
 
 import torch
 import torch.distributed as dist
 
-from tests.hf.test_fuser_training import make, train, weights
+from tests.methods.ultrafuser.test_training import make, train, weights
 from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)

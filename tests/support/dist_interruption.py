@@ -1,4 +1,4 @@
-"""One of two ranks of tests/test_interruption.py: `dist_interruption.py RENDEZVOUS OUT`; signals in different steps of each."""
+"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py RENDEZVOUS OUT`; signals in different steps of each."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from moe_runtime import interruption
-from moe_runtime.hf import fit
-from moe_runtime.hf.tokenizer import train_tokenizer
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.training import fit
+from moe_runtime.io import signals as interruption
 from tests.hf.tiny import VOCAB, dense
 from tests.support.dist_launch import leave, start
 

@@ -29,9 +29,9 @@ IMPORTED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "accelerate",
-    "moe_runtime.hf.training",
+    "moe_runtime.hf.training.trainer",
     "trl.trainer.sft_trainer",
-    "moe_runtime.cli_app",
+    "moe_runtime.cli.app",
     "tests.support.frozen",
 ]
 COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/studies/test_stages.py: `dist_leading.py RENDEZVOUS OUT`; what rank 0 alone cannot do ends all."""
+"""One of the ranks of tests/experiments/test_stages.py: `dist_leading.py RENDEZVOUS OUT`; what rank 0 alone cannot do ends all."""
 
 import json
 import sys
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from moe_runtime.hf import ranks
-from moe_runtime.methods import xft_folders
-from moe_runtime.studies import stages
-from moe_runtime.studies.xft_stages import Stages
+from moe_runtime.experiments import stages
+from moe_runtime.hf.training import ranks
+from moe_runtime.methods.xft import folders as xft_folders
+from moe_runtime.methods.xft.study import Stages
 from tests.support.dist_launch import leave, start
 
 

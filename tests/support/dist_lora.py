@@ -1,4 +1,4 @@
-"""One of the ranks of tests/hf/test_lora_moe.py: LoRA experts under DDP; arguments RENDEZVOUS OUT."""
+"""One of the ranks of tests/methods/lora/test_lora.py: LoRA experts under DDP; arguments RENDEZVOUS OUT."""
 
 import os
 import sys

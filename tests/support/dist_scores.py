@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/test_esft_scores.py: scores of shared-out data, FSDP2 too; arguments RENDEZVOUS OUT."""
+"""One of the ranks of tests/methods/esft/test_scores.py: scores of shared-out data, FSDP2 too; arguments RENDEZVOUS OUT."""
 
 import os
 import sys
@@ -6,9 +6,9 @@ import sys
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from moe_runtime.methods.esft_scores import score_experts
-from moe_runtime.studies.esft_runs import score_folder
-from tests.hf.test_stack import ids, stock
+from moe_runtime.methods.esft.runs import score_folder
+from moe_runtime.methods.esft.scores import score_experts
+from tests.hf.dropin.test_layers import ids, stock
 from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)

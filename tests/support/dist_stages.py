@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/test_xft_distributed.py: `dist_stages.py RENDEZVOUS OUT ENGINE RECIPE STAGES...`."""
+"""One of the ranks of tests/methods/xft/test_distributed.py: `dist_stages.py RENDEZVOUS OUT ENGINE RECIPE STAGES...`."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from moe_runtime.hf import fit as trainers
-from moe_runtime.studies.recipe import load_recipe
-from moe_runtime.studies.xft_stages import Stages
+from moe_runtime.experiments.recipe import load_recipe
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.methods.xft.study import Stages
 from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)

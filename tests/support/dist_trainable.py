@@ -1,4 +1,4 @@
-"""One of the ranks of tests/hf/test_trainable_engines.py: `dist_trainable.py RENDEZVOUS OUT SCENARIO...`.
+"""One of the ranks of tests/hf/training/test_trainable_engines.py: `dist_trainable.py RENDEZVOUS OUT SCENARIO...`.
 
 Steps of AdamW with clipped gradients on tiny models of which some experts train, more of them on one rank than on the other.
 """
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_runtime.hf.expert_parallel import clip_grad_norm, save_pretrained, shard_experts
-from moe_runtime.hf.trainable import fold_rows, freeze_for_esft, train_rows
+from moe_runtime.hf.dropin.parallel import clip_grad_norm, save_pretrained, shard_experts
+from moe_runtime.hf.training.trainable import fold_rows, freeze_for_esft, train_rows
 from moe_runtime.modules.trainable import split_of
 from tests.support.dist_expert_parallel import MAX_NORM, batch, make, whole
 from tests.support.dist_launch import leave, start

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/hf/test_expert_parallel_plan.py: `dist_transformers_plan.py RENDEZVOUS OUT`.
+"""One of the ranks of tests/hf/dropin/test_parallel_plan.py: `dist_transformers_plan.py RENDEZVOUS OUT`.
 
 transformers' own expert-parallel plan, our function behind its experts interface.
 """
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moe_runtime
-from moe_runtime.hf.experts import is_experts
+from moe_runtime.hf.dropin.experts import is_experts
 from tests.support.dist_expert_parallel import batch, make, whole
 from tests.support.dist_launch import leave, start
 

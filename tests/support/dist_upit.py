@@ -1,4 +1,4 @@
-"""One of the ranks of tests/methods/test_upit_distributed.py: `dist_upit.py RENDEZVOUS OUT EXPERTS ADAPTERS`."""
+"""One of the ranks of tests/methods/upit/test_distributed.py: `dist_upit.py RENDEZVOUS OUT EXPERTS ADAPTERS`."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_runtime.hf import ranks
-from moe_runtime.methods.upit_buckets import perplexities
-from moe_runtime.methods.upit_router import init_router
+from moe_runtime.hf.training import ranks
+from moe_runtime.methods.upit.buckets import perplexities
+from moe_runtime.methods.upit.router import init_router
 from tests.support import upit
 from tests.support.dist_launch import leave, start
 

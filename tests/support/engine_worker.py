@@ -1,4 +1,4 @@
-"""One of the processes of tests/hf/test_engines.py: `python -m torch.distributed.run ... engine_worker.py ENGINE OUT`.
+"""One of the processes of tests/hf/dropin/test_engines.py: `python -m torch.distributed.run ... engine_worker.py ENGINE OUT`.
 
 Two steps of SGD on a tiny stock model, the batches of the two ranks so unlike that one leaves experts without a token.
 """

@@ -2,11 +2,11 @@
 
 import torch
 
-from moe_runtime.hf.adapter_names import experts_path, layout_of, split_row, stack_parts
-from moe_runtime.hf.layers import experts_module, numbered_layers
-from moe_runtime.methods.esft_adapters import Adapter
-from moe_runtime.methods.esft_base import base_of
-from moe_runtime.methods.esft_selection import ExpertSelection
+from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
+from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
+from moe_runtime.methods.esft.adapters import Adapter
+from moe_runtime.methods.esft.base import base_of
+from moe_runtime.methods.esft.selection import ExpertSelection
 
 
 def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None) -> Adapter:

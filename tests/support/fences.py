@@ -121,9 +121,9 @@ def parse_verb(arguments: list[str], page: str = "") -> None:
     if path == "moe-runtime train":
         import trl
 
-        from moe_runtime.hf import sft_flags
+        from moe_runtime.hf.training import sft
 
-        sft_flags.parse(trl, context.args)
+        sft.parse(trl, context.args)
 
 
 def parse_make(arguments: list[str], page: str) -> None:

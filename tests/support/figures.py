@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from moe_runtime.bench import goals, report
-from moe_runtime.files import atomic_file
+from moe_runtime.io.files import atomic_file
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"

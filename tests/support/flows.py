@@ -38,13 +38,13 @@ class NotRun(NamedTuple):
 NETWORK = "fetches packages"
 NOT_RUN = {
     "make demo": NotRun(
-        "fills a .venv, and takes minutes", "tests/test_flow.py::test_the_table_the_folders_and_the_picture"
+        "fills a .venv, and takes minutes", "tests/experiments/test_demo.py::test_the_table_the_folders_and_the_picture"
     ),
     "make test": NotRun("is the suite that this belongs to"),
     "make stress": NotRun("is the suite's longer form"),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
-    "make bench": NotRun("takes an hour", "tests/test_flow.py::test_every_benchmark_runs"),
-    "make docs": NotRun("is of the developers' .venv", "tests/test_docs_site.py::site"),
+    "make bench": NotRun("takes an hour", "tests/experiments/test_demo.py::test_every_benchmark_runs"),
+    "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
     "make wheel": NotRun("fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"),
     "make wheel-cuda": NotRun(
         "fills a .venv, and compiles for minutes",
@@ -57,16 +57,16 @@ NOT_RUN = {
     ".venv/bin/pre-commit": NotRun("changes the clone's git hooks"),
     "bash bench/gpu.sh": NotRun("wants a GPU"),
     "accelerate launch": NotRun(
-        "wants several GPUs", "tests/methods/test_xft_distributed.py::test_two_processes_equal_one"
+        "wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
     ),
-    "python -m moe_runtime.build_cuda": NotRun(
-        "compiles for minutes", "tests/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
+    "python -m moe_runtime.native.build_cuda": NotRun(
+        "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),
     "python -m tests.stress.mutate": NotRun(
         "runs tests for hundreds of mutants",
         "tests/stress/test_mutants.py::test_every_mutant_is_one_changed_line_of_python",
     ),
-    "python humaneval.py": NotRun("reads HumanEval", "tests/studies/test_xft_stages.py::test_the_samples_of_the_docs"),
+    "python humaneval.py": NotRun("reads HumanEval", "tests/methods/xft/test_study.py::test_the_samples_of_the_docs"),
     "evalplus.evaluate": NotRun("is another project's, and reads its data"),
     "lm_eval": NotRun("is another project's, and reads its data"),
 }
@@ -80,7 +80,7 @@ def rows(path: Path, count: int = 16) -> None:
 
 def base(folder: Path) -> None:
     """A dense model and pairs."""
-    from tests.hf.test_stack import TOKENIZER
+    from tests.hf.dropin.test_layers import TOKENIZER
     from tests.hf.tiny import dense
 
     dense("llama", vocab_size=len(TOKENIZER)).save_pretrained(folder / "base")
@@ -90,7 +90,7 @@ def base(folder: Path) -> None:
 
 def law(folder: Path) -> None:
     """A stock mixture and a task's texts."""
-    from tests.hf.test_stack import TOKENIZER, stock
+    from tests.hf.dropin.test_layers import TOKENIZER, stock
 
     stock().save_pretrained(folder / "olmoe")
     TOKENIZER.save_pretrained(folder / "olmoe")
@@ -102,7 +102,7 @@ def checkpoints(folder: Path) -> None:
     """A base without biases in its MLPs, four checkpoints of its tuning, and rows."""
     import torch
 
-    from tests.hf.test_stack import TOKENIZER
+    from tests.hf.dropin.test_layers import TOKENIZER
     from tests.hf.tiny import dense
 
     model = dense("llama", vocab_size=len(TOKENIZER), mlp_bias=False)
@@ -117,7 +117,7 @@ def checkpoints(folder: Path) -> None:
 
 def specialists(folder: Path) -> None:
     """Two specialists, their domains' rows, and the page's own mine.yaml."""
-    from tests.hf import fusers
+    from tests.methods.ultrafuser import fusers
 
     for name, model in zip(("law", "code"), fusers.specialists(2), strict=True):
         model.save_pretrained(folder / "models" / name)
@@ -243,7 +243,7 @@ def reason_of(words: list[str]) -> str | None:
 def wants_a_compiler(words: list[str]) -> bool:
     """Whether a command compiles, and this machine has no compiler."""
     has_one = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    return "moe_runtime.build_cpu" in words and not has_one
+    return "moe_runtime.native.build_cpu" in words and not has_one
 
 
 def run(words: list[str], monkeypatch) -> str:

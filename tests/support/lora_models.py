@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.hf.lora_baseline import add_mlp_lora
-from moe_runtime.hf.lora_moe import to_lora_moe
+from moe_runtime.methods.lora import to_lora_moe
+from moe_runtime.methods.lora.baseline import add_mlp_lora
 from tests.hf import tiny
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from moe_runtime.files import atomic_write_json, atomic_write_text
+from moe_runtime.io.files import atomic_write_json, atomic_write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-matrix"
@@ -36,18 +36,18 @@ UNUSED = ("build", "mkdocs-material", "pre-commit", "ruff")
 # minutes on one core: kernels in the interpreter and compiled, the drop-in, saved forms, methods, data, command line, of each
 # the most telling tests
 SELECTION = (
-    "tests/test_config.py", "tests/test_interpreter.py", "tests/test_checkpoint.py", "tests/test_checkpoint_refusals.py",
-    "tests/test_checkpoint_sigkill.py", "tests/test_files.py", "tests/test_data.py",
+    "tests/test_config.py", "tests/kernels/test_interpreter.py", "tests/io/test_checkpoint.py", "tests/io/test_checkpoint_refusals.py",
+    "tests/io/test_checkpoint_sigkill.py", "tests/io/test_files.py", "tests/io/test_rows.py",
     "tests/ops/test_moe_layer.py::test_parity", "tests/ops/test_moe_layer.py::test_compiles_without_a_graph_break",
-    "tests/hf/test_stack.py::test_trainers_come_to_eagers_losses_and_weights",
-    "tests/hf/test_stack.py::test_generate_takes_any_number_of_tokens",
-    "tests/hf/test_modeling.py::test_sharded", "tests/hf/test_modeling.py::test_in_a_fresh_process",
-    "tests/hf/test_modeling.py::test_trainer_trains_saves_and_resumes",
-    "tests/methods/test_xft.py::test_receipt_measures_equality_for_every_family",
-    "tests/methods/test_xft.py::test_merged_folder_is_a_stock_model",
-    "tests/methods/test_esft_folders.py::test_every_family_in_its_saved_form",
-    "tests/methods/test_upit_mixtral.py::test_plain_transformers_has_the_same_logits",
-    "tests/test_cli.py::test_the_way_of_folders",
+    "tests/hf/dropin/test_layers.py::test_trainers_come_to_eagers_losses_and_weights",
+    "tests/hf/dropin/test_layers.py::test_generate_takes_any_number_of_tokens",
+    "tests/hf/models/test_modeling.py::test_sharded", "tests/hf/models/test_modeling.py::test_in_a_fresh_process",
+    "tests/hf/models/test_modeling.py::test_trainer_trains_saves_and_resumes",
+    "tests/methods/xft/test_xft.py::test_receipt_measures_equality_for_every_family",
+    "tests/methods/xft/test_xft.py::test_merged_folder_is_a_stock_model",
+    "tests/methods/esft/test_folders.py::test_every_family_in_its_saved_form",
+    "tests/methods/upit/test_mixtral.py::test_plain_transformers_has_the_same_logits",
+    "tests/cli/test_app.py::test_the_way_of_folders",
 )  # fmt: skip
 DESELECTED = "not memory_limit and not killed"
 

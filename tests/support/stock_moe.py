@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_runtime.hf.experts import is_experts
+from moe_runtime.hf.dropin.experts import is_experts
 
 VOCAB = 64
 _BASE = {

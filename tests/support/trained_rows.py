@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moe_runtime.hf.ranks import whole
-from moe_runtime.hf.trainable_layers import layers_of
+from moe_runtime.hf.training.ranks import whole
+from moe_runtime.hf.training.trainable_layers import layers_of
 from moe_runtime.modules.trainable import Split, split_of, trained_parameters
 
 

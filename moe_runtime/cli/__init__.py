@@ -1,0 +1,54 @@
+"""moe-runtime <verb>: the command. The verbs are in cli_app, imported here once signals and errors have an end that says so."""
+
+import os
+import sys
+
+from moe_runtime.io import signals
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one line on stderr and exit code 1, Ctrl-C in 130, SIGTERM in 143."""
+    try:
+        with signals.sigterm_raises():
+            _quiet()
+            from moe_runtime.cli.app import app
+
+            _run(app)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("MOE_RUNTIME_DEBUG"):
+            raise
+        message = str(error).replace("overwrite=True", "--overwrite")
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt as stop:
+        print(signals.word_of(stop), file=sys.stderr)
+        sys.exit(signals.code_of(stop))
+
+
+def _run(app) -> None:
+    try:
+        app()
+    except SystemExit as end:
+        # typer takes what comes while it parses for Ctrl-C, silently
+        stop = getattr(end.__context__, "__cause__", None)
+        if isinstance(stop, KeyboardInterrupt):
+            raise stop from None
+        raise
+
+
+def _quiet() -> None:
+    """Keep other packages' bars out of logs, and their advice out of both; before they are imported."""
+    if not sys.stderr.isatty():
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # datasets would tell the Hub of each local file that is read
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+
+
+def __getattr__(name: str):
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moe_runtime.cli.app import app
+
+    return app

@@ -1,0 +1,138 @@
+"""Is one model's held-out loss lower than another's? A paired test over held-out rows; verdicts are made here only.
+
+    d_r = (t_r / mean t) (x_r - y_r)       row r: its label tokens t_r, and the mean losses of the two models on it
+    mean d                                 the difference of the two losses per label token
+
+x_r and y_r are means over the seeds, so the unit is a row and a row counts once, however many seeds were trained. Wilcoxon's
+signed-rank test asks whether the d_r lie around 0, Holm's correction keeps the chance of any false verdict in a family of
+comparisons at `level`, and Student's t gives the interval of the mean. Both must speak: a few long rows alone move the
+mean, and many small ones alone move the ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_runtime.config import check_fraction
+from moe_runtime.io.rows import require
+
+LEVEL = 0.05
+TIE = 1e-6  # differences of a row's loss below it are the rounding of float32
+VERDICTS = ("lower", "higher", "no difference found", "not finite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One method's held-out loss against the reference's, over the same rows."""
+
+    name: str
+    reference: str
+    difference: float  # mean loss per label token, the method's less the reference's
+    low: float  # the interval of the difference, at 1 - LEVEL, of this comparison alone; NaN where there is none
+    high: float
+    p: float
+    p_corrected: float  # Holm's, over the comparisons made together
+    verdict: str
+    rows: int
+    seeds: int
+    seeds_lower: int  # with a lower loss than the reference's with the same seed
+
+    def __str__(self) -> str:
+        """Return the comparison as a sentence."""
+        if self.verdict == VERDICTS[3]:
+            return f"{self.name} against {self.reference}: a loss is not finite"
+        what = self.verdict if self.verdict == VERDICTS[2] else f"{self.verdict} by {signed(self.difference)[1:]}"
+        interval = "" if math.isnan(self.low) else f"interval {signed(self.low)} to {signed(self.high)}, "
+        return (
+            f"{self.name} against {self.reference}: {what} ({interval}corrected p {self.p_corrected:.2g}, {self.rows} rows; "
+            f"lower with {self.seeds_lower} of {self.seeds} seeds)"
+        )
+
+
+def signed(value: float) -> str:
+    """Return a difference of losses as text, to four places, and with an exponent where those would all be zeros."""
+    return f"{value:+.0e}" if 0 < abs(value) < 5e-5 else f"{value:+.4f}"
+
+
+def compare(
+    losses: Mapping[str, Sequence[Sequence[float]]],
+    reference: str,
+    tokens: Sequence[int] | None = None,
+    level: float = LEVEL,
+) -> list[Comparison]:
+    """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`; in the order given.
+
+    `tokens` [rows] are the label tokens of each row, alike for all methods; without them rows weigh the same. Raises
+    ValueError for an unknown reference, arrays of different shapes, no rows, or weights below 1.
+    """
+    if reference not in losses:
+        raise ValueError(f"reference is {reference!r}; want one of {', '.join(losses)}")
+    check_fraction("level", level, zero=False, one=False)
+    arrays = {name: np.asarray(rows, dtype=np.float64) for name, rows in losses.items()}
+    shape = arrays[reference].shape
+    for name, array in arrays.items():
+        if array.ndim != 2 or array.shape != shape or not array.size:
+            raise ValueError(
+                f"losses of {name!r} are {array.shape}, of {reference!r} {shape}; want [seeds, rows] of both"
+            )
+    weight = np.ones(shape[1]) if tokens is None else np.asarray(tokens, dtype=np.float64)
+    if weight.shape != shape[1:] or not (np.isfinite(weight) & (weight >= 1)).all():
+        raise ValueError(f"tokens are {weight.shape}, losses {shape}; want one number of at least 1 per row")
+    weight = weight / weight.mean()
+    names = [name for name in losses if name != reference]
+    found = [_difference(weight, arrays[name], arrays[reference], level) for name in names]
+    corrected = holm([p for _, _, _, p, _ in found])
+    return [
+        Comparison(
+            name=name, reference=reference, difference=mean, low=low, high=high, p=p, p_corrected=q,
+            verdict=_verdict(low, high, direction, q, level), rows=shape[1], seeds=shape[0],
+            seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
+        )
+        for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True)
+    ]  # fmt: skip
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Correct p-values of one family by Holm's step-down: sorted, p_(i) times m - i + 1, never falling; NaN counts as 1."""
+    filled = [1.0 if math.isnan(value) else value for value in p]
+    corrected, largest = [0.0] * len(filled), 0.0
+    for rank, i in enumerate(sorted(range(len(filled)), key=filled.__getitem__)):
+        largest = max(largest, min((len(filled) - rank) * filled[i], 1.0))
+        corrected[i] = largest
+    return [math.nan if math.isnan(value) else q for value, q in zip(p, corrected, strict=True)]
+
+
+def _difference(weight, method, reference, level: float) -> tuple[float, float, float, float, int]:
+    """Return the mean difference, its interval, Wilcoxon's p and the side to which the ranks point: -1, 0 or 1."""
+    with np.errstate(invalid="ignore"):
+        plain = method.mean(0) - reference.mean(0)
+    if not np.isfinite(plain).all():
+        return math.nan, math.nan, math.nan, math.nan, 0
+    d = weight * np.where(np.abs(plain) < TIE, 0.0, plain)
+    mean, n = float(d.mean()), len(d)
+    low, high = (math.nan, math.nan)
+    stats = require("scipy.stats")
+    if n > 1:
+        # `mean` is sum t x / sum t: what a row adds to its error is t (x - mean), or the lengths' own spread would count
+        left = d - weight * mean
+        margin = float(stats.t.ppf(1 - level / 2, n - 1) * left.std(ddof=1) / math.sqrt(n))
+        low, high = mean - margin, mean + margin
+    moved = d[d != 0]
+    if not len(moved):
+        return mean, low, high, 1.0, 0
+    # equal rows are no evidence for either side: they are left out of the ranks, as Wilcoxon did
+    p = float(stats.wilcoxon(moved, zero_method="wilcox").pvalue)
+    ranks = stats.rankdata(np.abs(moved))
+    return mean, low, high, p, int(np.sign((np.sign(moved) * ranks).sum()))
+
+
+def _verdict(low: float, high: float, direction: int, p: float, level: float) -> str:
+    if math.isnan(p):
+        return VERDICTS[3]
+    if p <= level and direction < 0 and high < 0:
+        return VERDICTS[0]
+    if p <= level and direction > 0 and low > 0:
+        return VERDICTS[1]
+    return VERDICTS[2]

@@ -1,0 +1,416 @@
+"""The text that every Python brings along: its standard library, as documents and as instruction-answer pairs.
+
+Three domains of text that need no download: what the UpIT and UltraFuser studies train on and judge by.
+
+code        documented functions of Python's standard library: signature and docstring, then the body
+prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
+arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
+
+Held-out rows are of files that no train row is of, and for all domains of the same ones; a sum is held out by its
+question. Which rows are held out does not depend on the seed.
+"""
+
+import ast
+import functools
+import importlib.metadata
+import itertools
+import platform
+import random
+import re
+import sysconfig
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.experiments.recipe import Rows
+
+PIECE = 2000  # characters of a document of `standard_library_text`
+SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
+# no prose and code, but tests, tables and copies of other packages
+SKIPPED = {
+    "__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib", "lib2to3", "pydoc_data",
+    "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+
+
+class Pairs(NamedTuple):
+    """What `standard_library_pairs` returns; no held-out completion stands in a file that is not held out."""
+
+    train: list[dict[str, str]]
+    held_out: list[dict[str, str]]
+
+
+def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
+    """Return instruction-answer pairs from the documented functions of the running Python's standard library.
+
+    Rows have `prompt` (kind, signature, docstring), `completion` (the source without docstring), `module` (its file).
+    One file in ten is held out. At most `limit` rows of each, in an order that depends on `seed` and on the version.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; want at least 1, or None for all rows")
+    pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
+    for rows in pairs:
+        random.Random(seed).shuffle(rows)
+    return Pairs(pairs.train[:limit], pairs.held_out[:limit])
+
+
+def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[str]:
+    """Return the standard library's source as documents of about `piece` characters, the held-out files excepted, or alone."""
+    documents = []
+    for module, text in standard_library_files():
+        if is_held_out(module) != held_out:
+            continue
+        document, size = [], 0
+        for line in text.splitlines(keepends=True):
+            if size and size + len(line) > piece:
+                documents.append("".join(document))
+                document, size = [], 0
+            document.append(line)
+            size += len(line)
+        documents.append("".join(document))
+    return [document for document in documents if document.strip()]
+
+
+def is_held_out(module: str) -> bool:
+    """Whether a file of the standard library, given as its path below it, is held out; the same in each process."""
+    return zlib.crc32(module.encode()) % 10 == 0
+
+
+@functools.cache
+def standard_library_files() -> tuple[tuple[str, str], ...]:
+    """Return the standard library's files: pairs of a file's path below it and its text, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in root.rglob("*.py"):
+        module = path.relative_to(root)
+        if not SKIPPED & set(module.parts) and not module.parts[0].startswith("config-"):
+            files.append((module.as_posix(), path.read_text(encoding="utf-8", errors="ignore")))
+    return tuple(sorted(files))
+
+
+@functools.cache
+def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], ...]]:
+    """Return the rows of the train files and those of the held-out files, without doubles, in the files' order."""
+    train: dict[str, dict[str, str]] = {}
+    held_out: dict[str, dict[str, str]] = {}
+    known = set()  # all that the train files define, documented or not, however deep
+    for module, text in standard_library_files():
+        lines, is_test = text.splitlines(), is_held_out(module)
+        for node, owner in _functions(ast.parse(text)):
+            completion = _cut(lines, node)
+            if not is_test:
+                known.add(_flat(completion))
+            row = _row(module, node, owner, completion)
+            if row is not None:
+                (held_out if is_test else train).setdefault(completion, row)
+    fresh = (row for completion, row in held_out.items() if _flat(completion) not in known)
+    return tuple(train.values()), tuple(fresh)
+
+
+def _flat(text: str) -> str:
+    """The text without its indentation."""
+    return "\n".join(line.strip() for line in text.splitlines())
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(node: ast.AST, owner: str | None = None) -> Iterator[tuple[Function, str | None]]:
+    """Walk the functions of a module and the methods of its classes, not what is nested inside functions."""
+    for child in getattr(node, "body", []):
+        if isinstance(child, ast.ClassDef):
+            yield from _functions(child, child.name)
+        elif isinstance(child, Function):
+            yield child, owner
+
+
+def _cut(lines: list[str], node: Function) -> str:
+    """The source of a function, with its decorators, without the lines of its docstring, indentation removed."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    source = lines[first - 1 : node.end_lineno]
+    if ast.get_docstring(node, clean=False) is not None:
+        del source[node.body[0].lineno - first : node.body[0].end_lineno - first + 1]
+    return textwrap.dedent("\n".join(source)).strip("\n")
+
+
+def _row(module: str, node: Function, owner: str | None, completion: str) -> dict[str, str] | None:
+    """Make the pair of one function; None where there is no docstring, no body beside it or no clean cut."""
+    doc, rest = ast.get_docstring(node), node.body[1:]
+    if not doc or not rest or _is_stub(rest):
+        return None
+    prompt = _prompt(node, owner, doc.strip())
+    if not (SIZE[0] <= len(completion) <= SIZE[1] >= len(prompt)) or not _is_body(completion, rest):
+        return None
+    return {"prompt": prompt, "completion": completion, "module": module}
+
+
+def _is_stub(body: list[ast.stmt]) -> bool:
+    """Whether nothing happens in the body: pass, ... or an exception that says so."""
+    return len(body) == 1 and (
+        isinstance(body[0], (ast.Pass, ast.Raise))
+        or (isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
+    )
+
+
+def _is_body(completion: str, body: list[ast.stmt]) -> bool:
+    """Whether the text is one function with just that body: no statement and no string's blanks went with the cut."""
+    try:
+        function, *others = ast.parse(completion).body
+    except SyntaxError:
+        return False
+    # a form feed ends a line to splitlines, not to the parser: then what was cut lies lines beside the function
+    if others or not isinstance(function, Function) or len(function.body) != len(body):
+        return False
+    # only a string over several lines can have changed; comparing all bodies would take seconds
+    strings = '"""' in completion or "'''" in completion
+    return not strings or [*map(ast.dump, function.body)] == [*map(ast.dump, body)]
+
+
+def _prompt(node: Function, owner: str | None, doc: str) -> str:
+    """The instruction. It ends in one line feed, where byte-level tokenizers break in any case."""
+    kind = "method" if owner else "function"
+    kind = f"async {kind}" if isinstance(node, ast.AsyncFunctionDef) else kind
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    where = f" of the class {owner}" if owner else ""
+    article = "an" if kind.startswith("a") else "a"
+    return f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
+
+
+GENERATOR = 1  # of these rows: another number makes other rows
+SUMS = 4096  # of either part, where no limit says how many
+# what this package cannot run without, so that their licences are on every machine
+DISTRIBUTIONS = (
+    "huggingface-hub", "numpy", "packaging", "pyyaml", "rich", "safetensors", "torch", "tqdm", "transformers", "typer",
+)  # fmt: skip
+LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)[^/]*$", re.IGNORECASE)
+PARAGRAPH = (100, 600)  # characters of a piece of prose; longer paragraphs are cut between sentences
+LETTERS = 0.93  # the least share of letters, blanks, commas and points in prose
+
+NAMES = (
+    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kim", "Lena", "Max", "Nora", "Omar", "Pia",
+)  # fmt: skip
+THINGS = (
+    "apples",
+    "books",
+    "cards",
+    "coins",
+    "eggs",
+    "marbles",
+    "pens",
+    "plums",
+    "shells",
+    "stamps",
+    "stones",
+    "tickets",
+)
+CASES = ("bags", "baskets", "jars", "rows", "trays")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Domain(Rows):
+    """A domain in a recipe: its rows are one of DOMAINS or the user's own."""
+
+    def __post_init__(self):
+        Rows.__post_init__(self)
+        if self.train in DOMAINS and self.held_out is not None:
+            raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
+
+
+def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
+    """Return the rows of a domain, prompt and completion, to train on and held out, in an order drawn by `seed`.
+
+    At most `limit` of each; without a limit all there are, of arithmetic SUMS. No held-out row is in train. Raises
+    ValueError for another name and a limit below 1.
+    """
+    check_choice("domain", name, DOMAINS)
+    if limit is not None:
+        check_positive("limit", limit)
+    return Pairs(*_ROWS[name](limit, seed))
+
+
+def domain_text(name: str, *, limit: int | None = None) -> list[str]:
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
+
+    Of code these are the library's files as they are, of the others what the train rows are made of.
+    """
+    check_choice("domain", name, DOMAINS)
+    if limit is not None:
+        check_positive("limit", limit)
+    if name == "code":
+        documents = standard_library_text()
+    else:
+        parts = _prose()[0] if name == "prose" else (p + c for p, c in itertools.islice(_sums("text", False), 4 * SUMS))
+        documents = _joined(parts)
+    return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
+
+
+def domains_key() -> list:
+    """Return all that the rows depend on beside limit and seed, JSON-ready: a change of it is a change of the rows."""
+    return [GENERATOR, platform.python_version(), [[name, _version(name)] for name in DISTRIBUTIONS]]
+
+
+def _code(limit: int | None, seed: int) -> Iterator[list]:
+    for rows in standard_library_pairs(limit, seed):
+        yield [{name: row[name] for name in ("prompt", "completion")} for row in rows]
+
+
+def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
+    known = set()
+    for paragraphs in _prose():
+        # two paragraphs may begin or end alike
+        rows = [row for row in map(_begun, paragraphs) if known.isdisjoint(row)]
+        known = {part for row in rows for part in row}
+        random.Random(seed).shuffle(rows)
+        yield _named(rows[:limit])
+
+
+def _sum_rows(limit: int | None, seed: int) -> Iterator[list]:
+    for is_held_out in (False, True):
+        yield _named(itertools.islice(_sums(seed, is_held_out), limit or SUMS))
+
+
+def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+
+
+_ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
+    "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows,
+}  # fmt: skip
+DOMAINS = tuple(_ROWS)
+
+
+@functools.cache
+def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the paragraphs of the train sources and those of the held-out ones, none twice, however it is written."""
+    found: tuple[dict, dict] = {}, {}
+    for source, text in _sources():
+        for paragraph in _paragraphs(text):
+            found[is_held_out(source)].setdefault(_bare(paragraph), paragraph)
+    train, held_out = found
+    return tuple(train.values()), tuple(text for bare, text in held_out.items() if bare not in train)
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    """Yield names and texts: each file's docstrings, the topics of Python's documentation, licences."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module, text in standard_library_files():
+        nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
+        yield module, "\n\n".join(doc for node in nodes if (doc := ast.get_docstring(node)))
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        topics = {}
+    for topic in sorted(topics):
+        yield f"topics/{topic}", topics[topic]
+    for name in DISTRIBUTIONS:
+        if _version(name) is None:
+            continue
+        for file in sorted(importlib.metadata.files(name) or (), key=str):
+            if LICENCE.search(file.name) and file.suffix not in (".py", ".pyc") and (path := file.locate()).is_file():
+                yield f"{name}/{file.name}", path.read_text(encoding="utf-8", errors="ignore")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield what of a text is prose: whole sentences of one paragraph, PARAGRAPH characters, on one line."""
+    low, high = PARAGRAPH
+    for block in re.split(r"\n\s*\n", text):
+        piece = ""
+        for sentence in (*re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(block.split())), None):
+            if sentence is not None and len(piece) + len(sentence) < high:
+                piece = f"{piece} {sentence}".lstrip()
+                continue
+            if low <= len(piece) <= high and _is_prose(piece):
+                yield piece
+            piece = sentence or ""
+
+
+def _is_prose(text: str) -> bool:
+    plain = sum(character.isalpha() or character in " ,.'" for character in text)
+    return (
+        text[0].isupper()
+        and text[-1] in ".!?"
+        and " " in text
+        and plain >= LETTERS * len(text)
+        and text != text.upper()
+    )
+
+
+def _bare(text: str) -> str:
+    return "".join(filter(str.isalnum, text.lower()))
+
+
+def _begun(paragraph: str) -> tuple[str, str]:
+    """Return a paragraph as what begins it, about a third, and the rest: cut between sentences, a lone one between words."""
+    ends = [match.end() for match in re.finditer(r"[.!?] (?=[A-Z])", paragraph)]
+    ends = ends or [match.end() for match in re.finditer(" ", paragraph)]
+    cut = min(ends, key=lambda end: abs(end - len(paragraph) / 3))
+    return f"Continue this text.\n{paragraph[:cut].rstrip()}\n", paragraph[cut:]
+
+
+def _joined(parts: Iterable[str]) -> list[str]:
+    """Return documents of at least PIECE characters, made of parts with a blank line between."""
+    documents, document, size = [], [], 0
+    for part in parts:
+        document.append(part)
+        size += len(part)
+        if size >= PIECE:
+            documents.append("\n\n".join(document))
+            document, size = [], 0
+    return [*documents, "\n\n".join(document)] if document else documents
+
+
+def _sums(seed: int | str, is_held_out: bool) -> Iterator[tuple[str, str]]:
+    """Yield sums without end, none twice; one question in ten is held out, with every seed the same ones."""
+    generator, known = random.Random(f"sums {seed}"), set()
+    while True:
+        question, answer = _sum(generator)
+        if question not in known and (zlib.crc32(question.encode()) % 10 == 0) == is_held_out:
+            known.add(question)
+            yield question, answer
+
+
+def _sum(generator: random.Random) -> tuple[str, str]:
+    """Make one: a first number, one to three changes of it, and a question."""
+    name, other = generator.sample(NAMES, 2)
+    thing, case = generator.choice(THINGS), generator.choice(CASES)
+    count, steps, story = generator.randint(2, 60), [], []
+    for _ in range(generator.randint(1, 3)):
+        event, sign, number, count_then = _change(generator, count)
+        story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
+        steps.append(f"{count} {sign} {number} = {count_then}.")
+        count = count_then
+    first = steps[0].partition(" ")[0]
+    question = f"{name} has {first} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
+    return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
+
+
+def _change(generator: random.Random, count: int) -> tuple[str, str, int, int]:
+    """Return an event, its sign and number, and what is left; every number is above 0."""
+    parts = [d for d in range(2, 10) if count % d == 0]
+    kinds = ["more"] + ["less"] * (count > 1) + ["times"] * (1 < count < 40) + ["share"] * bool(parts)
+    kind = generator.choice(kinds)
+    if kind == "share":
+        number = generator.choice(parts)
+        event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
+        return event, "/", number, count // number
+    if kind == "times":
+        number = generator.randint(2, 5)
+        return "{other} brings so many that {name} has {number} times as many.", "*", number, count * number
+    if kind == "less":
+        number = generator.randint(1, count - 1)
+        event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
+        return event, "-", number, count - number
+    number = generator.randint(1, 60)
+    event = generator.choice(("{name} buys {number} more.", "{other} gives {number} to {name}."))
+    return event, "+", number, count + number

@@ -1,0 +1,155 @@
+"""What a table of models that are judged by domain says: the losses of each beside those of all, each column's comparisons.
+
+A model judged by domain: losses of rows that stand domain after domain, as those of each domain.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.experiments.compare import LEVEL, signed
+from moe_runtime.experiments.stages import loss_of
+from moe_runtime.experiments.tables import Entry, Report, difference_of, finite, p_of
+from moe_runtime.hf.training import fit as trainers
+
+
+class Judged(NamedTuple):
+    """A model, one or fused, judged on the held-out rows of every domain."""
+
+    name: str
+    folder: Path  # of the stage's model
+    loss: float  # mean over the label tokens of all held-out rows
+    losses: list[float]  # mean of each held-out row, domain after domain
+    tokens: list[int]
+    rows: dict[str, int]  # domain -> how many of the held-out rows are its
+    steps: int
+    seconds: float
+    total_seconds: float  # with the stages before it, the base excepted
+    parameters: int
+    active_parameters: int  # that a token passes through
+    history: list  # (step, held-out loss), of an UltraFuser's specialist that of its own domain
+    steps_per_second: float
+    trained_parameters: int = 0
+    optimizer_bytes: int = 0
+    source: str = ""  # what the model is loaded from: `folder`, or a given specialist's own place
+    course: list | None = None  # (step, {domain: loss}), where the training was watched
+
+    @property
+    def domains(self) -> dict[str, float]:
+        """The loss of each domain."""
+        return by_domain(self.losses, self.tokens, self.rows)
+
+
+def by_domain(losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]) -> dict[str, float]:
+    """Return the mean loss per label token of each domain's rows, which stand domain after domain."""
+    return {domain: trainers.mean_loss(losses[place], tokens[place]) for domain, place in places_of(rows).items()}
+
+
+def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
+    """Return where the rows of each domain stand."""
+    places, start = {}, 0
+    for domain, count in rows.items():
+        places[domain] = slice(start, start + count)
+        start += count
+    return places
+
+
+def of_domain(result, domain: str):
+    """Return a result as if the rows of one domain were all it is judged by."""
+    place = places_of(result.rows)[domain]
+    losses, tokens = result.losses[place], result.tokens[place]
+    return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens))
+
+
+MARKS = {"lower": "-", "higher": "+"}  # of a domain's loss that the test found lower or higher than the reference's
+
+
+@dataclass
+class DomainReport(Report):
+    """A table of models that are judged on several domains; its own losses are over the held-out rows of all."""
+
+    label = "held-out loss per label token, all domains (lower is better)"
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains' names."""
+        return tuple(self.entries[0].results[0].rows)
+
+    @cached_property
+    def of_domains(self) -> dict[str, Report]:
+        """The same table on each domain's rows alone."""
+        names = ("command", "title", "source", "settings", "seeds", "reference")
+        shared = {name: getattr(self, name) for name in names}
+        return {
+            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared)
+            for domain in self.domains
+        }
+
+    def domain_loss(self, name: str, domain: str) -> float:
+        """Return a method's loss on one domain, the mean over the seeds."""
+        return self.of_domains[domain].entry(name).loss
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        values = super().to_dict()
+        for method, entry in zip(values["methods"], self.entries, strict=True):
+            method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
+            for seed, result in zip(method["seeds"], entry.results, strict=True):
+                seed["domains"] = result.domains
+        compared = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
+        return finite(values | {"rows": self.entries[0].results[0].rows, "comparisons_of_domains": compared})
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        names = (*self.domains, "all", f"vs {self.reference}", "p")
+        costs = ("parameters", "trained", "train s")
+        right = [(name, "right") for name in names]
+        return [("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in costs)]
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        one, first = self.comparison(entry.name), entry.results[0]
+        compared = ("", "", "reference") if one is None else (difference_of(one), p_of(one.p_corrected), one.verdict)
+        trained = statistics.fmean(result.trained_parameters for result in entry.results)
+        costs = f"{trained:,.0f}" if trained else "", f"{entry.seconds:,.0f}" if entry.seconds else ""
+        return (
+            entry.name,
+            *(self._cell(entry.name, domain) for domain in self.domains),
+            _mean_sd(entry),
+            *compared,
+            f"{first.parameters:,}",
+            *costs,
+        )
+
+    def _cell(self, name: str, domain: str) -> str:
+        one = self.of_domains[domain].comparison(name)
+        mark = "" if one is None else MARKS.get(one.verdict, "")
+        return f"{self.domain_loss(name, domain):.4f}{mark}"
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in lines."""
+        first = self.entries[0].results[0]
+        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        rows = ", ".join(f"{count} of {domain}" for domain, count in first.rows.items())
+        return (
+            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the mean; {over}.\n"
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
+            f"corrected by Holm for the {len(self.comparisons)} comparisons of a column; - and + at a domain's loss: lower and "
+            f"higher than {self.reference}'s by the same test.\ntrain s: all stages after the base."
+        )
+
+
+def said(one) -> str:
+    """Say a comparison with its difference, for a line of several."""
+    return f"{one.name} {signed(one.difference)} ({one.verdict})"
+
+
+def _entry_of(entry: Entry, domain: str) -> Entry:
+    return Entry(entry.name, [of_domain(result, domain) for result in entry.results])
+
+
+def _mean_sd(entry: Entry) -> str:
+    return f"{entry.loss:.4f}" + ("" if math.isnan(entry.sd) else f" ± {entry.sd:.4f}")

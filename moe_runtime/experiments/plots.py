@@ -1,0 +1,183 @@
+"""One picture per table: colours that colour-blind readers tell apart, error bars over the seeds, a line for the reference."""
+
+import math
+import statistics
+from pathlib import Path
+
+from moe_runtime.experiments.compare import signed
+from moe_runtime.io.files import atomic_file
+from moe_runtime.io.rows import require
+
+# Okabe and Ito, 2008
+BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777",
+)  # fmt: skip
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY, "#000000")
+MARKERS = "osD^vPX"
+OF_VERDICT = {"lower": GREEN, "higher": VERMILION}
+LOSS = "held-out loss per label token (lower is better)"
+FAR = 6  # times the median distance from the reference: beyond it a method is named at the edge, not drawn to scale
+
+
+def save(figure, path: Path) -> None:
+    """Write a figure as PNG, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as beside:
+        figure.savefig(beside, dpi=150)
+
+
+def dots(report):
+    """Draw the loss of every method and seed, the reference as a line; a method far away is named at the edge.
+
+    Of a report that has `general` losses too, those are drawn beside.
+    """
+    reports = (report, report.general) if hasattr(report, "general") else (report,)
+    size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
+    figure, all_axes = figure_of(report, size, columns=len(reports))
+    for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
+        _dots(axes, one)
+        label = getattr(one, "label", LOSS)
+        axes.set_xlabel(f"{label}\ndiamonds: mean and sd, {_seeds(report)}; rings: seeds; dashed: {report.reference}")
+    return figure
+
+
+def _dots(axes, report) -> None:
+    entries, reference = report.entries[::-1], report.entry(report.reference)
+    axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    near = _near(entries, reference)
+    values = [loss for entry in near for loss in (*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry))]
+    if values:
+        margin = 0.06 * (max(values) - min(values)) or 0.01
+        axes.set_xlim(min(values) - margin, max(values) + margin)
+    for y, entry in enumerate(entries):
+        one = report.comparison(entry.name)
+        colour = BLUE if one is None else OF_VERDICT.get(one.verdict, GREY)
+        if any(entry is one for one in near):
+            axes.plot(entry.losses, [y] * len(entry.losses), "o", markerfacecolor="none", color=colour, alpha=0.7)
+            axes.errorbar(entry.loss, y, xerr=_sd(entry), fmt="D", color=colour, capsize=4, markersize=7)
+        else:
+            right = not entry.loss < reference.loss
+            arrow = "  \u2192" if right else "\u2190  "
+            text = f"{entry.loss:.3f}{arrow}" if right else f"{arrow}{entry.loss:.3f}"
+            place = (0.985, "right") if right else (0.015, "left")
+            axes.text(
+                place[0], y, text, transform=axes.get_yaxis_transform(), ha=place[1], va="center", color=colour,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+        axes.annotate(_said(one), (1.02, y), xycoords=axes.get_yaxis_transform(), va="center", color=colour, fontsize=9)
+    axes.set_yticks(range(len(entries)), [entry.name for entry in entries])
+    axes.set_ylim(-0.6, len(entries) - 0.4)
+    axes.grid(axis="x", alpha=0.25)
+
+
+def sweep(report):
+    """Draw the losses over the swept value, a line per kind of model, the reference as a band; general losses below."""
+    reports = (report, report.general) if hasattr(report, "general") else (report,)
+    figure, all_axes = figure_of(report, (7.2, 0.8 + 3.6 * len(reports)), rows=len(reports))
+    for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
+        _sweep(axes, one, report.extra)
+        axes.set_ylabel(getattr(one, "label", LOSS), fontsize=9)
+    axes.set_xlabel(report.extra["x_label"])
+    first = all_axes[0] if len(reports) > 1 else all_axes
+    first.legend(title=f"mean and sd, {_seeds(report)}", fontsize=9, title_fontsize=9)
+    return figure
+
+
+def _sweep(axes, report, extra: dict) -> None:
+    reference, x = report.entry(report.reference), extra["x"]
+    if reference.name not in x:
+        band = reference.loss - _sd(reference), reference.loss + _sd(reference)
+        axes.axhline(reference.loss, color=GREY, linestyle="--", label=reference.name)
+        axes.axhspan(*band, color=GREY, alpha=0.15, linewidth=0)
+    kinds: dict[str, list] = {}
+    for entry in report.entries:
+        if entry.name in x:
+            kinds.setdefault(entry.name.partition(",")[0], []).append(entry)
+        elif entry is not reference:
+            axes.axhline(entry.loss, color=VERMILION, linestyle=":", label=entry.name)
+    for (kind, entries), colour, marker in zip(kinds.items(), COLOURS, MARKERS):
+        places = [x[entry.name] for entry in entries]
+        for seed in range(len(report.seeds)):
+            axes.plot(places, [entry.losses[seed] for entry in entries], color=colour, alpha=0.3, linewidth=0.8)
+        axes.errorbar(
+            places, [entry.loss for entry in entries], yerr=[_sd(entry) for entry in entries], color=colour,
+            marker=marker, capsize=4, label=kind,
+        )  # fmt: skip
+    if extra.get("x_log"):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_xticks(sorted(set(x.values())))
+    axes.grid(alpha=0.25)
+
+
+def times(report):
+    """Draw the losses over the seconds of training: every method's way, and where it ends."""
+    figure, axes = figure_of(report, (7.2, 4.4))
+    for entry, colour, marker in zip(report.entries, COLOURS, MARKERS):
+        if entry.name == report.reference:
+            axes.axhline(entry.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+        for result in entry.results:
+            before = result.total_seconds - result.seconds
+            steps = [(before + step * result.seconds / result.steps, loss) for step, loss in result.history]
+            axes.plot(*zip(*steps, strict=True), color=colour, alpha=0.4, linewidth=1)
+        axes.errorbar(
+            entry.seconds, entry.loss, yerr=_sd(entry), fmt=marker, color=colour, capsize=4, markersize=8,
+            label=f"{entry.name}: {entry.loss:.4f}",
+        )  # fmt: skip
+    axes.set(xlabel="seconds of training after the base", ylabel=LOSS)
+    axes.grid(alpha=0.25)
+    axes.legend(title=f"mean and sd, {_seeds(report)}; thin: on the way", fontsize=9, title_fontsize=9)
+    return figure
+
+
+def curves(report):
+    """Draw the held-out loss over the steps: the mean over the seeds, and each seed thinly."""
+    figure, axes = figure_of(report, (7.2, 4.4))
+    for entry, colour, marker in zip(report.entries, COLOURS, MARKERS):
+        ways = [result.history for result in entry.results]
+        for way in ways:
+            axes.plot(*zip(*way, strict=True), color=colour, alpha=0.35, linewidth=0.8)
+        steps, points = zip(*((at[0][0], [loss for _, loss in at]) for at in zip(*ways, strict=True)), strict=True)
+        spread = [statistics.stdev(losses) if len(losses) > 1 else 0.0 for losses in points]
+        axes.errorbar(
+            steps, [*map(statistics.fmean, points)], yerr=spread, color=colour, marker=marker, capsize=4,
+            label=f"{entry.name}: {entry.loss:.4f} at the end",
+        )  # fmt: skip
+    axes.set(xlabel="step", ylabel=LOSS)
+    axes.grid(alpha=0.25)
+    axes.legend(title=f"mean and sd, {_seeds(report)}; thin: seeds", fontsize=9, title_fontsize=9)
+    return figure
+
+
+def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
+    """Return a Figure of its own, not pyplot's, with no display and no global state, and its axes, one or an array.
+
+    `subplots` are Figure.subplots' settings; rows share the x axis unless they say otherwise.
+    """
+    figure = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained")
+    figure.suptitle(f"{report.title} ({report.source})", fontsize=11)
+    return figure, figure.subplots(rows, columns, **{"sharex": rows > 1} | subplots)
+
+
+def _near(entries, reference) -> list:
+    """The entries that are drawn to scale: finite, and not so far from the reference that the others would coincide."""
+    apart = {entry.name: abs(entry.loss - reference.loss) for entry in entries if math.isfinite(entry.loss)}
+    others = [distance for name, distance in apart.items() if name != reference.name]
+    limit = FAR * statistics.median(others) if len(others) > 1 else math.inf
+    return [entry for entry in entries if not apart.get(entry.name, math.inf) > limit]
+
+
+def _said(one) -> str:
+    if one is None:
+        return "reference"
+    return one.verdict if math.isnan(one.difference) else f"{signed(one.difference)}, {one.verdict}"
+
+
+def _sd(entry) -> float:
+    return 0.0 if math.isnan(entry.sd) else entry.sd
+
+
+def _seeds(report) -> str:
+    return f"{len(report.seeds)} seeds" if len(report.seeds) > 1 else "one seed"

@@ -1,0 +1,383 @@
+"""What a finished result was made of, as a hash, by which it is known again.
+
+Stages that are kept: each is made once, lies in a folder of its own, and is read back by whoever needs it.
+
+OUT/<kind>-<hash>/ holds what a stage made and result.json, whole or not at all; the hash is over all that the stage depends on:
+settings, parents, data, seed. Under `accelerate launch` every process runs the same calls: all train, rank 0 writes.
+
+The rows and texts that a recipe names: read, told apart from those held out, tokenized.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.experiments.corpora import (
+    DOMAINS,
+    SUMS,
+    domain_rows,
+    domain_text,
+    standard_library_pairs,
+    standard_library_text,
+)
+from moe_runtime.experiments.recipe import Pretrain, Recipe, Training
+from moe_runtime.hf.dropin.layers import sizes
+from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import console
+from moe_runtime.io import rows as data
+from moe_runtime.io.files import atomic_folder, atomic_write_text, read_json
+from moe_runtime.io.prompts import DEEPSEEK_CHAT, MAGICODER_CHAT, put_prompt
+
+
+def hash_of(value) -> str:
+    """Return 12 hex digits that stand for a JSON value."""
+    text = json.dumps(value, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def files_print(source: str | Path) -> str | list:
+    """Return what tells a file or a folder of files from a changed one: names, sizes and times; an id of the Hub as it is."""
+    path = Path(source)
+    if not path.exists():
+        return str(source)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    names = [p.name if path.is_file() else p.relative_to(path).as_posix() for p in files]
+    return [[name, p.stat().st_size, p.stat().st_mtime_ns] for name, p in zip(names, files, strict=True)]
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of checkpoints that nobody needs any more, on rank 0."""
+    if ranks.state().is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# how a training is carried out; the same up to rounding, but for a noisy gate, a balance loss and EWA, whose draws and means
+# are of the rows that a process takes at once
+NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
+
+
+class Result(NamedTuple):
+    """A finished stage."""
+
+    name: str
+    folder: Path  # of the model
+    loss: float  # mean over the label tokens of the held-out rows
+    losses: list[float]  # mean of each held-out row
+    tokens: list[int]  # label tokens of each
+    steps: int
+    seconds: float  # of this stage's training alone
+    total_seconds: float  # with the stages before it, the base excepted
+    parameters: int
+    active_parameters: int  # that a token passes through
+    history: list  # (step, held-out loss)
+    steps_per_second: float
+    alpha: list | None = None  # [L][E], mixing coefficients of a merged model
+
+
+class KeptStages:
+    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+
+    A method's class has the stages, and says what its data are (`data_key`, `make_data`) and which trainings its recipe has.
+    `result` is the kind of its results, `FORMAT` part of every hash: a change of what a stage does gives new folders.
+    """
+
+    FORMAT: int
+    result: type = Result
+
+    def __init__(self, recipe, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
+        for module in ("accelerate", "datasets", "tokenizers"):
+            data.require(module)  # now, not after minutes of training
+        self.recipe, self.out, self.seed = recipe, Path(out), seed
+        self.is_main = ranks.state().is_main_process
+        self.say = say if self.is_main else lambda text: None
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"out is {out}, which is a file; want a folder")
+        for training in self.trainings():
+            trainers.check_training(**asdict(training))
+        trainers.quiet()
+        self._rows: dict = {}
+        self._key = ranks.agree(self.data_key())  # once, as the rows are read once
+
+    def trainings(self) -> Sequence[Training]:
+        """Return the trainings of the recipe, which are checked before anything is made."""
+        raise NotImplementedError
+
+    def data_key(self) -> str:
+        """Return a hash of all that tokenizer and rows depend on."""
+        raise NotImplementedError
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the folder `tokenizer` and one for each kind of rows; return what there is to say of them."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self):
+        """The base's tokenizer; trained on the way where the recipe pre-trains a base."""
+        return self.part("tokenizer")
+
+    def part(self, name: str):
+        """Return the tokenizer or the rows of that name, read, tokenized and kept on the first use."""
+        if name not in self._rows:
+            folder = self.out / f"data-{self._key}"
+            made_once(folder, "rows.json", self._made_data)
+            load = ranks.load_tokenizer if name == "tokenizer" else data.load_rows
+            self._rows[name] = load(folder / name)
+        return self._rows[name]
+
+    def _made_data(self, tmp: Path) -> dict:
+        with ranks.leading() as main:
+            return self.make_data(tmp) if main else {}
+
+    def _stage(
+        self,
+        kind: str,
+        name: str,
+        settings: dict,
+        parents: list,
+        make: Callable[[Path, Path], dict],
+        seed: int | None = None,
+        holds: str = "model",
+        result: type | None = None,
+    ):
+        """Return the stage of these settings, made by `make(tmp, checkpoints)` if it is not there yet.
+
+        `holds` is what of the stage's folder the result's `folder` is; `result` the kind of the result, in its class's place.
+        """
+        named = {
+            "format": self.FORMAT, "kind": kind, "settings": settings, "seed": self.seed if seed is None else seed,
+            "data": self._key, "parents": [parent.folder.parent.name for parent in parents],
+        }  # fmt: skip
+        folder = self.out / f"{kind}-{hash_of(named)}"
+        checkpoints = folder.with_name(f"{folder.name}.checkpoints")
+        before = sum(parent.total_seconds for parent in parents if not parent.folder.parent.name.startswith("base-"))
+
+        def whole(tmp: Path) -> dict:
+            self.part("tokenizer")  # by all processes, before rank 0 does something alone
+            self.say(f"{name}, seed {named['seed']}: to {folder}")
+            values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
+            ranks.free_memory()
+            total = before + values["seconds"]
+            rate = values["steps"] / values["seconds"] if values["seconds"] else 0.0
+            done = {"name": name, "total_seconds": total, "steps_per_second": rate} | values
+            took = f"{values['steps']} steps in {values['seconds']:.0f} s, " if values["steps"] else ""
+            if "loss" in values:
+                self.say(f"{name}, seed {named['seed']}: {took}held-out loss {values['loss']:.4f}")
+            return done | {"made_of": named}
+
+        made_once(folder, "result.json", whole)
+        remove(checkpoints)
+        return read_result(folder, result or self.result, name=name, folder=folder / holds)
+
+    def _settings(self, training: Training) -> dict:
+        """What a training adds to its stage's hash."""
+        values = {name: value for name, value in asdict(training).items() if name not in NOT_HASHED}
+        return {"training": values, "dtype": self.recipe.dtype, "evaluations": self.recipe.evaluations}
+
+    def _train(
+        self, name: str, model, rows, held_out, training: Training, checkpoints: Path, callbacks=(), seed=None, **more
+    ) -> trainers.Trained:
+        settings = {"evaluations": self.recipe.evaluations} | asdict(training) | more
+        with console.bar(name, shown=self.is_main) as on_step:
+            return trainers.train(
+                model, rows, self.tokenizer, folder=checkpoints, held_out=held_out, on_step=on_step,
+                seed=self.seed if seed is None else seed, callbacks=callbacks, **settings,
+            )  # fmt: skip
+
+    def _base_tokenizer(self, text: Callable[[], Iterable[str]]):
+        """Return the base's tokenizer: trained on `text()` where the recipe pre-trains a base, else the one it has."""
+        pretrain = self.recipe.pretrain
+        if pretrain is None:
+            return ranks.load_tokenizer(self.recipe.base_model)
+        return train_tokenizer(text(), pretrain.vocab_size)
+
+    def _pretrain(
+        self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
+    ) -> tuple[torch.nn.Module, trainers.Trained]:
+        """Make the small Llama of the recipe's `pretrain` and train it on `rows`, AdamW on all its weights."""
+        pretrain = self.recipe.pretrain
+        sizes = {name: getattr(pretrain, name) for name in ("hidden_size", "intermediate_size", "num_layers", "seed")}
+        model = small_llama(self.tokenizer, max_length=max_length, **sizes)
+        training = Training(
+            steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
+            optimizer="adamw_torch", schedule=schedule, max_grad_norm=1.0,
+        )  # fmt: skip
+        return model, self._train("base", model, rows, held_out, training, checkpoints, seed=pretrain.seed)
+
+    def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
+        """Gather the weights once and write them, on rank 0."""
+        weights = trained.state_dict()
+        with ranks.leading() as main:
+            if main:
+                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+
+    def _is_saved_as_trained(self, model) -> bool:
+        """Whether saving does not round: else a model is judged anew, as it was saved."""
+        return all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters())
+
+
+def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> None:
+    """Have `make` fill `folder`, unless its file `mark` says that it is whole; what it returns is written to `mark`.
+
+    All processes of the run must call, and all make; rank 0's folder counts. Of two runs, one makes and one waits.
+    """
+    if ranks.agree((folder / mark).is_file()):
+        return
+    with contextlib.ExitStack() as stack:
+        tmp = None
+        with ranks.leading() as main:
+            if main:
+                stack.enter_context(_locked(folder))
+                if not (folder / mark).is_file():
+                    tmp = str(stack.enter_context(atomic_folder(folder, overwrite=True)))
+        tmp = ranks.agree(tmp)
+        if tmp is None:
+            return
+        values = make(Path(tmp))
+        with ranks.leading() as main:  # nobody reads before rank 0 has moved the folder in
+            if main:
+                atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
+                stack.close()
+
+
+def read_result(stage: Path, kind: type = Result, **changes):
+    """Read the result.json of a stage's folder as the NamedTuple `kind`; `changes` replace what is in it."""
+    values = read_json(stage / "result.json")
+    try:
+        values["history"] = [tuple(point) for point in values["history"]]
+        return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
+    except (KeyError, TypeError) as error:
+        how = "remove the folder, and the stage is made anew"
+        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}); want a file of a stage; {how}") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`; the kernel gives it back when the process dies. Without locks, two runs may both make."""
+    locks = folder.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with open(locks / folder.name, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def course_of(trained: trainers.Trained) -> dict:
+    """How a training went, without where it ended: a model made of the trained one is judged anew."""
+    history = trained.history
+    return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
+
+
+def loss_of(losses: list[float], tokens: list[int]) -> dict:
+    """The held-out rows' part of a result."""
+    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+
+
+def sizes_of(model) -> dict:
+    """The sizes' part of a result."""
+    total, active = sizes(model)
+    return {"parameters": total, "active_parameters": active}
+
+
+TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}  # that a way to put prompts brings along
+
+
+def tokenized(tokenizer, recipe: Recipe) -> tuple:
+    """Read the rows that a recipe names; return those to tune on and those to judge by, tokenized."""
+    d = recipe.data
+    built_in = standard_library_pairs() if data.BUILT_IN in (d.train, d.held_out) else None
+    if d.held_out is None and built_in is None:
+        train, held_out = data.hold_out(data.read_rows(d.train, d.split), d.held_out_rows)
+    else:
+        train = built_in.train if d.train == data.BUILT_IN else data.read_rows(d.train, d.split)
+        own = d.held_out in (None, data.BUILT_IN)
+        held_out = built_in.held_out if own else data.read_rows(d.held_out, d.held_out_split)
+        train = _without(train, held_out, d.held_out)
+    parts = []
+    for rows, count in ((train, d.limit), (held_out, d.held_out_rows)):
+        put = (put_prompt(row, d.prompt) for row in rows)
+        parts.append(data.tokenize_pairs(tokenizer, put, d.max_length, limit=count))
+    return tuple(parts)
+
+
+def domain_pairs(domain) -> tuple:
+    """Return the rows of a recipe's domain, to train on and held out, not tokenized; no row is in both.
+
+    `domain` has train, split, limit, held_out, held_out_split and held_out_rows; of a built-in one these are all its held-out
+    rows. Rows of a file come shuffled, always alike: a limit takes some of all, not the first.
+    """
+    if domain.train in DOMAINS:
+        asked = max(domain.limit or 0, domain.held_out_rows)
+        # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
+        return tuple(domain_rows(domain.train, limit=asked + asked // 8 if asked > SUMS else None))
+    rows = data.read_rows(domain.train, domain.split)
+    if domain.held_out is None:
+        return data.hold_out(rows, domain.held_out_rows)
+    held_out = data.read_rows(domain.held_out, domain.held_out_split)
+    return _without(rows.shuffle(seed=0), held_out, domain.held_out), held_out
+
+
+def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
+    """Return `<name>-train` and `<name>-held_out` of every domain, tokenized: what one holds out is in no other's train rows.
+
+    Each domain's prompts are put in its own way. The tokenizer is left with the chat template of the first domain that brings
+    one, with its own where a domain's prompt is "chat".
+    """
+    own, found = tokenizer.chat_template, {}
+    pairs = {name: domain_pairs(domain) for name, domain in domains.items()}
+    held_out = [row for _, rows in pairs.values() for row in rows]
+    for name, domain in domains.items():
+        tokenizer.chat_template = TEMPLATES.get(domain.prompt, own)
+        rows = {"train": _without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
+        for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
+            put = (put_prompt(row, domain.prompt) for row in rows[part])
+            found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
+    prompts = [domain.prompt for domain in domains.values()]
+    tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
+    # cut at max_length, rows may have become equal
+    known = {tuple(ids) for name in domains for ids in found[f"{name}-held_out"]["input_ids"]}
+    for name in domains:
+        ids = found[f"{name}-train"]["input_ids"]
+        left = [place for place, row in enumerate(ids) if tuple(row) not in known]
+        if not left:
+            raise ValueError(
+                f"held_out of the domains has every row of {name}, cut at {max_length} tokens; want other rows"
+            )
+        if len(left) < len(ids):
+            found[f"{name}-train"] = found[f"{name}-train"].select(left)
+    return found
+
+
+def _without(train, held_out, source: str | None) -> list:
+    """Return the rows of `train` that are not held out; raises ValueError where none is left."""
+    known = {str(dict(row)) for row in held_out}
+    left = [row for row in train if str(dict(row)) not in known]
+    if not left:
+        raise ValueError(f"held_out is {source!r}, which has every row of train; want other rows")
+    return left
+
+
+def documents(pretrain: Pretrain) -> list[str]:
+    """The texts that a small base and its tokenizer are trained on, taken evenly from all."""
+    documents = standard_library_text()
+    count = pretrain.documents or len(documents)
+    return documents[:: max(len(documents) // count, 1)][:count]
+
+
+def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
+    """The texts that the small base of a study of domains is made of: as many of each built-in one among `sources`.
+
+    Code's are the standard library's source. Where no source is built in, all built-in domains are read.
+    """
+    names = [name for name in DOMAINS if name in set(sources)] or list(DOMAINS)
+    count = pretrain.documents and max(pretrain.documents // len(names), 1)
+    return [text for name in names for text in domain_text(name, limit=count)]

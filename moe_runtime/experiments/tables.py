@@ -1,0 +1,334 @@
+"""How a paper's table is made by one command: its plan for every seed, what it says, its picture, its JSON.
+
+A method's own file (xft_tables, esft_tables) has a Command per table, and its stages in a folder that all commands share. A
+stage that is there already is read, not trained, whichever command made it; so a command that was killed goes on.
+
+What a table says: every method's losses over the seeds, their comparison with one of them, JSON and sentences.
+
+The loss of a method is its mean over the seeds; verdicts come from `moe_runtime.experiments.compare` and from nowhere else.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_runtime import __version__
+from moe_runtime.backends import doctor
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.experiments import plots
+from moe_runtime.experiments.compare import LEVEL, Comparison, compare, signed
+from moe_runtime.io.files import atomic_write_json, read_json
+from moe_runtime.io.rows import require
+
+OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")  # what not every result has
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of a table: a result per seed, in the order of the seeds."""
+
+    name: str
+    results: list
+
+    @property
+    def losses(self) -> list[float]:
+        """Held-out loss per label token of each seed."""
+        return [result.loss for result in self.results]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.losses)
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation over the seeds; NaN for one seed or a loss that is not finite."""
+        losses = self.losses
+        return statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is beyond a float, NaN for a loss that is none."""
+        return math.inf if self.loss > 700 else math.exp(self.loss)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training from the base to this model, all stages between them counted; mean over the seeds."""
+        return statistics.fmean(result.total_seconds for result in self.results)
+
+    def to_dict(self, seeds: Sequence[int]) -> dict:
+        """Return the numbers of the entry and of every seed, JSON-ready once `finite` has seen them."""
+        first = self.results[0]
+        return {
+            "name": self.name,
+            "loss": self.loss,
+            "loss_sd": self.sd,
+            "perplexity": self.perplexity,
+            "parameters": first.parameters,
+            "active_parameters": first.active_parameters,
+            "train_seconds": self.seconds,
+            "seeds": [{"seed": seed, **_of_seed(result)} for seed, result in zip(seeds, self.results, strict=True)],
+        }
+
+
+def _of_seed(result) -> dict:
+    """The numbers of one result; the rows' losses stay in its own folder."""
+    names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
+    known = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    return {"folder": "/".join(Path(result.folder).parts[-2:])} | known
+
+
+@dataclass
+class Report:
+    """A table, ready to be printed, drawn and written."""
+
+    command: str
+    title: str
+    source: str  # the paper and its table or figure
+    settings: dict  # a run with other ones does not replace this report unasked
+    seeds: tuple[int, ...]
+    entries: list[Entry]
+    reference: str
+    summary: list[str] = field(default_factory=list)
+    extra: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        tokens = self.entries[0].results[0].tokens
+        for entry in self.entries:
+            if any(list(result.tokens) != list(tokens) for result in entry.results):
+                raise ValueError(f"held-out rows of {entry.name!r} are others than those of {self.entries[0].name!r}; want "
+                                 "one recipe for all")  # fmt: skip
+        losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
+        self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
+
+    def entry(self, name: str) -> Entry:
+        """Return the entry of that name."""
+        return next(entry for entry in self.entries if entry.name == name)
+
+    def comparison(self, name: str) -> Comparison | None:
+        """Return how a method compares with the reference; None for the reference itself."""
+        return next((one for one in self.comparisons if one.name == name), None)
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        return finite(
+            {
+                "command": self.command,
+                "title": self.title,
+                "source": self.source,
+                "settings": self.settings,
+                "reference": self.reference,
+                "held_out_rows": len(self.entries[0].results[0].tokens),
+                "held_out_tokens": sum(self.entries[0].results[0].tokens),
+                "methods": [entry.to_dict(self.seeds) for entry in self.entries],
+                "level": LEVEL,
+                "comparisons": [asdict(one) for one in self.comparisons],
+                "summary": self.summary,
+                **self.extra,
+                "environment": environment(),
+            }
+        )
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        names = ("held-out loss", "perplexity", "parameters", "per token", "train s", f"vs {self.reference}", "p")
+        return [("method", "left"), *((name, "right") for name in names), ("verdict", "left")]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        return [self._row(entry) for entry in self.entries]
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        sd = "" if math.isnan(entry.sd) else f" ± {entry.sd:.4f}"
+        one, first = self.comparison(entry.name), entry.results[0]
+        numbers = (
+            f"{entry.loss:.4f}{sd}", f"{entry.perplexity:,.2f}", f"{first.parameters:,}", f"{first.active_parameters:,}",
+            f"{entry.seconds:,.0f}",
+        )  # fmt: skip
+        if one is None:
+            return entry.name, *numbers, "", "", "reference"
+        return entry.name, *numbers, difference_of(one), p_of(one.p_corrected), one.verdict
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in two lines."""
+        rows, tokens = len(self.entries[0].results[0].tokens), sum(self.entries[0].results[0].tokens)
+        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        return (
+            f"{rows} held-out rows, {tokens:,} label tokens; {over}; train s: all stages after the base, which has its own.\n"
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
+            f"corrected by Holm for {len(self.comparisons)} comparisons."
+        )
+
+
+def difference_of(one: Comparison) -> str:
+    """Return a comparison's difference and its interval as text, as far as there are such."""
+    interval = "" if math.isnan(one.low) else f" [{signed(one.low)}, {signed(one.high)}]"
+    return "" if math.isnan(one.difference) else signed(one.difference) + interval
+
+
+def p_of(p: float) -> str:
+    """Return a p-value as text."""
+    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
+
+
+def verdict(report: Report, name: str) -> str:
+    """Say in a sentence or two whether the method `name` gained over the report's reference."""
+    one = report.comparison(name)
+    if one.verdict == "lower":
+        return f"{name} gained. {one}."
+    if one.verdict == "higher":
+        return f"{name} did not pay here: its loss is higher. {one}."
+    return f"{name} shows no gain here. {one}."
+
+
+def environment() -> dict:
+    """Return when and where the numbers were made."""
+    found = doctor()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "moe_runtime": __version__,
+        **{name: found[name] for name in ("system", "packages", "devices")},
+        "load": os.getloadavg()[0],
+    }
+
+
+def finite(value):
+    """Return JSON-ready values with None for numbers that JSON has not: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {str(key): finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
+    """Raise ValueError if `path` holds a report that was made with other settings, unless it may be replaced."""
+    if overwrite or not path.exists():
+        return
+    old = read_json(path).get("settings")
+    if old != settings:
+        changed = _changed(old if isinstance(old, dict) else {}, settings)
+        raise ValueError(
+            f"out is {path.parent}, where {path.name} was made with other settings ({', '.join(changed)}); want another "
+            "folder; or pass overwrite=True"
+        )
+
+
+def write_report(path: Path, report: dict) -> None:
+    """Write a report's JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(path, report)
+
+
+def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
+    """Name the keys in which two settings differ."""
+    names = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            names += _changed(a, b, f"{prefix}{key}.")
+        elif a != b:
+            names.append(f"{prefix}{key}")
+    return names
+
+
+class Run:
+    """The seeds of a command: the stages of each, and what is said on the way."""
+
+    def __init__(
+        self, stages: type, settings: dict, recipe, out: Path, seeds: Sequence[int], say: Callable[[str], None]
+    ):
+        self.settings, self.recipe, self.out, self.seeds = settings, recipe, out, tuple(seeds)
+        self.all = [stages(recipe, out, seed=seed, say=say) for seed in self.seeds]
+        self.is_main = self.all[0].is_main
+        self.say = say if self.is_main else lambda text: None
+
+    def collect(self, plan: Callable[[Any], Iterator[tuple[str, Any]]]) -> list[Entry]:
+        """Run a plan, which yields names and results, for the stages of every seed; return an entry per name, in its order."""
+        found: dict[str, list] = {}
+        for number, stages in enumerate(self.all, 1):
+            for name, result in plan(stages):
+                self.say(f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}")
+                found.setdefault(name, []).append(result)
+        return [Entry(name, results) for name, results in found.items()]
+
+
+class Command(NamedTuple):
+    """How a table is made and drawn."""
+
+    title: str
+    source: str  # the paper and its table or figure
+    make: Callable  # (run, **options) -> dict of the report's fields but those that `run` below gives
+    draw: Callable  # (report) -> Figure
+    check: Callable = lambda recipe: {}  # (recipe, **options) -> the options, checked, JSON-ready
+    report: type = Report
+
+
+def run(
+    commands: Mapping[str, Command],
+    stages: type,
+    load: Callable,
+    command: str,
+    recipe,
+    out: str | Path,
+    *,
+    seeds: int,
+    say: Callable[[str], None],
+    overwrite: bool,
+    **options,
+):
+    """Make one of `commands`: train what `out` has not yet, write OUT/<command>.json and .png, return the report.
+
+    `recipe` is a recipe or what `load` takes; the seeds are `seeds` in a row from the recipe's own. A report with other
+    settings is replaced with `overwrite` only; stages are never. Raises ValueError before anything is trained.
+    """
+    check_choice("command", command, tuple(commands))
+    recipe = load(recipe) if isinstance(recipe, str | Path) else recipe
+    check_positive("seeds", seeds)
+    kind, out = commands[command], Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is {out}, which is a file; want a folder")
+    options = kind.check(recipe, **options)
+    seeds = tuple(range(recipe.seed, recipe.seed + seeds))
+    settings = finite({"recipe": recipe.to_dict(), "seeds": seeds, **options})
+    path = out / f"{command}.json"
+    check_report(path, settings, overwrite)
+    for module, extra in (("scipy.stats", "train"), ("matplotlib", "plot")):
+        require(module, extra)  # now, not after minutes of training
+    process = Run(stages, settings, recipe, out, seeds, say)
+    made = kind.make(process, **options)
+    summary = made.pop("summary")
+    report = kind.report(command=command, title=kind.title, source=kind.source, settings=settings, seeds=seeds, **made)
+    report.summary = summary(report)
+    if process.is_main:
+        plots.save(kind.draw(report), path.with_suffix(".png"))
+        write_report(path, report.to_dict())
+    return report
+
+
+def each(report: Report) -> list[str]:
+    """Say one sentence for every comparison."""
+    return [f"{one}." for one in report.comparisons]
+
+
+def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
+    """Return what names the lowest of a sweep, and those of it that the test found below the reference."""
+
+    def summary(report: Report) -> list[str]:
+        losses = {name: report.entry(name).loss for name in names}
+        lowest = min(losses, key=losses.__getitem__)
+        below = [name for name in losses if report.comparison(name).verdict == "lower"]
+        found = ", ".join(below) if below else "none of them"
+        return [
+            f"Lowest of the sweep: {lowest}, {losses[lowest]:.4f}; not tested against the others.",
+            f"Lower than {report.reference} by the test: {found}.",
+        ]
+
+    return summary

@@ -1,0 +1,219 @@
+"""Where a model routes: our own layers and the stock experts of transformers side by side, and what their calls say.
+
+A layer is watched only while the model that it is in runs: gradient checkpointing runs it again in the backward pass, and that
+is not a call of the model.
+
+How many parameters a model has, and how many of them a token passes through.
+"""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moe_runtime.hf.dropin.experts import is_experts
+from moe_runtime.modules.ewa import EWAMLP
+from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
+from moe_runtime.modules.lora_linear import LoRALinear
+from moe_runtime.modules.moe import MoE, Router
+
+# what DDP, torch.compile, FSDP and PEFT put into a module's path
+_WRAPPERS = {
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+    "original_module",
+}
+_TRAINED_COPY = re.compile(r"\.modules_to_save\.[^.]+")
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedLayer:
+    """A place where tokens meet experts: `module` is our Router or a stock experts module, `name` its path."""
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    num_shared: int = 0  # leading experts that see every token
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the layer is transformers' own."""
+        return not isinstance(self.module, Router)
+
+    def watch(self, see: Callable[[torch.Tensor], None]):
+        """Call `see` with the ids [T, K] of each call of the layer; return the hook's handle."""
+        if self.is_stock:
+            return self.module.register_forward_pre_hook(functools.partial(_before_experts, see), with_kwargs=True)
+        return self.module.register_forward_hook(functools.partial(_after_router, see))
+
+
+# functions of the module, not lambdas: a model is pickled and copied with its hooks
+def _before_experts(see, module, args, kwargs) -> None:
+    see(ids_of(args, kwargs))
+
+
+def _after_router(see, module, args, out) -> None:
+    see(out.topk_idx)
+
+
+def ids_of(args: tuple, kwargs: dict) -> torch.Tensor:
+    """Find the ids [T, K] among the arguments of a stock experts module."""
+    ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+    return ids.reshape(-1, ids.shape[-1])
+
+
+def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
+    """Return the layers of `model` that route, by path, in the order of its modules; raise ValueError if there is none."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            config = module.config
+            layers[name] = RoutedLayer(name, module, config.num_experts, int(config.has_shared_expert))
+        elif is_experts(module):
+            layers[name] = RoutedLayer(name, module, module.num_experts)
+    if not layers:
+        raise ValueError(
+            f"model is {type(model).__name__}, without a router; want MoE layers; upcycle it first, or take a stock model "
+            "whose experts go through transformers' experts interface"
+        )
+    return layers
+
+
+def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
+    """Return the routed layers of `model` by their number in it, the first in their path (ESFT's files count so).
+
+    Copies that an adapter trains take their originals' place. Raises ValueError where two layers have one number, as in
+    models with several stacks of layers.
+    """
+    numbered: dict[int, RoutedLayer] = {}
+    for layer in routed_layers(model).values():
+        digits = re.search(r"\d+", plain_name(layer.name))
+        if digits is None:
+            raise ValueError(f"layer {layer.name} has no number in its path; want a model with numbered layers")
+        number = int(digits[0])
+        other = numbered.get(number)
+        if other is not None and plain_name(other.name) != plain_name(layer.name):
+            if isinstance(block_of(model, layer), LoRALinear):
+                raise ValueError(
+                    f"{layer.name} and {other.name} are of LoRA experts with a router for each linear layer; want one for a "
+                    "layer, as of form 'block'"
+                )
+            raise ValueError(
+                f"layers {other.name} and {layer.name} have the same number {number}; want a model with one stack of layers"
+            )
+        if other is None or _TRAINED_COPY.search(layer.name):
+            numbered[number] = layer
+    return numbered
+
+
+def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
+    """Return the module that holds a layer's expert stacks: transformers' experts, or our Experts beside our Router.
+
+    Raises ValueError for LoRA experts, which have none.
+    """
+    if layer.is_stock:
+        return layer.module
+    block = block_of(model, layer)
+    if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
+        raise ValueError(f"{layer.name} is of LoRA experts; want whole ones; lora_moe.to_moe makes them")
+    return block.experts
+
+
+def plain_name(name: str) -> str:
+    """Return a layer's path without what wrappers put into it: the same in a model and in DDP or PEFT around it."""
+    name = ".".join(part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS)
+    return name.removeprefix("base_model.model.")
+
+
+def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
+    """Return the module that a layer belongs to, wrappers around the layer left out: for stock experts, the MoE block."""
+    path = layer.name.split(".")
+    while path and path[-1] in _WRAPPERS:
+        path.pop()
+    return model.get_submodule(".".join(path[:-1]))
+
+
+class OpenCall:
+    """Knows whether `model` is being called, and with which 2-d attention mask.
+
+    `enter`, if given, is asked at the start whether this call counts; `leave` is called at its end, after an error too; after
+    Ctrl-C, when the next call starts or at `close`. `names` are those of the forward's arguments.
+    """
+
+    def __init__(self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None):
+        self.is_open, self.mask = False, None
+        self.with_gradient = 0  # calls so far
+        self._on_enter, self._on_leave = enter, leave
+        self.names = tuple(inspect.signature(model.forward).parameters)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args, kwargs) -> None:
+        # torch does not call hooks after a KeyboardInterrupt, whatever always_call says
+        self._leave()
+        mask = self.named(args, kwargs).get("attention_mask")
+        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        self.with_gradient += torch.is_grad_enabled()
+        self.is_open = self._on_enter is None or self._on_enter(module)
+
+    def _leave(self, *_) -> None:
+        self.is_open, self.mask = False, None
+        if self._on_leave is not None:
+            self._on_leave()
+
+    def named(self, args: tuple, kwargs: dict) -> dict:
+        """Return a call's arguments by their names, the positional ones too."""
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+    def close(self) -> None:
+        """Remove the hooks; a call in progress is left."""
+        self._leave()
+        for handle in self._handles:
+            handle.remove()
+
+
+def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """Return which of `rows` tokens are none of padding, [rows] bool, by an attention mask [B, S]; None if it does not fit.
+
+    With a cache the mask covers past tokens too, and the new ones come last.
+    """
+    if mask is None or not rows or rows % mask.shape[0] or mask.numel() < rows:
+        return None
+    return mask[:, -(rows // mask.shape[0]) :].reshape(rows) != 0
+
+
+def forget_compiled() -> None:
+    """Make compiled code compile anew, if there is any: torch.compile does not look for hooks that come later."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0):
+        torch.compiler.reset()
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """Return the parameters of a model and those that a token passes through; tied weights count once."""
+    total = sum(p.numel() for p in model.parameters())
+    idle = 0.0
+    for module in model.modules():
+        if isinstance(module, MoE | EWAMLP | LoRALinear):
+            # EWA deals each token out to one expert, whatever top_k is
+            seen = 1 if isinstance(module, EWAMLP) else module.config.top_k
+            idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in _of_experts(module))
+    return total, round(total - idle)
+
+
+def _of_experts(module: nn.Module) -> list[nn.Parameter]:
+    """Return what belongs to single experts: all of a MoE's, of LoRA experts the pairs without their base."""
+    if isinstance(module, LoRAMoE | LoRALinear):
+        low_rank = module.experts if isinstance(module, LoRAMoE) else module
+        return [half for pair in low_rank.pairs() for half in pair]
+    return list(module.experts.parameters())

@@ -1,0 +1,251 @@
+"""Experts spread over ranks, in the process groups and DTensors that the engines have; `ops.all_to_all` moves the tokens.
+
+    mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
+    shard_experts(model, mesh["ep"])        # with FSDP2: fully_shard the experts over mesh["dp"], all else over the mesh
+    shard_experts(model, mesh)              # with DDP: the copies of an expert are averaged here, all else by DDP
+    save_pretrained(model, folder)          # one checkpoint, as of a model that was never spread
+
+Expert parallelism lies inside data parallelism: every rank has tokens of its own. Auxiliary and balance losses are those of
+a rank's own tokens, as under data parallelism. Nothing here starts processes.
+"""
+
+import os
+import types
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel, TrainerCallback
+
+from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
+from moe_runtime.hf.training import trained_files
+from moe_runtime.modules import trainable
+from moe_runtime.modules.lora import LoRAMoE
+from moe_runtime.modules.lora_linear import LoRALinear
+from moe_runtime.modules.moe import Experts
+from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
+    """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension; return how many layers that are.
+
+    Stacks and biases become DTensors under their names, Shard(0) over the last dimension and replicated over a first one, if
+    there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
+    gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
+    summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
+    leaves the experts alone. PEFT's adapters of other modules come before it as well. Trainer then refuses on every rank to
+    train with a save_strategy, which would write on one rank alone. A second call with the same mesh changes nothing.
+
+    Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
+    LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
+    """
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients is {gradients!r}; want one of {', '.join(GRADIENTS)}")
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; want the experts' alone, or replicas and the experts'")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("model is wrapped in DistributedDataParallel; want it before that: DDP holds its parameters")
+    layers = {
+        name: module for name, module in model.named_modules() if is_experts(module) or isinstance(module, Experts)
+    }
+    lora = [name for name, module in model.named_modules() if isinstance(module, LoRAMoE | LoRALinear)]
+    if lora:
+        raise ValueError(f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them")
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    for name, module in layers.items():
+        _check(name, module, mesh, placements)
+    patch(model)
+    ignored = _ignored(model)
+    for name, module in layers.items():
+        setattr(module, GRADIENTS_OF, gradients)
+        for parameter_name, parameter in _stacks(module):
+            if not isinstance(parameter, DTensor):
+                setattr(module, parameter_name, _shard(parameter, mesh, placements))
+            ignored.add(f"{name}.{parameter_name}")
+    model._ddp_params_and_buffers_to_ignore = sorted(ignored)
+    for module in model.modules():
+        # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
+        if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
+            module.save_pretrained = types.MethodType(_save_whole_only, module)
+    _watch_trainers()
+    return len(layers)
+
+
+class NoCheckpoints(TrainerCallback):
+    """Refuses a training that would save what `shard_experts` has spread, on every rank, before the first step."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if args.save_strategy == "no":
+            return
+        training = trained_files.training_of(model)
+        save = getattr(model, "save_pretrained", None) if training is None else training.save
+        if getattr(save, "__func__", None) is _save_whole_only:
+            how = "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder)"
+            raise ValueError(
+                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with its experts on several "
+                "ranks, and Trainer writes on one; want save_strategy='no', and "
+                f"{how if training is None else 'esft.save_adapter(model, folder)'} on every rank"
+            )
+
+
+def _watch_trainers() -> None:
+    """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
+    from transformers.trainer import DEFAULT_CALLBACKS
+
+    if NoCheckpoints not in DEFAULT_CALLBACKS:
+        DEFAULT_CALLBACKS.append(NoCheckpoints)
+
+
+def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
+    """transformers' save_pretrained, for weights that were gathered: alone, one rank would wait for the others for ever."""
+    if state_dict is None:
+        raise ValueError(
+            f"model is {type(self).__name__} with its experts on several ranks; want "
+            "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder) on every rank, and save_strategy='no' in Trainer"
+        )
+    type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **options)
+
+
+def _stacks(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that hold something for each expert; a norm that experts share is a module of its own."""
+    return list(module.named_parameters(recurse=False))
+
+
+def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
+    stacks, n = _stacks(module), mesh.size(-1)
+    if trainable.split_of(module) is not None:
+        raise ValueError(f"rows of {name} train apart from its stacks; want shard_experts before train_rows")
+    if ADAPTED.intersection(name.split(".")):
+        raise ValueError(
+            f"{name} lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(
+            f"{name} holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
+        )
+    for parameter_name, parameter in stacks:
+        E = parameter.shape[0]
+        if E % n:
+            raise ValueError(f"num_experts is {E} in {name}, the mesh has {n} ranks; want a multiple of them")
+        if isinstance(parameter, DTensor) and not (
+            parameter.device_mesh == mesh and list(parameter.placements) == placements
+        ):
+            raise ValueError(
+                f"{name}.{parameter_name} is a DTensor {tuple(parameter.placements)} on {parameter.device_mesh}; want it "
+                "whole; shard the experts before fully_shard"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name}.{parameter_name} is {parameter.dtype}; want floats: quantized experts cannot be spread"
+            )
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:
+    """Keep this rank's experts of a whole stack, in memory of their own."""
+    rank, size = mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0] // mesh.size(-1)
+    part = parameter.detach()[rank * size : (rank + 1) * size].clone(memory_format=torch.contiguous_format)
+    part = part if part.is_meta else part.to(mesh.device_type)
+    whole = DTensor.from_local(part, mesh, placements, run_check=False)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+@torch.no_grad()
+def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype) -> None:
+    """As modules.trainable.split_rows, of experts that `shard_experts` has spread: each rank holds the rows of its own.
+
+    The parameters are spread as the stacks are, so every rank has as many rows as the one with the most experts that train;
+    those that no expert has stay zero. DDP leaves all of it alone.
+    """
+    module = model.get_submodule(path)
+    stacks = {name: getattr(module, name) for name in names}
+    first = stacks[names[0]]
+    mesh, placements = first.device_mesh, first.placements
+    n, rank, size = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), first.shape[0] // mesh.size(-1)
+    owned = [[e for e in ids if e // size == r] for r in range(n)]
+    most = max(map(len, owned))
+    index = torch.tensor([e - rank * size for e in owned[rank]], dtype=torch.int64, device=first.to_local().device)
+    rows = {}
+    for name, stack in stacks.items():
+        part = stack.detach().to_local()
+        rows[name] = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
+        rows[name][: index.numel()] = part.index_select(0, index)
+    spread = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in rows.items()}
+    trainable.register_maps(module, size, index)  # the last that may find no memory
+    for name, part in spread.items():
+        module.register_parameter(trainable.PREFIX + name, nn.Parameter(part))
+    places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
+    trainable.remember(module, stacks, trainable.Split(ids, places, {}))
+    model._ddp_params_and_buffers_to_ignore = sorted({*_ignored(model), *_rows_in(module, path)})
+
+
+def forget_rows(model: nn.Module, path: str) -> None:
+    """Let DDP no longer know of the rows of the experts at `path`, which are about to go."""
+    gone = _rows_in(model.get_submodule(path), path)
+    model._ddp_params_and_buffers_to_ignore = sorted(_ignored(model) - gone)
+
+
+def _ignored(model: nn.Module) -> set[str]:
+    return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _rows_in(module: nn.Module, path: str) -> set[str]:
+    names = [trainable.PREFIX + name for name in trainable.trained_parameters(module)]
+    return {f"{path}.{name}" for name in (*names, trainable.ROW, trainable.EXPERT)}
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their norm, over all ranks' experts, is at most `max_norm`; return the norm before that, [].
+
+    torch's own function raises where some gradients are spread and others are not, as under DDP, or over several meshes.
+    Trainer and accelerate's clip_grad_norm_ need nothing.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+    return norm
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """Return the parameters that train as an optimizer's groups, one for each mesh and one for those on none.
+
+    With fused=True or foreach=True an optimizer's group cannot hold spread parameters beside whole ones; a GradScaler wants an
+    optimizer for each group.
+    """
+    groups = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
+    """Write `model` as one checkpoint that plain from_pretrained reads; every rank must call it, rank 0 writes.
+
+    Tensors that are spread, by `shard_experts` or FSDP2, are gathered one at a time and lie whole in rank 0's CPU memory
+    alone. `options` go to transformers' save_pretrained.
+    """
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if any(trainable.split_of(module) is not None for module in model.modules()):
+        raise ValueError(
+            "the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved"
+        )
+    writes, gathered = dist.get_rank() == 0, {}
+    # the parameters themselves: of tied ones one copy, which transformers then recognises
+    tensors = model.state_dict(keep_vars=True)
+    for tensor in tensors.values():
+        if id(tensor) not in gathered:
+            whole = tensor.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            gathered[id(tensor)] = whole.cpu() if writes else None
+    if writes:
+        whole = {name: gathered[id(tensor)] for name, tensor in tensors.items()}
+        model.save_pretrained(folder, state_dict=whole, **options)
+    dist.barrier()

@@ -1,0 +1,317 @@
+"""Record which experts a model's tokens went to, and force the same experts later: for reinforcement learning and debugging.
+
+    with record_routing(model) as record:
+        model(**batch)
+    with replay_routing(model, record):
+        model(**batch).loss.backward()
+
+The choice alone is replayed. The weights are what the model's own router gives the forced experts, so gradients reach it. A
+replay of what was recorded from the same weights and batch is bit-equal, forward and backward; other weights, or noise on the
+router, change the weights and not the experts. Ids are [T, K] in the layer's own order, one tensor per call of the layer.
+
+Stock routers of transformers choose by torch.topk, which is what a replay answers for them: over the experts with the ids
+of the record, over groups of experts with the groups that these ids need. One that chooses in another way (PhiMoE's
+sparsemixer, ZAYA's skip expert) cannot be steered, and is refused as soon as its experts are not the record's.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moe_runtime.hf.dropin.layers import (
+    OpenCall,
+    RoutedLayer,
+    block_of,
+    forget_compiled,
+    ids_of,
+    plain_name,
+    routed_layers,
+)
+from moe_runtime.io.checkpoint import Checkpoint, write_tensors
+from moe_runtime.io.files import atomic_file
+
+FORMAT = "moe_runtime.routing.1"
+
+
+@dataclass(eq=False)
+class RoutingRecord:
+    """Expert ids by layer: `ids[layer][call]` is [T, K] int32; layers are named by their paths without wrappers."""
+
+    ids: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    num_experts: dict[str, int] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, the ids as int32."""
+        tensors = {
+            f"{layer}/{call}": ids.to("cpu", torch.int32).contiguous()
+            for layer, calls in self.ids.items()
+            for call, ids in enumerate(calls)
+        }
+        sizes = {f"num_experts/{layer}": str(E) for layer, E in self.num_experts.items()}
+        with atomic_file(path) as beside:
+            write_tensors(beside, tensors, {"format": FORMAT} | sizes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RoutingRecord":
+        """Read what `save` wrote; raise ValueError for another file, and for ids that no expert has."""
+        path = Path(path)
+        with Checkpoint(path.parent, path.name) as file:
+            if file.metadata.get("format") != FORMAT:
+                raise ValueError(f"format of {path} is {file.metadata.get('format')!r}; want {FORMAT!r}")
+            sizes = {
+                k.removeprefix("num_experts/"): v for k, v in file.metadata.items() if k.startswith("num_experts/")
+            }
+            names = [name.rpartition("/") for name in file.keys()]
+            wrong = [n for n in (*sizes.values(), *(name[2] for name in names)) if not (n.isascii() and n.isdigit())]
+            if wrong:
+                raise ValueError(f"a number of {path} is {wrong[0][:80]!r}; want a file that save wrote")
+            record = cls({}, {layer: int(size) for layer, size in sizes.items()})
+            for layer, _, call in sorted(names, key=lambda name: int(name[2])):
+                record.ids.setdefault(layer, []).append(file.get(f"{layer}/{call}"))
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """Raise ValueError unless all ids are [T, K] integers from 0 to the number of experts."""
+        for layer, calls in self.ids.items():
+            E = self.num_experts.get(layer)
+            for call, ids in enumerate(calls):
+                if ids.dim() != 2 or ids.is_floating_point():
+                    raise ValueError(
+                        f"ids of {layer}, call {call}, are {tuple(ids.shape)}, {ids.dtype}; want [T, K] integers"
+                    )
+                low, high = (int(bound) for bound in ids.aminmax()) if ids.numel() else (0, 0)
+                if low < 0 or (E is not None and high >= E):
+                    raise ValueError(f"ids of {layer}, call {call}, are {low} to {high}; want 0 to {E}, exclusive")
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Record the experts of each call of `model`, which may be wrapped, into the RoutingRecord that it gives.
+
+    Recomputation under gradient checkpointing is not recorded. No sync: the ids stay on their device.
+    """
+    layers = routed_layers(model)
+    forget_compiled()
+    record = RoutingRecord({}, {plain_name(name): layer.num_experts for name, layer in layers.items()})
+    call = OpenCall(model)
+    handles = [layer.watch(functools.partial(_note, call, record, plain_name(name))) for name, layer in layers.items()]
+    try:
+        yield record
+    finally:
+        call.close()
+        for handle in handles:
+            handle.remove()
+
+
+def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tensor) -> None:
+    if call.is_open:
+        # a copy: the router's own tensor may be changed in place
+        record.ids.setdefault(name, []).append(topk_idx.detach().to(torch.int32, copy=True))
+
+
+@contextlib.contextmanager
+def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
+    """Send the tokens of each call of `model` to the experts of the record's call of the same number.
+
+    Recomputation under gradient checkpointing gets the ids of the call that it repeats; the backward pass must run inside,
+    too. Layers that the record does not have route by themselves. Raises ValueError where the record does not fit the model
+    or the batch, at the end if it has more calls than there were, and for routers that it cannot steer: a layer's first
+    call is compared with the record at once, the others, without a sync, at the end.
+    """
+    layers = routed_layers(model)
+    _check_fits(model, layers, record)
+    calls = OpenCall(model)
+    replays = []
+    for name, layer in layers.items():
+        ids = record.ids.get(plain_name(name))
+        if ids:
+            replays.append(_StockReplay(model, layer, ids, calls) if layer.is_stock else _Replay(layer, ids, calls))
+    try:
+        yield
+        for replay in replays:
+            replay.finish()
+        recomputes = any(
+            getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules()
+        )
+        if recomputes and calls.with_gradient and not any(replay.repetitions for replay in replays):
+            warnings.warn(
+                "gradient checkpointing has not run its layers again; a backward pass outside of replay_routing would "
+                "choose experts anew",
+                stacklevel=3,
+            )
+    finally:
+        calls.close()
+        for replay in replays:
+            replay.close()
+
+
+def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: RoutingRecord) -> None:
+    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
+        raise ValueError(f"model is {type(model).__name__}, compiled; want the model that torch.compile was given")
+    record.check()
+    names = {plain_name(name): layer for name, layer in layers.items()}
+    if not any(record.ids.values()) or record.ids.keys() - names.keys():
+        raise ValueError(
+            f"record has the layers {', '.join(record.ids) or '(none)'}; want some of the model's, {', '.join(names)}"
+        )
+    for name, calls in record.ids.items():
+        E = names[name].num_experts
+        top = max((int(ids.max()) for ids in calls if ids.numel()), default=0)
+        if top >= E:
+            raise ValueError(f"record sends tokens of {name} to expert {top}; want 0 to {E - 1}")
+
+
+class _Replay:
+    """The replay of one of our routers, which takes the ids as an argument."""
+
+    def __init__(self, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
+        self.layer, self.ids, self.calls = layer, ids, calls
+        self.inputs: list[torch.Tensor] = []  # of the calls so far, by which a repetition is recognised
+        self.repetitions = 0
+        self.handles = [layer.module.register_forward_pre_hook(self._give, with_kwargs=True)]
+
+    def _give(self, module, args, kwargs):
+        x = args[0] if args else kwargs["x"]
+        return args, kwargs | {"topk_idx": self.next(x).to(x.device)}
+
+    def next(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the ids [T, K] of the call that `x` [..., H] comes with."""
+        # a few numbers of each token tell calls apart; a copy, since a block may change its input in place
+        x = x.detach().flatten(0, -2)[:, :4]
+        if self.calls.is_open:
+            number = len(self.inputs)
+            self.inputs.append(x.clone())
+        else:
+            number = self._repetition(x)
+            self.repetitions += 1
+        if number >= len(self.ids) or len(self.ids[number]) != len(x):
+            has = f"{len(self.ids[number])} tokens" if number < len(self.ids) else f"{len(self.ids)} calls"
+            raise ValueError(
+                f"call {number} of {self.layer.name} has {len(x)} tokens, the record has {has}; want the batches that were "
+                "recorded, in their order"
+            )
+        return self.ids[number]
+
+    def _repetition(self, x: torch.Tensor) -> int:
+        """Find the call that checkpointing repeats: the only one of this size, or the latest with this input."""
+        found = [i for i in reversed(range(len(self.inputs))) if self.inputs[i].shape == x.shape]
+        found = found if len(found) == 1 else [i for i in found if torch.equal(self.inputs[i], x)]
+        if not found:
+            raise ValueError(
+                f"{self.layer.name} was called outside of a call of the model; want calls of the model, and gradient "
+                "checkpointing that repeats them as they were"
+            )
+        return found[0]
+
+    def finish(self) -> None:
+        """Raise ValueError if calls of the record are left."""
+        if len(self.inputs) < len(self.ids):
+            raise ValueError(
+                f"{self.layer.name} was called {len(self.inputs)} times, the record has {len(self.ids)} calls; want the "
+                "batches that were recorded, all of them, or a record of fewer calls"
+            )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class _StockReplay(_Replay):
+    """The replay of a stock layer: answers torch.topk between the start of its block and its experts."""
+
+    def __init__(self, model: nn.Module, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
+        self.layer, self.ids, self.calls = layer, ids, calls
+        self.inputs, self.repetitions = [], 0
+        self.mode: _TopK | None = None
+        self.is_wrong: torch.Tensor | None = None
+        self.steers = True
+        block = block_of(model, layer)
+        self.handles = [
+            block.register_forward_pre_hook(self._start, with_kwargs=True),
+            layer.module.register_forward_pre_hook(self._compare, with_kwargs=True),
+            block.register_forward_hook(self._stop, always_call=True),
+        ]
+
+    def _start(self, module, args, kwargs) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        self._stop()
+        self.mode = _TopK(self.next(x).to(x.device), self.layer.num_experts)
+        self.mode.__enter__()
+
+    def _stop(self, *_) -> None:
+        mode, self.mode = self.mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def _compare(self, module, args, kwargs) -> None:
+        mode, got = self.mode, ids_of(args, kwargs)
+        if mode is None or got.shape != mode.ids.shape:
+            want = "none" if mode is None else tuple(mode.ids.shape)
+            raise ValueError(f"{self.layer.name} got {tuple(got.shape)} ids, the record has {want}; want the same")
+        mode.ends = True
+        self.steers = self.steers and mode.answered
+        is_wrong = (got != mode.ids).any()
+        if self.is_wrong is None:
+            self._refuse(is_wrong)
+        self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong
+
+    def finish(self) -> None:
+        """Raise ValueError if a later call went to other experts than the record's, or if calls of it are left."""
+        if self.is_wrong is not None:
+            self._refuse(self.is_wrong)
+        super().finish()
+
+    def close(self) -> None:
+        """Remove the hooks, and what Ctrl-C in a block has left."""
+        super().close()
+        self._stop()
+
+    def _refuse(self, is_wrong: torch.Tensor) -> None:
+        # a router that goes by the token's id, or has not changed, needs no steering
+        if is_wrong:
+            E, K = self.layer.num_experts, self.ids[0].shape[1]
+            why = "its router, or a hook on it, changes the ids after torch.topk; want a router that keeps them"
+            if not self.steers:
+                why = f"its router does not choose by torch.topk, {K} of {E}, and cannot be steered; want a family that does"
+            raise ValueError(f"{self.layer.name} went to other experts than the record's: {why}")
+
+
+class _TopK(TorchFunctionMode):
+    """Answers torch.topk over E experts with `ids` [T, K], and over groups of experts with the groups that have these."""
+
+    def __init__(self, ids: torch.Tensor, E: int):
+        super().__init__()
+        self.ids, self.E = ids, E
+        self.answered = self.ends = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.ends and func in (torch.topk, torch.Tensor.topk):
+            indices = self._indices(func, *args, **kwargs)
+            if indices is not None:
+                source = args[0] if args else kwargs["input"]
+                return torch.return_types.topk((source.gather(-1, indices), indices))
+        return func(*args, **kwargs)
+
+    def _indices(self, func, input, k, dim=-1, largest=True, sorted=True, **_) -> torch.Tensor | None:
+        T, K = self.ids.shape
+        wide = input.shape[-1]
+        if dim not in (-1, input.dim() - 1) or not largest or input.numel() != T * wide:
+            return None
+        if wide == self.E and k == K:
+            self.answered = True
+            return self.ids.long().view(*input.shape[:-1], K)
+        if not (1 < wide < self.E and self.E % wide == 0):
+            return None
+        # the best groups by score, those that have forced experts first
+        groups = self.ids.long().div(self.E // wide, rounding_mode="floor").view(*input.shape[:-1], K)
+        return func(input.detach().scatter(-1, groups, torch.inf), k, dim=-1, sorted=sorted).indices

@@ -1,0 +1,313 @@
+"""What a model's routers do: how the tokens' slots fall on the experts, layer by layer, and pictures of it.
+
+Max violation and entropy (`moe_runtime.hf.dropin.stats`) are over the routed experts: a shared one (gates xft, nonorm) sees
+every token and would only dilute them.
+Our own layers count, and the stock ones of transformers whose experts go through its experts interface, whoever computes
+them. Where experts_implementation is "moe_runtime" and the call has no attention mask, the counts are those the dispatch
+makes anyway; else counting costs one small integer scatter per layer on the device. Nothing is read back before somebody asks.
+
+How evenly a router spreads the tokens' slots over its experts, from the slots that each got.
+
+load           count_e / sum_e count_e                      share of the slots
+max violation  max_e count_e / mean_e count_e               1 when balanced
+entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
+"""
+
+import csv
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_runtime.hf.dropin.experts import NAME
+from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, forget_compiled, plain_name, routed_layers, token_mask
+from moe_runtime.io.files import atomic_file
+
+
+def expert_load(counts: torch.Tensor) -> torch.Tensor:
+    """Share of the slots per expert, `counts` [..., E] -> [..., E] float64; zeros where nothing was routed."""
+    return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def dead_experts(counts: torch.Tensor) -> torch.Tensor:
+    """Which experts got no slot, `counts` [..., E] -> [..., E] bool."""
+    return counts == 0
+
+
+def max_violation(counts: torch.Tensor) -> torch.Tensor:
+    """Largest load over mean load, `counts` [..., E] -> [...] float64: 1 when balanced, E when one expert takes all."""
+    E = counts.shape[-1]
+    return expert_load(counts).amax(-1) * E if E else counts.new_ones(counts.shape[:-1], dtype=torch.float64)
+
+
+def load_entropy(counts: torch.Tensor) -> torch.Tensor:
+    """Entropy of the load over that of a balanced one, `counts` [..., E] -> [...] float64 from 0 to 1; 1 for E < 2."""
+    E = counts.shape[-1]
+    if E < 2:
+        return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
+    return torch.special.entr(expert_load(counts)).sum(-1) / math.log(E)
+
+
+FIELDS = ("layer", "expert", "shared", "slots", "load")
+LOW_ENTROPY = 0.5
+ENOUGH = 10  # balanced slots per expert below which an unused expert says nothing
+
+
+@dataclass(frozen=True, eq=False)
+class RouterStats:
+    """Slots per layer and expert, and what follows from them; layers may have different numbers of experts."""
+
+    counts: torch.Tensor  # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
+    layers: tuple[str, ...]  # a layer's number, or its path where that is not unique
+    num_shared: int | tuple[int, ...] = 0  # leading experts that see every token; a tuple where layers differ
+    num_experts: tuple[int, ...] | None = None  # per layer; None where all have E
+
+    def _experts(self, layer: int, routed: bool = True) -> range:
+        """Ids of the experts that a layer has, the shared ones among them unless `routed`."""
+        shared = self.num_shared if isinstance(self.num_shared, int) else self.num_shared[layer]
+        stop = self.counts.shape[1] if self.num_experts is None else self.num_experts[layer]
+        return range(shared if routed else 0, stop)
+
+    @property
+    def routed(self) -> tuple[torch.Tensor, ...]:
+        """Slots of the experts that the routers choose among, one [R] per layer."""
+        ids = [self._experts(i) for i in range(len(self.layers))]
+        return tuple(row[r.start : r.stop] for row, r in zip(self.counts, ids, strict=True))
+
+    @property
+    def load(self) -> torch.Tensor:
+        """Share of a layer's slots per expert, the shared one counted, [L, E] float64."""
+        return expert_load(self.counts)
+
+    @property
+    def dead(self) -> torch.Tensor:
+        """Which experts got no slot, [L, E] bool; False for those that a layer does not have."""
+        stops = torch.tensor([self._experts(i).stop for i in range(len(self.layers))])
+        return dead_experts(self.counts) & (torch.arange(self.counts.shape[1]) < stops[:, None])
+
+    @property
+    def max_violation(self) -> torch.Tensor:
+        """Largest over mean load of the routed experts, [L] float64."""
+        return torch.stack([max_violation(row) for row in self.routed])
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """Normalised entropy of the routed experts' load, [L] float64."""
+        return torch.stack([load_entropy(row) for row in self.routed])
+
+    def summary(self) -> dict[str, float]:
+        """The worst layer in three numbers, however many layers there are; NaN, NaN and 0 if nothing was routed.
+
+        A layer without slots was not called, and is left out.
+        """
+        called = self.counts.any(1)
+        violation, entropy = self.max_violation[called].tolist(), self.entropy[called].tolist()
+        return {
+            "router/max_violation": max(violation, default=math.nan),
+            "router/min_entropy": min(entropy, default=math.nan),
+            "router/dead_experts": float(self.dead[called].sum().item()),
+        }
+
+    def per_layer(self) -> dict[str, float]:
+        """The three numbers and each expert's load, for every layer."""
+        values, load = {}, self.load.tolist()
+        measures = zip(self.max_violation.tolist(), self.entropy.tolist(), self.dead.sum(1).tolist(), strict=True)
+        for i, (layer, (violation, entropy, dead)) in enumerate(zip(self.layers, measures, strict=True)):
+            values[f"router/{layer}/max_violation"] = violation
+            values[f"router/{layer}/entropy"] = entropy
+            values[f"router/{layer}/dead_experts"] = float(dead)
+            values |= {f"router/{layer}/load/{e}": load[i][e] for e in self._experts(i, routed=False)}
+        return values
+
+    def warning(self, min_entropy: float = LOW_ENTROPY) -> str | None:
+        """Say which layers have dead experts or an entropy below `min_entropy`; None if none has.
+
+        A layer with fewer than ENOUGH slots per routed expert is not judged.
+        """
+        found, measures = [], zip(self.entropy.tolist(), self.max_violation.tolist(), strict=True)
+        for layer, row, dead, (entropy, violation) in zip(self.layers, self.routed, self.dead, measures, strict=True):
+            if row.sum() < ENOUGH * len(row) or not (dead.any() or entropy < min_entropy):
+                continue
+            ids = ", ".join(map(str, dead.nonzero().flatten().tolist()))
+            unused = f"experts {ids} got no token, " if ids else ""
+            found.append(f"layer {layer}: {unused}entropy {entropy:.2f}, max violation {violation:.2f}")
+        cure = "; a balance loss (balance_loss, balance_loss_coef) spreads the load"
+        return "routers collapse: " + "; ".join(found) + cure if found else None
+
+    def rows(self) -> list[tuple]:
+        """One row of FIELDS per layer and expert."""
+        load, counts = self.load.tolist(), self.counts.tolist()
+        return [
+            (layer, e, int(e < self._experts(i).start), counts[i][e], load[i][e])
+            for i, layer in enumerate(self.layers)
+            for e in self._experts(i, routed=False)
+        ]
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write FIELDS, one line per layer and expert."""
+        with atomic_file(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(FIELDS)
+            writer.writerows(self.rows())
+
+    def heatmap(self, ax_or_path=None):
+        """Draw each routed expert's load over the mean, layers down; on an Axes, into a file by its suffix, or new.
+
+        Returns the Axes. Raises ImportError without matplotlib.
+        """
+        figure_class = _matplotlib_figure()
+        ids = [self._experts(i) for i in range(len(self.layers))]
+        first, stop, L = min(r.start for r in ids), self.counts.shape[1], len(ids)
+        is_path = isinstance(ax_or_path, (str, Path))
+        if is_path or ax_or_path is None:
+            # a Figure of its own, not pyplot's: no display and no global state
+            size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
+            ax = figure_class(figsize=size, layout="constrained").add_subplot()
+        else:
+            ax = ax_or_path
+        relative = torch.full((L, stop), math.nan, dtype=torch.float64)
+        for i, row in enumerate(self.routed):
+            relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
+        image = ax.imshow(relative[:, first:].numpy(), aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
+        ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
+        ax.set_xticks(range(stop - first), range(first, stop))
+        ax.set_yticks(range(L), self.layers)
+        ax.set(xlabel="expert", ylabel="layer", title="router load")
+        if is_path:
+            with atomic_file(ax_or_path) as beside:
+                ax.figure.savefig(beside, dpi=150)
+        return ax
+
+
+def _matplotlib_figure() -> type:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"matplotlib cannot be imported ({error}); pip install 'moe-runtime[plot]'") from error
+    return Figure
+
+
+class RouterCounter:
+    """Counts slots per expert while the model runs, on its device, without a sync; `read` gives the RouterStats.
+
+    Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens in backward, does
+    not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out, and so are ids
+    outside 0..E-1, the sentinels of expert parallelism. `close` removes the hooks. Code that torch.compile has made is made
+    anew, with the counting in it (all of the process: torch.compiler.reset). Raises ValueError for a model without routers.
+    """
+
+    def __init__(self, model: nn.Module, only_training: bool = False):
+        self.layers, self.only_training = routed_layers(model), only_training
+        forget_compiled()
+        self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
+        self._direct: dict[str, nn.Module] = {}  # whose dispatch counts in this call
+        self._call = OpenCall(model, self._enter, self._leave)
+        self._handles = [layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()]
+
+    def _enter(self, module: nn.Module) -> bool:
+        is_open = module.training or not self.only_training
+        if is_open and self._call.mask is None:
+            for name, layer in self.layers.items():
+                if _counts_itself(layer):
+                    self._move(name, next(layer.module.parameters()).device)
+                    layer.module.moe_runtime_counts = self._counts[name]
+                    self._direct[name] = layer.module
+        return is_open
+
+    def _leave(self) -> None:
+        for module in self._direct.values():
+            del module.moe_runtime_counts
+        self._direct.clear()
+
+    def _see(self, name: str, topk_idx: torch.Tensor) -> None:
+        if self._call.is_open and name not in self._direct:
+            self._add(name, topk_idx)
+
+    def _move(self, name: str, device: torch.device) -> None:
+        """Let the counts follow a layer that has gone to another device since."""
+        if self._counts[name].device != device:
+            # a tensor made in inference mode could not be added to outside of it
+            with torch.inference_mode(False):
+                self._counts[name] = self._counts[name].to(device)
+
+    @torch.no_grad()
+    def _add(self, name: str, topk_idx: torch.Tensor) -> None:
+        E = self.layers[name].num_experts
+        live = (topk_idx >= 0) & (topk_idx < E)
+        mask = token_mask(self._call.mask, topk_idx.shape[0])
+        if mask is not None:
+            live = live & mask.to(live.device)[:, None]
+        self._move(name, live.device)
+        self._counts[name].scatter_add_(0, topk_idx.clamp(0, E - 1).long().flatten(), live.long().flatten())
+
+    def read(self, reset: bool = False, reduce: bool = False) -> RouterStats:
+        """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes, `reset` starts anew."""
+        device = next(iter(self._counts.values())).device
+        sizes = [layer.num_experts for layer in self.layers.values()]
+        counts = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+        for row, count in zip(counts, self._counts.values(), strict=True):
+            row[: len(count)] = count
+            if reset:
+                count.zero_()
+        if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts)
+        counts, layers = counts.cpu(), list(self.layers.values())
+        # an adapter keeps the original of a module that it trains a copy of, and never calls it
+        called = [i for i in range(len(layers)) if counts[i].any()] or list(range(len(layers)))
+        layers = [layers[i] for i in called]
+        shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
+        return RouterStats(
+            counts[called, : max(sizes)],
+            _layer_names([plain_name(layer.name) for layer in layers]),
+            shared if len(set(shared)) > 1 else shared[0],
+            sizes if len(set(sizes)) > 1 else None,
+        )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._call.close()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _zeros(layer: RoutedLayer) -> torch.Tensor:
+    device = next(layer.module.parameters()).device
+    device = torch.device("cpu") if device.type == "meta" else device
+    with torch.inference_mode(False):
+        return torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
+
+
+def _counts_itself(layer: RoutedLayer) -> bool:
+    """Whether the layer's own dispatch can add to our counts, which must lie where it computes."""
+    if not layer.is_stock or getattr(layer.module.config, "_experts_implementation", None) != NAME:
+        return False
+    device = next(layer.module.parameters()).device.type
+    # weights on the CPU beside a GPU may be offloaded; and there is one place only for a counter
+    is_home = device != "meta" and (device != "cpu" or not torch.cuda.is_available())
+    return is_home and not hasattr(layer.module, "moe_runtime_counts")
+
+
+def _layer_names(names: list[str]) -> tuple[str, ...]:
+    """Return the first number in each path if that tells them apart, else the paths without the router's own name."""
+    numbers = [match[0] if (match := re.search(r"\d+", name)) else name for name in names]
+    return tuple(numbers if len(set(numbers)) == len(names) else (name.rpartition(".")[0] or name for name in names))
+
+
+@torch.no_grad()
+def collect_router_stats(model: nn.Module, batches: Iterable[Mapping | torch.Tensor]) -> RouterStats:
+    """Run `model` in eval mode over `batches`, each its keyword arguments or its one argument; return its RouterStats."""
+    counter, modes = RouterCounter(model), [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        for batch in batches:
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
+        return counter.read()
+    finally:
+        for module, training in modes:
+            module.training = training
+        counter.close()

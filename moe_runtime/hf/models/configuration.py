@@ -1,0 +1,159 @@
+"""What the config of an upcycled model says beyond its base's, how it comes to say it, and how config.json spells it.
+
+base's --become_moe--> upcycled --become_mergeable--> mergeable
+   ^                      '-------------.--------------'
+   '----------- stock_config -----------'
+"""
+
+import copy
+from pathlib import Path
+
+from moe_runtime.config import MoEConfig, shown
+from moe_runtime.hf.models.rope import legacy_rope
+
+FORMAT = 1
+STAGES = ("moe", "mergeable", "ewa", "lora")
+SHIM = "modeling_moe_runtime"  # the file beside a checkpoint that leads trust_remote_code here
+# what an upcycled config has beyond its base's; all of it goes when the model becomes dense again
+MOE_FIELDS = (
+    "moe_runtime", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "decoder_sparse_step", "output_router_logits", "router_aux_loss_coef", "auto_map",
+)  # fmt: skip
+
+
+def moe_fields(
+    config: MoEConfig,
+    *,
+    layers: list[int],
+    base_model_type: str,
+    base_architecture: str,
+    method: str = "xft",
+    stage: str = "moe",
+    shared_rate: float | None = None,
+    soup: bool = False,
+    lora: dict | None = None,
+) -> dict:
+    """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
+
+    Those count the routed experts only: `num_experts` is the width of the router logits. `lora` is what stage "lora" has beyond
+    the routers' config: form, rank, alpha, targets, the pairs' dtype (None: the model's), train_backbone, and what the backbone
+    is: the "base"'s own, or changed by the "mean" of adapters.
+    """
+    block = {
+        "format": FORMAT,
+        "method": method,
+        "stage": stage,
+        "config": config.to_dict(),
+        "layers": list(layers),
+        "base_model_type": base_model_type,
+        "base_architecture": base_architecture,
+        "shared_rate": shared_rate,
+        "soup": soup,
+    } | ({} if lora is None else {"lora": lora})
+    return {
+        "moe_runtime": block,
+        "num_experts": config.num_routed_experts,
+        "num_local_experts": config.num_routed_experts,
+        "num_experts_per_tok": config.num_routed_per_token,
+        "moe_intermediate_size": config.intermediate_size,
+        "decoder_sparse_step": 1,
+        "output_router_logits": False,
+        # not 0.001, transformers' habit: TRL turns the pooled loss on wherever this is not zero
+        "router_aux_loss_coef": 0.0,
+        "auto_map": {},
+    }
+
+
+def become_moe(config, classes, fields: dict) -> None:
+    """Make a base's config that of an upcycled model, in place.
+
+    `moe_fields` made `fields`; `classes` are what `modeling.model_classes` has for the base.
+    """
+    config.__class__ = classes.config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.architectures = [classes.causal_lm.__name__]
+
+
+def become_mergeable(config, shared_rate: float, soup: bool) -> None:
+    """Make an upcycled model's config that of the mergeable one, in place."""
+    config.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
+    # without routers there is nothing to balance
+    config.output_router_logits, config.router_aux_loss_coef = False, 0.0
+
+
+def check_mergeable(config: MoEConfig, soup: bool) -> None:
+    """Raise ValueError unless `config`'s experts can be mixed: XFT's mixture is of a shared expert and the others."""
+    if not (soup or config.has_shared_expert):
+        raise ValueError(f"soup is False, gate is {config.gate!r}, which has no shared expert; want soup=True")
+
+
+def stock_config(config, base: type):
+    """Return the config as the base had it, without our fields, as a new object of class `base`."""
+    new = copy.deepcopy(config)
+    new.__class__ = base
+    for name in MOE_FIELDS:
+        new.__dict__.pop(name, None)
+    # of the rotary keys that our config.json adds, a reader may keep some as attributes that the base does not have
+    values = new.to_dict()
+    added = legacy_rope(values)
+    read = base(**{key: value for key, value in values.items() if key not in added})
+    for name in set(added) - set(vars(read)):
+        new.__dict__.pop(name, None)
+    new.architectures = [config.moe_runtime["base_architecture"]]
+    return new
+
+
+def moe_config(hf_config) -> MoEConfig:
+    """Return the layers' MoEConfig of an upcycled model's config; raises ValueError for one without it."""
+    block = getattr(hf_config, "moe_runtime", None)
+    if not isinstance(block, dict) or "config" not in block:
+        raise ValueError(
+            f"moe_runtime of config.json is {shown(block)}; want the block that upcycling wrote, with config"
+        )
+    layers, count = block.get("layers"), hf_config.num_hidden_layers
+    if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise ValueError(f"layers of moe_runtime in config.json is {shown(layers)}; want numbers from 0 to {count - 1}")
+    return MoEConfig.from_dict(block["config"])
+
+
+class ConfigMixin:
+    """What the config classes add; before the base's config class in the bases."""
+
+    output_router_logits = False
+    router_aux_loss_coef = 0.0
+    # TRL reads it, and wants a dict, of every config
+    auto_map: dict = {}
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        from moe_runtime.hf.models.modeling import model_classes
+
+        # the model classes are needed from the first config on, and not before: they cost their file's import
+        model_classes(self.base_type)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing: transformers would copy this file into each checkpoint and point auto_map at the copy."""
+
+    def to_diff_dict(self) -> dict:
+        """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""
+        values = super().to_diff_dict()
+        stem = type(self).__name__.removesuffix("Config")
+        values["auto_map"] = {
+            "AutoConfig": f"{SHIM}.{stem}Config",
+            "AutoModelForCausalLM": f"{SHIM}.{stem}ForCausalLM",
+        }
+        return values | legacy_rope(values)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save config.json and the module that auto_map names, which imports this package."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / f"{SHIM}.py").write_text(self.shim(), encoding="utf-8")
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def shim(cls) -> str:
+        """Return the source of the module that auto_map names."""
+        stem = cls.__name__.removesuffix("Config")
+        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM\n"

@@ -1,0 +1,288 @@
+"""Sizes of MoE layers: of published models, and of a model's folder; and counts in config.json that no model has.
+
+Configs and side files of model folders that are converted without being loaded: what only transformers knows of them.
+
+The names and layouts in which transformers saves a model, from its own tables: for folders that nobody loads.
+
+A stack [E, 2I, H] of the model is, in most folders, a matrix per expert and projection. What `save_pretrained` would do
+to a tensor is done here to rows of it.
+"""
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from moe_runtime.config import MoEConfig, check_positive, check_shared_rate, shown
+from moe_runtime.hf.models.configuration import (
+    SHIM,
+    become_mergeable,
+    become_moe,
+    check_mergeable,
+    moe_config,
+    moe_fields,
+    stock_config,
+)
+from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape, write_mlp
+from moe_runtime.hf.models.modeling import model_classes
+from moe_runtime.hf.models.rope import legacy_rope
+from moe_runtime.hf.models.swap import check_layers, mlp_error
+from moe_runtime.io import files
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+
+MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 2**16, 2**20
+# keys of a config.json for each of which transformers, or this package, makes something; in parts of it too (text_config)
+_COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPERTS, "num_labels": MAX_LABELS}
+
+
+class Layer(NamedTuple):
+    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    shared: bool = False
+    gated: bool = True
+
+    def check(self) -> None:
+        """Raise ValueError for sizes that are none."""
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            check_positive(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
+
+
+LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
+    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
+    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
+    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
+    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
+    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
+    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
+    "OLMoE": Layer(2048, 1024, 64, 8),
+    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
+}
+
+
+def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
+    """Raise ValueError for more layers, experts or labels in a config.json than a model has; before they fill the memory."""
+    parts = [values]
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, Mapping):
+                parts.append(value)
+            most = next((most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)), None)
+            if most is not None and isinstance(value, int) and value > most:
+                raise ValueError(f"{key} is {shown(value)}; want at most {most}, in {source}")
+
+
+def check_folder(source: str | os.PathLike) -> None:
+    """Call `check_counts` for the config.json of a model's folder, if it is one; ValueError for one that is not JSON too."""
+    path = Path(source, "config.json")
+    if os.path.isfile(path):  # which an id of the Hub is not, whatever its letters
+        check_counts(files.read_json(path), path)
+
+
+def read_layer(folder: Path) -> Layer:
+    """Return the MoE layers' sizes from a model folder's config.json, ours or transformers'; 0 for what a dense one lacks."""
+    values = files.read_json(Path(folder) / "config.json")
+    if isinstance(block := values.get("moe_runtime"), dict):
+        c = MoEConfig.from_dict(block["config"])
+        return Layer(c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated)
+    values = values.get("text_config") or values
+
+    def first(*names: str) -> int:
+        return next((values[name] for name in names if values.get(name)), 0)
+
+    return Layer(
+        first("hidden_size"),
+        first("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
+        first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        first("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"),
+    )
+
+
+# weights
+_LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+# what is written anew, or is not true of other weights: cards, records, and logs of the run that made these
+_OF_THESE = (
+    "config.json", f"{SHIM}.py", "README.md", "adapter_config.json", "expert_cfg.json", "expert.json", "router.json",
+    "router_stats.csv", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
+)  # fmt: skip
+
+
+def read_config(folder: str | Path):
+    """Return the transformers config of a model folder; raises ValueError for anything else."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
+    check_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # a config class checks little, and falls over whatever it meets
+        why = str(error).strip()[:1000] or type(error).__name__
+        raise ValueError(f"{folder / 'config.json'} is not a config that transformers reads: {why}") from error
+    _check_depth(config)
+    return config
+
+
+def _check_depth(config) -> None:
+    """Raise ValueError for more layers than a model has: what is made for each would fill the memory."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers of config.json is {shown(layers)}; want at most {MAX_LAYERS}")
+
+
+def config_for_folder(config, **settings) -> MoEConfig:
+    """Return the MoEConfig that fits a dense model's config; `settings` are MoEConfig's other fields."""
+    return MoEConfig(**moe_shape(family_of(config), config), **settings)
+
+
+def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None):
+    """Return the config of the upcycled model, as `swap.dense_to_moe` would leave it."""
+    classes = model_classes(family_of(config).model_type)
+    _check_depth(config)
+    new = copy.deepcopy(config)
+    architecture = classes.base_causal_lm.__name__
+    layers = check_layers(config.num_hidden_layers, layers)
+    fields = moe_fields(moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture)
+    become_moe(new, classes, fields)
+    return new
+
+
+def mergeable_config(config, shared_rate: float, soup: bool):
+    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises ValueError where that would.
+
+    That is for a gate without shared expert unless `soup`, and for a rate outside 0..1.
+    """
+    check_mergeable(moe_config(config), soup)
+    check_shared_rate(shared_rate)
+    new = copy.deepcopy(config)
+    become_mergeable(new, shared_rate, soup)
+    return new
+
+
+def dense_config(config):
+    """Return the stock config of an upcycled model's base, without our fields."""
+    return stock_config(config, model_classes(config.moe_runtime["base_model_type"]).base_config)
+
+
+def write_config(writer: CheckpointWriter, config) -> None:
+    """Write config.json with the rotary keys of both spellings and, for an upcycled model, the file its auto_map names."""
+    values = json.loads(config.to_json_string(use_diff=True))
+    writer.write_text("config.json", json.dumps(values | legacy_rope(values), indent=2, sort_keys=True) + "\n")
+    if hasattr(config, "moe_runtime"):
+        writer.write_text(f"{SHIM}.py", config.shim())
+
+
+def side_files(source: Path) -> list[str]:
+    """Return the names of the files that any model made of this folder needs too: tokenizer, generation config, licence, ..."""
+    names = (path.name for path in source.iterdir() if path.is_file())
+    hidden = (".", "training_args")
+    return sorted(n for n in names if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden))
+
+
+def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
+    """Copy `side_files`; return their names."""
+    names = side_files(source)
+    for name in names:
+        writer.copy_file(source / name)
+    return names
+
+
+def check_depth(config, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for far more layers than the folder has tensors: a model without weights has a price too."""
+    layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
+    if layers > max(found, 100):
+        raise ValueError(
+            f"num_hidden_layers of config.json is {layers}, {checkpoint.path} has {found} tensors; want one a layer at least"
+        )
+
+
+def check_tensors(config, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless a folder's tensors are those of the model that its config describes, by name and shape.
+
+    Tied weights may be missing; what transformers itself passes over (old rotary buffers) may be there.
+    """
+    specs = checkpoint.specs()
+    check_depth(config, checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
+    own = {key: _renamed(key, renamings) for key in specs}
+    passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
+    got = {own[key]: spec for key, spec in specs.items() if not any(re.search(p, own[key]) for p in passed_over)}
+    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
+    buffers = {name for name, _ in model.named_buffers()}
+    want = {
+        key: TensorSpec(tuple(tensor.shape), got[key].dtype if key in got else tensor.dtype)
+        for key, tensor in model.state_dict().items()
+        if key in got or key not in tied | buffers
+    }
+    check_keys(got, want, source=checkpoint.path)
+
+
+def _renamed(key: str, renamings) -> str:
+    """A key as the model has it, where transformers renames between file and model (GPT-NeoX's embed_out)."""
+    for renaming in renamings:
+        for source, target in zip(renaming.source_patterns, renaming.target_patterns):
+            key = re.sub(source, target, key)
+    return key
+
+
+def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
+    """Run one layer's `weights` (names of `read_mlp`) through transformers' own MLP and through our formula, in float64.
+
+    Returns the relative difference. No other layer takes memory.
+    """
+    family = FAMILIES[config.model_type]
+    with torch.device("meta"):
+        stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))
+    mlp = stock.get_submodule(family.path.format(layer))
+    write_mlp(mlp, family, weights)
+    return mlp_error(mlp, family)
+
+
+def probe_logits(source) -> torch.Tensor:
+    """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its folder."""
+    model = source if isinstance(source, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(source)
+    config = model.config.get_text_config()
+    length = min(32, getattr(config, "max_position_embeddings", None) or 32)
+    input_ids = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits.float()
+    model.train(training)
+    return logits
+
+
+def skeleton(config) -> nn.Module:
+    """Return the model of a config without memory for its weights: on the meta device, of its config's class."""
+    cls = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        config = copy.deepcopy(config)
+        model = AutoModelForCausalLM.from_config(config) if cls is None else cls._from_config(config)
+    # as transformers would take them for a model that no folder was loaded into, once and not for each tensor
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+    return model
+
+
+def to_saved(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what `save_pretrained` would write of these tensors of `model`, names and values.
+
+    Rows [n, ...] do for a stack of experts: in a form with a tensor per expert they get the numbers 0 to n - 1.
+    """
+    return revert_weight_conversion(model, dict(tensors))

@@ -1,0 +1,372 @@
+"""The saved form of an upcycled model: one config class and one model class per base architecture.
+
+`MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that `config.moe_runtime` lists, are
+`modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what
+`modules.lora_linear.add_experts` makes of them ("lora"); so for every family of the table. The classes are generated on first
+use and registered with transformers' auto classes (`register_auto_classes`). Checkpoints hold the stacks as they are:
+`model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
+
+Makes transformers' auto classes know our model classes, whichever package is imported first.
+
+Ours can only be registered once theirs are there, and importing those takes seconds. So while they are not loaded,
+a finder on `sys.meta_path` watches the modules of transformers and of this package being executed. It registers, and
+goes, when the outermost of them is done and the auto classes are among what it brought. Not earlier: transformers loads
+its auto classes halfway through a model file (`from transformers import LlamaForCausalLM`), and a class of ours that
+builds on that file could not import it then.
+"""
+
+import copy
+import functools
+import inspect
+import re
+import sys
+import threading
+import warnings
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from moe_runtime.hf.models import outputs
+from moe_runtime.hf.models.configuration import FORMAT, STAGES, ConfigMixin, moe_config
+from moe_runtime.hf.models.families import FAMILIES, PREFIX
+from moe_runtime.modules.ewa import EWAMLP
+from moe_runtime.modules.lora import DrawnHalves, LoRAMoE, ZeroHalves
+from moe_runtime.modules.lora_linear import LoRALinear, add_experts
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import Experts, MoE, Router, RouterOutput
+
+
+def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the modules that took the MLPs' places in an upcycled model, by layer; raises ValueError for another model."""
+    block = getattr(getattr(model, "config", None), "moe_runtime", None)
+    if block is None:
+        raise ValueError(f"model is {type(model).__name__}; want an upcycled model; xft.upcycle makes one")
+    path = FAMILIES[block["base_model_type"]].path
+    return {layer: model.get_submodule(path.format(layer)) for layer in block["layers"]}
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether a module collects what its router returns; it does not while its tokens' experts are forced."""
+    return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
+
+
+class _Model:
+    """What both model classes add: initialisation, and the collection of what the routers return."""
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, (Router, Experts)):
+            for name, weight in module.named_parameters(recurse=False):
+                std = module.config.initializer_range
+                # transformers' functions pass over what a checkpoint has filled; a module's reset_parameters would not
+                init.zeros_(weight) if name.endswith("_bias") else init.normal_(weight, mean=0.0, std=std)
+        elif isinstance(module, DrawnHalves | LoRALinear):
+            # a LoRALinear draws its router as the layer that it is, not as Routers above
+            drawn = (*module.gate.parameters(), module.lora_a) if isinstance(module, LoRALinear) else module.values()
+            for weight in drawn:
+                init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+            if isinstance(module, LoRALinear):
+                init.zeros_(module.lora_b)
+        elif isinstance(module, ZeroHalves):
+            for weight in module.values():
+                init.zeros_(weight)
+        elif isinstance(module, MergedMLP):
+            if not getattr(module.mixing_logits, "_is_hf_initialized", False):
+                module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Refuse transformers' own implementations, which these experts would ignore without a word."""
+        if requested_experts not in (None, "eager", "moe_runtime"):
+            raise ValueError(
+                f"experts_implementation is {requested_experts!r}; want 'moe_runtime' or None; this model runs "
+                "moe_runtime.ops.moe_mlp, whose kernel MOE_RUNTIME_BACKEND chooses"
+            )
+        return "eager"  # transformers' word for a module's own forward
+
+    def _routed(self, forward, output_router_logits, *args, **kwargs):
+        """Run `forward`; return its output, the RouterOutputs, and whether their logits are wanted in the output.
+
+        The records are None where none are wanted or an outer model collects them; else the output is no tuple.
+        """
+        want = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        balanced = self.config.moe_runtime["config"]["balance_loss"] != "none"
+        blocks = [module for module in self.modules() if is_routed(module)] if want or balanced else []
+        if not blocks or blocks[0].records is not None:
+            return forward(*args, **kwargs), None, False
+        records: list[RouterOutput] = []
+        for block in blocks:
+            block.records = records
+        try:
+            out = forward(*args, **kwargs | {"return_dict": True})
+        finally:
+            for block in blocks:
+                block.records = None
+        if balanced or self.config.router_aux_loss_coef:
+            outputs.refuse_lost_gradients(blocks, records)
+        return out, records, want
+
+    def _as_asked(self, out, return_dict: bool | None):
+        """Return `out` as a tuple if the caller or the config wants one."""
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return out if return_dict else out.to_tuple()
+
+
+class _Inner(_Model):
+    """The model without its head; TRL calls it directly, with output_router_logits, and runs the head itself."""
+
+    def forward(self, *args, output_router_logits=None, **kwargs):
+        """Run the base's forward; add `router_logits` where wanted and `balance_loss` where the layers have one."""
+        out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
+        if records is None:
+            return out
+        balance = outputs.sum_balance_losses(records)
+        logits = tuple(record.router_logits for record in records) if want else None
+        out = outputs.MoeRuntimeModelOutput(**out, router_logits=logits, balance_loss=balance)
+        return self._as_asked(out, kwargs.get("return_dict"))
+
+
+class _CausalLM(_Model):
+    """The model with its head."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        adopt(self, type(self), model_classes(config.base_type).inner)
+        install_layers(self)
+        self.post_init()
+
+    def forward(self, *args, output_router_logits=None, **kwargs):
+        """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` where wanted."""
+        out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
+        if records is None:
+            return out
+        logits = tuple(record.router_logits for record in records)
+        aux = lm_loss = None
+        if out.loss is not None or want:
+            aux = outputs.aux_loss(self.config, records, logits, kwargs.get("attention_mask"), out.logits.device)
+        fields = dict(out) | {"aux_loss": aux, "router_logits": logits if want else None}
+        if out.loss is not None:
+            lm_loss = out.loss
+            fields["loss"] = lm_loss + outputs.share_of_batch(kwargs, lm_loss.device) * aux.to(lm_loss.device)
+        out = outputs.MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
+        return self._as_asked(out, kwargs.get("return_dict"))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        bad = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected") if info.get(f"{kind}_keys")}
+        if bad:
+            raise ValueError(
+                f"the keys of {pretrained_model_name_or_path} do not fit {cls.__name__}: "
+                + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
+                + "; want a folder that save_pretrained wrote"
+            )
+        stage = model.config.moe_runtime["stage"]
+        if stage in FREEZE:
+            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
+        return (model, info) if output_loading_info else model
+
+
+def install_layers(model: PreTrainedModel) -> None:
+    """Put the modules that `model.config.moe_runtime` describes in place of the base's MLPs, freshly initialised."""
+    block = getattr(model.config, "moe_runtime", None)
+    if block is None or block.get("format") != FORMAT or block.get("stage") not in STAGES:
+        raise ValueError(
+            f"config.moe_runtime is {block}; want format {FORMAT} and a stage of {', '.join(STAGES)}; "
+            "upcycle a dense model, or upgrade moe_runtime if a newer one wrote this"
+        )
+    config, path = moe_config(model.config), FAMILIES[block["base_model_type"]].path
+    for layer in block["layers"]:
+        if block["stage"] == "lora":
+            settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
+            # transformers loads a parameter in the dtype that it was made in
+            dtype = block["lora"].get("dtype")
+            settings["dtype"] = None if dtype is None else getattr(torch, dtype)
+            module = add_experts(model.get_submodule(path.format(layer)), config, **settings)
+        elif block["stage"] == "moe":
+            module = MoE(config)
+        elif block["stage"] == "ewa":
+            module = EWAMLP(config)
+        else:
+            module = MergedMLP(config, shared_rate=block["shared_rate"], soup=block["soup"])
+        model.set_submodule(path.format(layer), module)
+    if block["stage"] in FREEZE:
+        FREEZE[block["stage"]](model)
+
+
+def freeze_for_mixing(model: nn.Module) -> None:
+    """Freeze everything but the mixing logits (XFT, Sec. 3.3)."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(".mixing_logits"))
+
+
+def freeze_for_lora(model: nn.Module) -> None:
+    """Freeze everything but the low-rank pairs and their routers; with train_backbone only what the pairs belong to."""
+    model.requires_grad_(model.config.moe_runtime["lora"]["train_backbone"])
+    for module in model.modules():
+        if isinstance(module, LoRAMoE):
+            module.requires_grad_(True).experts.base.requires_grad_(False)
+        elif isinstance(module, LoRALinear):
+            module.requires_grad_(True).base.requires_grad_(False)
+
+
+FREEZE = {"mergeable": freeze_for_mixing, "lora": freeze_for_lora}
+
+
+def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
+    """Give a model and its inner model the classes `causal_lm` and `inner`, in place.
+
+    The inner one's matters too: transformers initialises a nested model's children with the nested class's code.
+    """
+    model.__class__, model.base_model.__class__ = causal_lm, inner
+    for module in (model, model.base_model):
+        if vars(module).pop("forward", None) is not None:
+            # accelerate's autocast and TRL's head are such: bound to the old class, whose super() fails from here on
+            warnings.warn(
+                f"forward had been replaced on this object; {type(module).__name__}'s own is back", stacklevel=3
+            )
+    for cls in {causal_lm, inner} - _INTRODUCED:
+        # transformers notes what a class can record (hidden states) when an object of it is made, and `__class__ =`
+        # makes none; so make one, without parts
+        PreTrainedModel.__init__(cls.__new__(cls), copy.deepcopy(model.config))
+        _INTRODUCED.add(cls)
+
+
+_INTRODUCED: set[type] = set()
+
+
+class ModelClasses(NamedTuple):
+    """The generated classes of one base architecture and the stock ones under them."""
+
+    config: type
+    inner: type
+    causal_lm: type
+    base_config: type
+    base_inner: type
+    base_causal_lm: type
+
+
+@functools.cache
+def _config_class(model_type: str) -> type:
+    """Make and register the config class; the import of its base's file is all it costs."""
+    base = CONFIG_MAPPING[model_type]
+    members = {
+        "__module__": __name__,
+        "__doc__": f"{base.__name__} of a model whose MLPs are mixtures of experts.",
+        "model_type": PREFIX + model_type,
+        "base_type": model_type,
+        # what an evaluation loop should not gather beside the logits
+        "keys_to_ignore_at_inference": [*base.keys_to_ignore_at_inference, "aux_loss", "lm_loss", "router_logits"],
+        "base_model_tp_plan": {k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k},
+    }
+    cls = type(f"MoeRuntime{base.__name__}", (ConfigMixin, base), members)
+    AutoConfig.register(cls.model_type, cls, exist_ok=True)
+    globals()[cls.__name__] = cls
+    return cls
+
+
+@functools.cache
+def model_classes(model_type: str) -> ModelClasses:
+    """Return the classes for a base model_type such as "llama"; makes and registers them on the first call."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
+
+    config, base_config = _config_class(model_type), CONFIG_MAPPING[model_type]
+    base_inner, base_causal_lm = MODEL_MAPPING[base_config], MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
+    stem = config.__name__.removesuffix("Config")
+    inner = _derive(f"{stem}Model", _Inner, base_inner, config)
+    causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    # a base's own renamings between file and model (GPT-NeoX's embed_out is lm_head), which go by the class's name
+    renamings = get_checkpoint_conversion_mapping(base_causal_lm.__name__)
+    if renamings:
+        register_checkpoint_conversion_mapping(causal_lm.__name__, renamings, overwrite=True)
+    return ModelClasses(config, inner, causal_lm, base_config, base_inner, base_causal_lm)
+
+
+def _derive(name: str, ours: type, base: type, config: type) -> type:
+    """Make and publish the class `name`: our mixin before the stock model class."""
+
+    @functools.wraps(base.forward)
+    def forward(self, *args, **kwargs):
+        return ours.forward(self, *args, **kwargs)
+
+    # Trainer drops the columns, and generate the arguments, that the signature does not name
+    signature = inspect.signature(base.forward)
+    parameters = list(signature.parameters.values())
+    wanted = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
+    place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    forward.__signature__ = signature.replace(parameters=parameters[:place] + [wanted] + parameters[place:])
+    members = {
+        "__module__": __name__,
+        "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.",
+        "config_class": config,
+        "forward": forward,
+    }
+    cls = type(name, (ours, base), members)
+    globals()[name] = cls
+    return cls
+
+
+def register_auto_classes() -> None:
+    """Make AutoConfig and AutoModelForCausalLM know the folders of every family; a second call does nothing."""
+    for model_type in FAMILIES:
+        _config_class(model_type)
+
+
+def __getattr__(name: str):
+    """Make a generated class on its first import: pickles, saved folders' shims and users name them."""
+    match = re.fullmatch(r"MoeRuntime(\w+?)(Config|Model|ForCausalLM)", name)
+    for model_type in FAMILIES if match else ():
+        if CONFIG_MAPPING[model_type].__name__ == f"{match[1]}Config":
+            model_classes(model_type)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+AUTO_CLASSES = "transformers.models.auto.configuration_auto"
+WATCHED = ("transformers", "moe_runtime")
+
+
+def register_when_imported() -> None:
+    """Register our classes with transformers' auto classes: now if those are loaded, else as soon as they are."""
+    if AUTO_CLASSES in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def _register() -> None:
+
+    register_auto_classes()
+
+
+class _Watch(threading.local):
+    """Finds what the finders behind it find, and counts how deep inside watched modules this thread is."""
+
+    depth = 0
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in WATCHED:
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    def _execute(self, exec_module, module) -> None:
+        self.depth += 1
+        try:
+            exec_module(module)
+        finally:
+            self.depth -= 1
+        if self.depth == 0 and AUTO_CLASSES in sys.modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _register()

@@ -1,0 +1,288 @@
+"""Dense MLPs to our modules and back, in a live transformers model.
+
+    stock model --dense_to_moe--> MoE layers --moe_to_mergeable--> MergedMLP layers
+         ^  '-----------stage="ewa"--> EWAMLP layers                  |
+         '------------------------moe_to_dense------------------------'
+
+LoRA experts (stage "lora") have a way of their own: `moe_runtime.methods.lora`. All three work in place: modules are
+exchanged and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained know
+what they have. Attention, norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very
+objects they were. Checks come first: a refused model is untouched.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from moe_runtime.config import MoEConfig, check_choice
+from moe_runtime.hf.models import configuration
+from moe_runtime.hf.models.configuration import become_mergeable, check_mergeable, moe_config, moe_fields, stock_config
+from moe_runtime.hf.models.families import FAMILIES, Family, check_weights, family_of, moe_shape, read_mlp, write_mlp
+from moe_runtime.hf.models.modeling import adopt, freeze_for_mixing, model_classes, moe_layers
+from moe_runtime.modules.ewa import EWAMLP
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import Experts, MoE, Router
+from moe_runtime.modules.trainable import split_of
+from moe_runtime.ops.activation import activate
+
+TOLERANCE = 1e-5  # largest relative difference of an MLP from the formula, in float64
+
+
+def sampled(layers: Sequence[int]) -> set[int]:
+    """Return the first, the middle and the last of `layers`: those whose MLPs are run."""
+    return {layers[0], layers[len(layers) // 2], layers[-1]}
+
+
+def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = TOLERANCE) -> dict[int, float]:
+    """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the relative errors.
+
+    Of `layers`, all by default, it runs the first, the middle and the last, and each that is unlike the first or patched;
+    both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above `tolerance`, for
+    weights on the meta device, for some of any layer that are not finite, and for accelerate's hooks, which swap weights in
+    and out behind the module.
+    """
+    family = family_of(model)
+    layers = check_layers(model.config.num_hidden_layers, layers)
+    mlps = {layer: model.get_submodule(family.path.format(layer)) for layer in layers}
+    for layer, mlp in mlps.items():
+        refuse_offloaded(mlp, family.path.format(layer))
+        _refuse_broken(mlp, family.path.format(layer))
+    first = repr(mlps[layers[0]])
+    run = sampled(layers) | {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
+    errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
+    for layer, error in errors.items():
+        if not error < tolerance:
+            raise ValueError(
+                f"{family.path.format(layer)} differs from {_formula(family)} by {error:.1e} relative; want less than "
+                f"{tolerance:.0e}: this {type(mlps[layer]).__name__} computes something else; is it patched?"
+            )
+    return errors
+
+
+def dense_to_moe(
+    model: nn.Module,
+    config: MoEConfig,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    method: str = "xft",
+    stage: str = "moe",
+) -> dict[int, float]:
+    """Replace the MLPs of a stock model, of all layers by default, by `config`'s MoE; return `verify_mlp`'s errors.
+
+    Every expert is a copy of the layer's MLP, in its dtype, on its device, trainable if it was. Routers are drawn by
+    `draw_router`; stage "ewa" makes EWAMLPs, which have none. Raises ValueError, with the model untouched, for whatever
+    does not fit.
+    """
+    check_choice("stage", stage, ("moe", "ewa"))
+    family, layers = check_stock(model, config, layers)
+    errors = verify_mlp(model, layers)
+    for layer in layers:
+        path = family.path.format(layer)
+        router = draw_router(config, seed, layer) if stage == "moe" else None
+        model.set_submodule(path, _expand(model.get_submodule(path), family, config, router))
+    fields = moe_fields(
+        config, layers=layers, base_model_type=family.model_type, base_architecture=type(model).__name__, method=method,
+        stage=stage,
+    )  # fmt: skip
+    become_moe(model, fields)
+    return errors
+
+
+def check_stock(model: nn.Module, config: MoEConfig, layers: Sequence[int] | None) -> tuple[Family, list[int]]:
+    """Return the family of a model and its layers to change, all for None; ValueError unless it is stock and `config` fits."""
+    family = family_of(model)
+    stock = model_classes(family.model_type).base_causal_lm
+    if type(model) is not stock:
+        raise ValueError(
+            f"model is {type(model).__name__}; want {stock.__name__} itself; unwrap it, and merge adapters (merge_and_unload)"
+        )
+    refuse_offloaded(model, type(model).__name__, recurse=False)
+    layers = check_layers(model.config.num_hidden_layers, layers)
+    for layer in layers:
+        _check_shape(model.get_submodule(family.path.format(layer)), family, config, layer)
+    return family, layers
+
+
+def become_moe(model: nn.Module, fields: dict) -> None:
+    """Give a stock model whose MLPs have been exchanged the class and the config of `fields`, which `moe_fields` made."""
+    classes = model_classes(fields["moe_runtime"]["base_model_type"])
+    configuration.become_moe(model.config, classes, fields)
+    adopt(model, classes.causal_lm, classes.inner)
+
+
+def become_stock(model: nn.Module) -> None:
+    """Give an upcycled model whose MLPs are stock again its base's class, and a config as clean as the base's was."""
+    classes = model_classes(model.config.moe_runtime["base_model_type"])
+    config = stock_config(model.config, classes.base_config)
+    model.config.__class__ = classes.base_config
+    model.config.__dict__.clear()
+    model.config.__dict__.update(config.__dict__)
+    adopt(model, classes.base_causal_lm, classes.base_inner)
+
+
+def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> None:
+    """Replace every MoE of an upcycled model by a MergedMLP that takes over its experts; only the mixing logits train.
+
+    The experts' Parameters are moved, not copied; the routers go. Raises ValueError for a model at another stage, and
+    for a gate without shared expert unless `soup` is True.
+    """
+    modules, block = _swappable(model), model.config.moe_runtime
+    if block["stage"] != "moe":
+        raise ValueError(f"the model's stage is {block['stage']!r}; want 'moe', that of a model from dense_to_moe")
+    config = moe_config(model.config)
+    check_mergeable(config, soup)
+    merged = {layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta") for layer in modules}
+    path = FAMILIES[block["base_model_type"]].path
+    for layer, moe in modules.items():
+        new = merged[layer]
+        new.experts = moe.experts
+        device = moe.experts.down_proj.device
+        new.mixing_logits = nn.Parameter(torch.empty_like(new.mixing_logits, device=device))
+        new.reset_parameters()
+        model.set_submodule(path.format(layer), new.train(moe.training))
+    freeze_for_mixing(model)
+    become_mergeable(model.config, shared_rate, soup)
+
+
+def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
+    """Turn an upcycled model, at any stage, back into its base's stock class, in place; return it.
+
+    `weights_of_layer` gets a MoE, MergedMLP or EWAMLP and returns one dense weight per name of `read_mlp`; all layers are
+    computed before the first is replaced. The config is as clean as the base's was. Weights train where the experts
+    did; after the mergeable stage, which froze everything, everything trains again, as in any loaded model.
+    """
+    modules, block = _swappable(model), model.config.moe_runtime
+    classes, family = model_classes(block["base_model_type"]), FAMILIES[block["base_model_type"]]
+    with torch.device("meta"):
+        stock = classes.base_causal_lm(stock_config(model.config, classes.base_config))
+    weights = {}
+    for layer, module in modules.items():
+        weights[layer] = {name: weight.detach() for name, weight in weights_of_layer(module).items()}
+        check_weights(stock.get_submodule(family.path.format(layer)), family, weights[layer])
+    for layer, module in modules.items():
+        mlp = stock.get_submodule(family.path.format(layer))
+        write_mlp(mlp, family, weights.pop(layer), module.experts.down_proj.requires_grad)
+        if hasattr(mlp, "config"):
+            mlp.config = model.config
+        model.set_submodule(family.path.format(layer), mlp.train(module.training))
+    become_stock(model)
+    if block["stage"] == "mergeable":
+        model.requires_grad_(True)
+    return model
+
+
+def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Tensor]:
+    """Return a layer's router weights, float32, drawn on the CPU from N(0, initializer_range).
+
+    They depend on the seed and the layer alone: not on the device, nor on which other layers are upcycled.
+    """
+    router = Router(config, device="meta").to_empty(device="cpu").float()
+    router.reset_parameters(torch.Generator().manual_seed(seed * 65537 + layer))
+    return {name: weight.detach() for name, weight in router.named_parameters()}
+
+
+@torch.no_grad()
+def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor] | None) -> MoE | EWAMLP:
+    """Build the MoE that takes the MLP's place; an EWAMLP without a router."""
+    moe = EWAMLP(config, device="meta") if router is None else MoE(config, device="meta")
+    down = getattr(mlp, family.down).weight
+    for name, weight in read_mlp(mlp, family).items():
+        stack = weight.unsqueeze(0).repeat(config.num_experts, *[1] * weight.dim())
+        setattr(moe.experts, name, nn.Parameter(stack, requires_grad=down.requires_grad))
+    for name, weight in (router or {}).items():
+        weight = weight.to(device=down.device, dtype=down.dtype)
+        setattr(moe.gate, name, nn.Parameter(weight, requires_grad=down.requires_grad))
+    return moe.train(mlp.training)
+
+
+def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
+    """Return the layer numbers below `count`, sorted; all of them for None. Raises ValueError for a bad one."""
+    layers = list(range(count)) if layers is None else sorted(layers)
+    if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(count)):
+        raise ValueError(f"layers is {layers}; want different numbers from 0 to {count - 1}, at least one")
+    return layers
+
+
+def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) -> None:
+    want = moe_shape(family, mlp)
+    got = {name: getattr(config, name) for name in want}
+    if got != want:
+        raise ValueError(f"config has {got}; want {want}, the shape of layer {layer}'s MLP; moe_shape returns it")
+    if getattr(mlp, "residual_dropout", 0):
+        raise ValueError(
+            f"residual_dropout is {mlp.residual_dropout}; want 0: the experts have no dropout of their own; "
+            "load the model with from_pretrained(..., residual_dropout=0.0)"
+        )
+
+
+def _swappable(model: nn.Module) -> dict[int, nn.Module]:
+    """Return `moe_layers`; raises ValueError where a module is not what it was when it was put there."""
+    modules = moe_layers(model)
+    if model.config.moe_runtime["stage"] == "lora":
+        raise ValueError(
+            "the model's stage is 'lora'; want whole experts; lora_moe.to_moe makes them, lora_moe.merge a dense model"
+        )
+    refuse_offloaded(model, type(model).__name__, recurse=False)
+    for layer, module in modules.items():
+        refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
+        if type(module.experts) is not Experts:
+            raise ValueError(
+                f"layer {layer}'s experts are {type(module.experts).__name__}; want Experts; merge adapters "
+                "(merge_and_unload)"
+            )
+        if split_of(module.experts) is not None:
+            raise ValueError(
+                f"experts of layer {layer} train apart from their stacks; want them folded in; "
+                "moe_runtime.hf.training.trainable.fold_rows(model)"
+            )
+    return modules
+
+
+def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
+    """Raise ValueError where accelerate moves the weights of `module`, at `path`, or they are on the meta device."""
+    if any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module])):
+        raise ValueError(
+            f"{path} carries accelerate's hooks; want weights that stay where they are; load the model without "
+            "device_map, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        )
+    if recurse and any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(f"{path} is on the meta device; want weights; load the model with from_pretrained")
+
+
+def _refuse_broken(mlp: nn.Module, path: str) -> None:
+    """Raise ValueError for NaN and infinities in the weights of an MLP: all its copies would have them."""
+    for name, weight in mlp.named_parameters():
+        # torch has no aminmax of eight bits
+        if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise ValueError(f"{path}.{name} has NaN or infinity; want finite weights")
+
+
+@torch.no_grad()
+def mlp_error(mlp: nn.Module, family: Family) -> float:
+    """||mlp(x) - formula(x)|| / ||formula(x)|| on 16 rows of N(0, 1), in float64; inf if the MLP does not run."""
+    shape = moe_shape(family, mlp)
+    ours = {name: weight.double() for name, weight in read_mlp(mlp, family).items()}
+    device = ours["down_proj"].device
+    x = torch.randn(2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = x.to(device)
+    z = nn.functional.linear(x, ours[family.up_name], ours.get(f"{family.up_name}_bias"))
+    h = activate(z, shape["hidden_act"], family.gated)
+    want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
+    try:
+        got = copy.deepcopy(mlp).double().eval()(x)
+    except (RuntimeError, TypeError):  # a patched forward: one of other arguments, or tied to the original's weights
+        return float("inf")
+    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+        return float("inf")
+    return ((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+def _patched(mlp: nn.Module) -> bool:
+    """Whether a module in it runs something else than its class's forward."""
+    return any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())
+
+
+def _formula(family: Family) -> str:
+    return "down(act(gate x) * up x)" if family.gated else "down(act(up x))"

@@ -1,0 +1,410 @@
+"""What a model says of each row of a data set, its loss above all; the processes of a run share the rows.
+
+transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on.
+
+Adafactor under FSDP2.
+
+transformers makes the averages of rows and columns as plain tensors, which do not go with weights that are split. Here they
+are made before its first step, split as the weights are; the step is transformers' own.
+"""
+
+import functools
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Adafactor, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
+from transformers.utils import logging
+
+from moe_runtime.config import check_choice
+from moe_runtime.hf.models.tiny import pair_collator
+from moe_runtime.hf.training.ranks import gather, state
+from moe_runtime.hf.training.recording import Best, History, Recorder, Watcher, last_checkpoint
+from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
+from moe_runtime.hf.training.trained_files import needs_autocast
+from moe_runtime.hf.training.trainer import MoETrainer, check_rows
+from moe_runtime.io.console import bar
+
+
+@torch.no_grad()
+def each_row(
+    model,
+    rows,
+    take: Callable,
+    *,
+    collator: Callable,
+    batch_size: int = 32,
+    bf16: bool = False,
+    by_length: bool = False,
+    device: torch.device | None = None,
+) -> list:
+    """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
+
+    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
+    `by_length` puts rows of about one length into a batch, `device` is that of the batches, the process's unless given.
+    Raises ValueError for a token that the model does not have.
+    """
+    from accelerate.utils import send_to_device
+
+    check_rows(model, rows, getattr(collator, "tokenizer", None))
+    rank, ranks, device = state().process_index, state().num_processes, device or state().device
+    order = range(len(rows))
+    if by_length:
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        order = sorted(order, key=lambda place: -lengths[place])
+    # as many for every rank: the forward pass of a split model waits for the others
+    places = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(math.ceil(len(rows) / ranks))]
+    training, bf16 = model.training, bf16 or needs_autocast(model)
+    model.eval()
+    found = []
+    try:
+        with bar("judging", "row") as update:
+            for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    found += take(model, send_to_device(batch, device))
+                update(min(len(found) * ranks, len(rows)), len(rows))
+    finally:
+        model.train(training)
+    by_place = dict(gather(list(zip(places, found, strict=True))))
+    return [by_place[place] for place in range(len(rows))]
+
+
+def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
+    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
+
+    Every process must call, as of `each_row`.
+    """
+
+    def take(model, batch: dict) -> list[tuple[float, int]]:
+        labels = batch.pop("labels")
+        return token_sums(model(**batch, use_cache=False).logits, labels)
+
+    return means_of(each_row(model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16))
+
+
+def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
+    """Return the sum of the label tokens' losses of each row, and their number; `logits` [B, S, V], `labels` [B, S]."""
+    logits, labels = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return sums_of(losses, labels)
+
+
+def sums_of(losses: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
+    """Return, for each row of `losses` [B, n], their sum and the number of its labels [B, n] that are not -100."""
+    return list(zip(losses.double().sum(1).tolist(), (labels != -100).sum(1).tolist(), strict=True))
+
+
+def means_of(found: Sequence[tuple[float, int]]) -> tuple[list[float], list[int]]:
+    """Return each row's mean, and its number of label tokens."""
+    sums, tokens = zip(*found, strict=True)
+    return [total / count for total, count in zip(sums, tokens, strict=True)], list(tokens)
+
+
+def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
+    """Return the mean over all label tokens of `row_losses`' numbers."""
+    return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
+
+
+class SplitAdafactor(TrainerCallback):
+    """Fills the state of a Trainer's Adafactor for weights that FSDP2 has split; does nothing otherwise."""
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        """Have the state filled before each step, for the weights that have none."""
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer  # accelerate's wrapper
+        if isinstance(optimizer, Adafactor):
+            optimizer.register_step_pre_hook(fill_state)
+
+
+@torch.no_grad()
+def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
+    """Give every split matrix that has a gradient and no state the averages that Adafactor starts from: zeros."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None or not hasattr(p, "full_tensor") or p.dim() < 2 or optimizer.state[p]:
+                continue
+            zeros = torch.zeros_like(p.grad, dtype=torch.float32)
+            state = {"step": 0, "RMS": 0}
+            if group["beta1"] is not None:
+                state["exp_avg"] = zeros.clone()
+            for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
+                state[name] = _settled(zeros.mean(dim))
+            optimizer.state[p].update(state)
+
+
+def _settled(tensor):
+    """Return a DTensor without placements that are partial sums; those become whole on every rank."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+def quiet() -> None:
+    """Switch transformers' own progress bars off: the caller has one."""
+    logging.disable_progress_bar()
+
+
+def fit(
+    model,
+    rows,
+    tokenizer,
+    *,
+    steps: int,
+    learning_rate: float,
+    batch_size: int,
+    held_out=None,
+    eval_every: int = 0,
+    warmup: float = 0.05,
+    seed: int = 0,
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> History:
+    """Train what requires a gradient, in place, for `steps` optimizer steps with AdamW and a linear schedule.
+
+    `rows` are tokenized (data.tokenize_pairs). The same `seed` draws the same batches for every model. With `held_out`
+    its loss is taken every `eval_every` steps and at the end. `on_step(step, steps, loss)` is for a progress bar.
+    """
+    history = History()
+    evaluate = None if held_out is None else lambda: held_out_loss(model, held_out, tokenizer)
+    watcher = Watcher(history, evaluate, eval_every or steps, on_step)
+    cuda = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            lr_scheduler_type="linear",
+            warmup_steps=max(round(warmup * steps), 1),
+            logging_steps=max(steps // 40, 1),
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=seed,
+            data_seed=seed,
+            use_cpu=not cuda,
+            bf16=cuda,
+            dataloader_pin_memory=cuda,
+        )
+        trainer = MoETrainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=pair_collator(tokenizer),
+            router_stats=False,
+            callbacks=[watcher],
+        )
+        trainer.remove_callback(PrinterCallback)  # a dict per log
+        start = time.perf_counter()
+        trainer.train()
+        history.seconds = time.perf_counter() - start - watcher.paused
+    return history
+
+
+@torch.no_grad()
+def held_out_loss(model, rows, tokenizer, batch_size: int = 32) -> float:
+    """Return the mean language-model loss per label token, without auxiliary losses, in eval mode."""
+    training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=pair_collator(tokenizer)):
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        labels = batch.pop("labels")[:, 1:]
+        logits = model(**batch, use_cache=False).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        total, count = total + loss.item(), count + int((labels != -100).sum())
+    model.train(training)
+    return total / count
+
+
+class Trained(NamedTuple):
+    """What `train` did."""
+
+    history: History
+    steps: int
+    losses: list[float]  # of each held-out row, at the end
+    tokens: list[int]
+    state_dict: Callable[[], dict | None]  # rank 0 gets all weights, the others may get None; every process must call
+    trained_parameters: int
+    optimizer_bytes: int  # of the optimizer's state, over all processes
+
+
+def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings) -> TrainingArguments:
+    """Return transformers' arguments for a training that writes nothing but checkpoints."""
+    cuda = torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(folder),
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
+        save_total_limit=2,
+        logging_steps=max(settings["max_steps"] // 40, 1),
+        seed=seed,
+        data_seed=1_000_003 * seed,  # accelerate adds the epoch: neighbours would share all orders but one
+        use_cpu=not cuda,
+        dataloader_pin_memory=cuda,
+        report_to=[],
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,  # each that trains is used in every step: expert stacks are whole tensors
+        **settings,
+    )
+
+
+def train(
+    model,
+    rows,
+    tokenizer,
+    *,
+    folder: str | Path,
+    learning_rate: float,
+    batch_size: int,
+    held_out,
+    epochs: float | None = None,
+    steps: int | None = None,
+    warmup_steps: int | None = None,
+    per_device_batch_size: int | None = None,
+    optimizer: str = "adafactor",
+    weight_decay: float = 0.0,
+    schedule: str = "linear",
+    max_grad_norm: float = -1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
+    bf16: bool = False,
+    gradient_checkpointing: bool = False,
+    save_steps: int | None = None,
+    keep_best: bool = False,
+    balance_loss: str | None = None,
+    balance_loss_coef: float | None = None,
+    evaluations: int | Sequence[int] = 4,
+    seed: int = 0,
+    callbacks: Sequence[TrainerCallback] = (),
+    on_step: Callable[[int, int, float], None] | None = None,
+    trainer: Callable[..., MoETrainer] = MoETrainer,
+    collator: Callable | None = None,
+    losses: Callable | None = None,
+) -> Trained:
+    """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
+
+    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
+    other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
+    steps, and one where the training is interrupted; a second call goes on from the newest whole one. The held-out loss
+    is taken `evaluations` times, evenly, or after those steps; `keep_best` ends with the weights of its lowest.
+    `balance_loss` is MoETrainer's, while this training lasts.
+    For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
+    `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
+    Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
+    """
+    bf16 = bf16 or needs_autocast(model)
+    device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
+    total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
+    warmup_steps = _warmup(warmup_steps, total)
+    if gradient_checkpointing:
+        # the new name where transformers has it: the old one warns there
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    history = History()
+    losses = losses or functools.partial(row_losses, tokenizer=tokenizer)
+
+    def take() -> tuple[float, tuple]:
+        found = losses(model, held_out, batch_size=device_batch, bf16=bf16)
+        return mean_loss(*found), found
+
+    best = Best(model, folder) if keep_best else None
+    every = max(round(total / evaluations), 1) if isinstance(evaluations, int) else evaluations
+    recorder = Recorder(history, take, every, on_step, best)
+    arguments = _arguments(
+        folder, save_steps, seed, max_steps=total, learning_rate=learning_rate, per_device_train_batch_size=device_batch,
+        gradient_accumulation_steps=accumulation, optim=optimizer, adam_beta1=adam_beta1, adam_beta2=adam_beta2,
+        weight_decay=weight_decay, lr_scheduler_type=schedule, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm,
+        bf16=bf16,
+    )  # fmt: skip
+    made = trainer(
+        model=model, args=arguments, train_dataset=rows, data_collator=collator or pair_collator(tokenizer),
+        router_stats=False, balance_loss=balance_loss, balance_loss_coef=balance_loss_coef,
+        callbacks=[SplitAdafactor(), *callbacks, recorder],
+    )  # fmt: skip
+    _run(made, recorder, last_checkpoint(folder))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def state_dict() -> dict | None:
+        return made.accelerator.get_state_dict(made.model_wrapped)
+
+    return Trained(history, total, *recorder.last, state_dict, trained, _optimizer_bytes(made.optimizer))
+
+
+def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
+    """Train, from a checkpoint on if there is one. Ctrl-C and SIGTERM end the training behind a step, with a checkpoint."""
+    trainer.remove_callback(PrinterCallback)
+    if checkpoint is not None:
+        recorder.restore(checkpoint)
+    with stopping_with_a_checkpoint(trainer):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.balance_loss is not None:
+        trainer.balance_loss.close()
+
+
+def _warmup(steps: int | None, total: int) -> int:
+    """Return the steps of warmup, one in twenty unless given."""
+    if steps is None:
+        return min(max(round(0.05 * total), 1), total - 1)
+    if steps >= total:
+        raise ValueError(f"warmup_steps is {steps}, the training has {total} steps; want fewer warmup steps")
+    return steps
+
+
+def _optimizer_bytes(optimizer) -> int:
+    """Return the bytes of an optimizer's state, of all processes together: what it holds, not what it should hold."""
+    values = [value for held in optimizer.state.values() for value in held.values()]
+    tensors = (value.to_local() if hasattr(value, "to_local") else value for value in values if torch.is_tensor(value))
+    return sum(gather([sum(tensor.numel() * tensor.element_size() for tensor in tensors)]))
+
+
+def check_training(
+    *,
+    batch_size: int,
+    per_device_batch_size: int | None,
+    optimizer: str,
+    steps: int | None,
+    warmup_steps: int | None,
+    **_,
+) -> None:
+    """Raise ValueError for settings of `train` that cannot work here, as far as can be said without the rows."""
+    split_batch(batch_size, per_device_batch_size)
+    check_choice("optimizer", optimizer, tuple(name.value for name in OptimizerNames))
+    if steps and warmup_steps and warmup_steps >= steps:
+        raise ValueError(f"warmup_steps is {warmup_steps}, steps is {steps}; want fewer warmup steps")
+
+
+def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:
+    """Return the rows that a process takes at once, and how often it does so for one optimizer step."""
+    ranks = state().num_processes
+    device_batch = per_device_batch_size or max(batch_size // ranks, 1)
+    if batch_size % (device_batch * ranks):
+        raise ValueError(
+            f"batch_size is {batch_size}, per_device_batch_size is {device_batch}, with {ranks} processes; want batch_size "
+            "to be a multiple of the other two"
+        )
+    return device_batch, batch_size // (device_batch * ranks)
+
+
+def count_steps(rows: int, epochs: float, device_batch: int, accumulation: int) -> int:
+    """Return the optimizer steps of `epochs`, as transformers counts them: the last step of an epoch may be smaller."""
+    batches = math.ceil(rows / (device_batch * state().num_processes))
+    return math.ceil(epochs * math.ceil(batches / accumulation))
+
+
+@torch.no_grad()
+def complete(model, tokenizer, prompt: str, max_new_tokens: int = 48) -> str:
+    """Return the model's greedy continuation of `prompt`, without special tokens."""
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    room = model.config.max_position_embeddings - ids.shape[1]
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=min(max_new_tokens, room), do_sample=False)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

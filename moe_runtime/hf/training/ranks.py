@@ -1,0 +1,143 @@
+"""The processes of one run, as `accelerate launch` starts them, and model folders that all read and one writes."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.hf.models.rope import write_legacy_rope
+from moe_runtime.io.files import atomic_write_json, read_json
+
+
+def state():
+    """Return accelerate's PartialState of this process: its rank, the number of processes, its device."""
+    from accelerate import PartialState
+
+    # rank 0 converts alone, or waits for another run, while the others wait for it
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=2))
+
+
+def agree(value=None):
+    """Return rank 0's `value` in every process."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [value]
+    return broadcast_object_list(values)[0] if state().num_processes > 1 else value
+
+
+@contextlib.contextmanager
+def leading() -> Iterator[bool]:
+    """Yield whether this is rank 0, which then does something alone; all go on when it is done, or raise what it raised.
+
+    Every process must call: without it an error of rank 0 would leave the others waiting for it.
+    """
+    error = None
+    try:
+        yield state().is_main_process
+    except Exception as raised:
+        error = raised
+    kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
+    said = agree(None if error is None else (kind, str(error) or type(error).__name__))
+    if error is not None:
+        raise error
+    if said is not None:
+        raise said[0](said[1])
+
+
+def gather(values: list) -> list:
+    """Return the items of every process, in the order of the ranks."""
+    from accelerate.utils import gather_object
+
+    return gather_object(values) if state().num_processes > 1 else values
+
+
+def largest(value: int) -> int:
+    """Return the largest value of all processes. Every process must call."""
+    if state().num_processes == 1:
+        return value
+    found = torch.tensor(value, device=state().device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return int(found)
+
+
+def engine() -> str:
+    """Return what accelerate trains with, as its DistributedType says: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
+
+
+def free_memory() -> None:
+    """Free the models that nobody uses any more: a Trainer and its callbacks hold each other, and the model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def load_tokenizer(source: str | Path, name: str = "base_model"):
+    """Load a tokenizer that can pad on the right: with EOS, as the official XFT code does, where it has no token for it."""
+    tokenizer = _load(AutoTokenizer, source, name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def load_model(source: str | Path, dtype: str, device: torch.device | str | None = None, name: str = "base_model"):
+    """Load a causal LM in `dtype` ("auto": its own), to `device` if given; ValueError for what transformers cannot load."""
+    model = _load(AutoModelForCausalLM, source, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    return model if device is None else model.to(device)
+
+
+def load_config(source: str | Path, name: str = "base_model"):
+    """Load a model's config; raises ValueError, with the `name` of the source, for what transformers cannot load."""
+    return _load(AutoConfig, source, name)
+
+
+def routing_of(source: str | Path) -> tuple[int | None, int | None]:
+    """Return a model's experts per layer and per token as its config says; None where it does not."""
+    config = load_config(source)
+    return getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
+
+
+def _load(kind: type, source: str | Path, name: str, **settings):
+    try:
+        check_folder(source)
+        return kind.from_pretrained(source, **settings)
+    except (MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # a config class falls over whatever it meets, tokenizers' Rust raises Exception itself
+        reason = str(error).strip().partition("\n")[0].rstrip(".:")[:500] or type(error).__name__
+        raise ValueError(
+            f"{name} is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
+        ) from error
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter on the CPU; of one that FSDP2 has split, all of it. Every process must call."""
+    tensor = parameter.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
+
+
+def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None) -> None:
+    """Write a model in `dtype`, with its tokenizer and the rotary keys of both spellings, to a folder that exists.
+
+    `state_dict` stands for the weights of a model that is split; FSDP2 holds them in float32 under mixed precision.
+    """
+    narrow = getattr(torch, dtype)
+    if state_dict is not None:
+        state_dict = {
+            name: value.to(narrow) if value.is_floating_point() else value for name, value in state_dict.items()
+        }
+    model.save_pretrained(folder, state_dict=state_dict)
+    tokenizer.save_pretrained(folder)
+    values = read_json(folder / "config.json")
+    if values.get("dtype") != dtype:
+        atomic_write_json(folder / "config.json", values | {"dtype": dtype})
+    write_legacy_rope(folder)

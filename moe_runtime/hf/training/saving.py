@@ -1,0 +1,165 @@
+"""What a Trainer writes, whole or not at all: the model at the end, and checkpoints; half a one is not gone on from.
+
+Ctrl-C and SIGTERM in a training of transformers' Trainer: the step ends, a checkpoint is written, and it can go on.
+
+The processes of a run agree behind each step: a signal that reaches one of them, or all in different steps, ends all in the
+same step.
+"""
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import signals
+from moe_runtime.io.files import atomic_model, naming
+
+
+def last_whole_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest checkpoint of transformers' Trainer in `folder` that was written to its end; None without one."""
+    found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    whole = [path for path in found if path.name.rpartition("-")[2].isdecimal() and _is_whole(path)]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _remove_halves(folder: str | Path, last: Path) -> None:
+    """Remove the checkpoints in `folder` newer than `last` and not whole: transformers would count them among the kept."""
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = path.name.rpartition("-")[2]
+        if step.isdecimal() and int(step) > int(last.name.rpartition("-")[2]) and not _is_whole(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear(checkpoint: Path) -> None:
+    """Take the mark, and what a killed writer of safetensors left, from a checkpoint that is written again."""
+    (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+    for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
+        if re.fullmatch(r"\.tmp\w{6}", path.name):  # its name until it is whole; another rank has none such
+            path.unlink(missing_ok=True)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """The trainer's state is the last file that transformers writes."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(state, dict)
+
+
+class WholeSaves:
+    """A part of trainers, before transformers' class in the bases."""
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Train as transformers does; True goes on from the newest whole checkpoint, ValueError where there is none."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"resume_from_checkpoint is True, output_dir is {self.args.output_dir}; want a whole checkpoint in it; "
+                    "begin without resume_from_checkpoint"
+                )
+            if self.args.should_save:
+                _remove_halves(self.args.output_dir, resume_from_checkpoint)
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir=None, state_dict=None):
+        """Save as transformers does, into a hidden folder first; a checkpoint's mark is written after it."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if not self.args.should_save or folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+            super()._save(output_dir, state_dict)
+            return
+        with atomic_model(folder) as tmp:
+            super()._save(str(tmp), state_dict)
+
+    def _save_checkpoint(self, model, trial):
+        """Save as transformers does; what fails half-way is removed, and an older checkpoint of the step is none first."""
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            _clear(folder)
+        try:
+            with naming(folder, folder):
+                super()._save_checkpoint(model, trial)
+        except BaseException:
+            if self.args.should_save and not _is_whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+class StopCallback(TrainerCallback):
+    """Ends the training behind the step in which it was asked to stop, with a checkpoint unless it was the last."""
+
+    def __init__(self, stopping: signals.Stopping):
+        self.stopping = stopping
+        self.agreed: KeyboardInterrupt | None = None
+        self.saved: int | None = None  # the step of the newest checkpoint
+
+    def agree(self) -> None:
+        """Take what a process was asked for all of them; every process must call."""
+        asked = self.stopping.asked
+        # one number more per step, where the loss is read on the host anyway
+        code = ranks.largest(signals.code_of(asked) if asked is not None else 0)
+        if code and self.agreed is None:
+            self.agreed = signals.of(code)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.agree()
+        if self._stops(state):
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # who stops a run waits for nothing, and with "best" it says what is saved
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved = state.global_step
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Take back what transformers asks for at an epoch's end, which a stop in its middle is for it."""
+        if self._stops(state):
+            control.should_evaluate, control.should_save = False, self.saved != state.global_step
+
+    def _stops(self, state) -> bool:
+        return self.agreed is not None and state.global_step < state.max_steps
+
+
+@contextmanager
+def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
+    """Let `trainer` train in the block; raise the interruption behind it, if there was one.
+
+    That of a training which is done is raised where the next one begins, so that what calls this writes its result first.
+    """
+    with signals.after_the_step() as stopping:
+        callback = StopCallback(stopping)
+        trainer.add_callback(callback)
+        yield
+        trainer.remove_callback(callback)
+        callback.agree()  # what came behind the last step
+    if callback.agreed is None:
+        if stopping.asked is not None:  # since then, and in this process alone: at once, as between trainings
+            raise stopping.asked
+        return
+    if trainer.state.global_step < trainer.state.max_steps:
+        raise callback.agreed
+    signals.raise_later(callback.agreed)
+
+
+def hold_workers(loader):
+    """Let a data loader's workers outlive a signal to the whole group, so that the step ends; return the loader."""
+    inner = getattr(loader, "base_dataloader", loader)  # of accelerate's
+    begin = getattr(inner, "worker_init_fn", None)
+    if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:
+        inner.worker_init_fn = functools.partial(_begin_worker, begin)
+    return loader
+
+
+def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
+    signals.hold()
+    if begin is not None:
+        begin(number)

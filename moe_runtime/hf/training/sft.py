@@ -1,0 +1,292 @@
+"""TRL's SFTTrainer and its command, for upcycled and mergeable models.
+
+The flags of `moe-runtime train`: TRL's own, a few beside them, and a file of them.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import TrainerCallback
+from transformers.utils import is_torch_bf16_gpu_available
+
+from moe_runtime.hf.dropin.experts import is_experts
+from moe_runtime.hf.models import outputs
+from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.hf.models.modeling import register_auto_classes
+from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
+from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
+from moe_runtime.io import console
+from moe_runtime.io.rows import read_rows, require
+from moe_runtime.modules.moe import Router
+
+PROG = "moe-runtime train"
+HELP = {
+    "usage": f"{PROG} --model MODEL --data DATA --output_dir FOLDER [OPTIONS]",
+    "description": (
+        "Tune a model, dense or a mixture, with TRL's SFT command. The first options are ours, the others those of "
+        "`trl sft`; --config FILE reads them from a YAML file, --json prints the result as one JSON object."
+    ),
+    "epilog": f"Example: {PROG} --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
+}
+
+
+@dataclass
+class TrainArguments:
+    """What `moe-runtime train` has beyond TRL's own flags."""
+
+    model: str | None = field(default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"})
+    data: str | None = field(
+        default=None, metadata={"help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"}
+    )
+    eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
+    router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"})
+    stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
+
+
+class _TakenBefore(argparse.Action):
+    """A flag that stands in the help, and that somebody takes out of the words before this parser reads them."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is not for this place; want {self.option_strings[0]} once, on the command line")
+
+
+def parse(trl, argv: Sequence[str] | None) -> tuple:
+    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only where the device has it.
+
+    Raises ValueError for flags that nobody knows and for a config file that is none.
+    """
+    types = (TrainArguments, trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    parser = trl.TrlParser(types, prog=PROG, **HELP)
+    others = parser.add_argument_group("beside them")
+    hidden = {"action": _TakenBefore, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    others.add_argument("--config", metavar="FILE", help="a YAML file of these options; those given here win", **hidden)
+    others.add_argument(
+        "--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden
+    )
+    if not is_torch_bf16_gpu_available():
+        parser.set_defaults(bf16=False)
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True)
+    if not sys.stderr.isatty():
+        parser.set_defaults(disable_tqdm=True)  # few lines in its place
+    argv = _with_config(list(sys.argv[1:] if argv is None else argv))
+    with warnings.catch_warnings():
+        # TRL's own default, by the name that transformers has given up
+        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
+        return parser.parse_args_and_config(argv)
+
+
+def _with_config(argv: list[str]) -> list[str]:
+    """Return the words with --config FILE as TRL knows it, in two; raise ValueError for a file of no options."""
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
+    if "--config" not in argv:
+        return argv
+    path = Path(*argv[argv.index("--config") + 1 :][:1])
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"config is {str(path)!r}, which cannot be read: {reason}; want a YAML file of options"
+        ) from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(
+            f"config is {str(path)!r}, which holds {type(values).__name__}; want options, a `name: value` each"
+        )
+    return argv
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+
+
+class _MoESFTTrainer(_MoETrainer):
+    """TRL's SFTTrainer for upcycled and mergeable models: adds the layers' balance losses, logs the parts of the loss.
+
+    TRL runs the inner model and a head of its own, so that the loss our model class computes is never asked for.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._caught: list[torch.Tensor] | None = None
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if self.aux_loss_enabled and not any(isinstance(m, Router) or is_experts(m) for m in model.modules()):
+            raise ValueError(f"router_aux_loss_coef is {self.router_aux_loss_coef}; want 0 for a model without routers")
+        model.base_model.register_forward_hook(self._catch)
+
+    def _catch(self, module, args, out) -> None:
+        balance_loss = getattr(out, "balance_loss", None)
+        if self._caught is not None and balance_loss is not None:
+            self._caught.append(balance_loss)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return TRL's loss plus the layers' balance losses."""
+        self._caught = []
+        try:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            caught = self._caught[:1]  # TRL may run the model again for its metrics
+        finally:
+            self._caught = None
+        lm_loss = result[0] if return_outputs else result
+        balance_loss = torch.zeros_like(lm_loss.detach())
+        if caught:
+            # clamped, as TRL does, for a step without a token to learn
+            items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).clamp(min=1)
+            share = outputs.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
+            balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
+        loss = lm_loss + balance_loss if caught else lm_loss
+        if caught or self.aux_loss_enabled:
+            pooled = self._pooled(num_items_in_batch)
+            self._note(lm_loss - pooled, balance_loss + pooled, inputs, num_items_in_batch)
+        return (loss, result[1]) if return_outputs else loss
+
+    def _pooled(self, num_items_in_batch) -> float:
+        """What TRL has just added for the pooled loss, which it logs as `aux_loss` without its coefficient."""
+        if not self.aux_loss_enabled:
+            return 0.0
+        steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+        mode = "train" if self.model.training else "eval"
+        return self.router_aux_loss_coef * self._metrics[mode]["aux_loss"][-1] / steps
+
+
+@functools.cache
+def _sft_trainer() -> type:
+    """Make MoESFTTrainer, whose base only an extra brings."""
+    names = {"__module__": __name__, "__doc__": _MoESFTTrainer.__doc__}
+    return type("MoESFTTrainer", (_MoESFTTrainer, require("trl").SFTTrainer), names)
+
+
+def __getattr__(name: str):
+    if name == "MoESFTTrainer":
+        return _sft_trainer()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def train_command(argv: list[str] | None = None) -> Path:
+    """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
+
+    Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError
+    for a model without tokenizer, for data that cannot be read and for unknown flags.
+    """
+    trl = require("trl")
+    ours, script, args, model, mixture = parse(trl, argv)
+    name = ours.model or model.model_name_or_path
+    _check_model(name)
+    if not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
+        raise ValueError(
+            f"output_dir is {args.output_dir}, the folder of the model, which the tuned one would replace; want another folder"
+        )
+    trainer = _trainer(trl, name, ours, script, args, model, mixture)
+    # True, the last checkpoint, can only be spelled on a command line
+    resume = args.resume_from_checkpoint
+    try:
+        with stopping_with_a_checkpoint(trainer), _pace(trainer):
+            result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    except KeyboardInterrupt as stop:
+        stop.kept = _kept(args.output_dir)
+        raise
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(
+        f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
+        f"mean training loss {result.training_loss:.4f}"
+    )
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=ours.data or script.dataset_name)
+    if hasattr(trainer, "end"):  # from transformers 5.18 on
+        trainer.end()
+    return Path(args.output_dir)
+
+
+@contextmanager
+def _pace(trainer) -> Iterator[None]:
+    """Say how fast it goes, and how long it takes, where transformers' own bar is not seen: in a log."""
+
+    class Pace(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            update(state.global_step, state.max_steps)
+
+        on_train_begin = on_step_end  # what a checkpoint holds was not done now
+
+    with console.bar("training", shown=not sys.stderr.isatty()) as update:
+        trainer.add_callback(Pace())
+        yield
+
+
+def _kept(folder: str) -> str:
+    """Say what an interrupted training left, and how it goes on."""
+    last = last_whole_checkpoint(folder)
+    if last is None:
+        return f"no checkpoint was written to {folder} yet"
+    return f"{last} is the last checkpoint; the same command with --resume_from_checkpoint true goes on"
+
+
+def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
+    """Read the rows and build the MoESFTTrainer; the model is loaded by TRL, which knows the flags for it."""
+    register_auto_classes()
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    } | (args.model_init_kwargs or {})
+    train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
+    try:
+        return _sft_trainer()(
+            model=name,
+            args=args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            quantization_config=trl.get_quantization_config(model),
+            peft_config=trl.get_peft_config(model),
+            router_stats=ours.router_stats,
+            stop_on_nan=ours.stop_on_nan,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
+
+
+def _check_model(name: str | None) -> None:
+    """Raise ValueError unless `name` is a folder with a model and a tokenizer, or may be an id of the Hub."""
+    if name is None:
+        raise ValueError("model is None; want a folder or the id of a model; pass --model")
+    path = Path(name)
+    if not path.exists():
+        if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+            raise ValueError(f"model is {name!r}, which does not exist; want a folder that save_pretrained wrote")
+        return
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model is {name!r}, which has no config.json; want a folder that save_pretrained wrote")
+    check_folder(path)
+    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        raise ValueError(
+            f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
+        )
+
+
+def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
+    """Return the rows to train on and those to evaluate on: ours from --data, else those of TRL's own flags."""
+    if ours.data is None and not (script.dataset_name or mixture.datasets):
+        raise ValueError("data is None; want a file, a folder or the id of a data set; pass --data")
+    if evaluates and ours.data is not None and ours.eval_data is None:
+        raise ValueError("eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no")
+    if ours.data is not None:
+        rows = read_rows(ours.data)
+        rows = rows.add_column(ROW_ID, list(range(len(rows))))
+        return rows, read_rows(ours.eval_data) if evaluates else None
+    if mixture.datasets:
+        sets = trl.get_dataset(mixture)
+    else:
+        load = require("datasets").load_dataset
+        sets = load(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    return sets[script.dataset_train_split], sets[script.dataset_test_split] if evaluates else None

@@ -1,0 +1,283 @@
+"""Training some experts of a model and nothing else of their layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
+
+    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves all else as it is
+    ...                                             # any training loop: what requires a gradient is what trains
+    fold_rows(model)                                # the trained experts are in the stacks; drop_rows: the base again
+
+The experts that train lie apart from their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that the layers
+read in place of the stacks' rows. Layers are numbered as `hf.dropin.layers.numbered_layers` does, experts as in their stacks: the
+shared expert of our own layers is expert 0. Experts are spread over ranks (`shard_experts`) before, DDP and fully_shard come
+after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the gradient of the
+embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the reentrant kind).
+
+What tells transformers' Trainer, before the first step, that a model whose rows train apart cannot be saved as it is.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer import DEFAULT_CALLBACKS
+
+from moe_runtime.hf.dropin import experts as stock
+from moe_runtime.hf.dropin.layers import forget_compiled, plain_name
+from moe_runtime.hf.training.trainable_layers import (
+    STATE,
+    ExpertsLayer,
+    check_unwrapped,
+    checked_experts,
+    layers_of,
+    with_shared,
+)
+from moe_runtime.modules import trainable
+from moe_runtime.ops.all_to_all import is_distributed
+
+# MLPs that every token goes through, beside the experts; the gate in front of one is a gate
+SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
+# what routers choose experts and sparse attention keys by: no gradient reaches it
+CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
+
+
+class _Before(NamedTuple):
+    """How a model was."""
+
+    patched: bool  # its experts ran through moe_runtime
+    requires_grad: dict[str, bool]  # of the parameters where freeze_for_esft set it, by plain name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainableReceipt:
+    """What trains from now on."""
+
+    experts: dict[int, tuple[int, ...]]  # layer -> ids, in the order that was asked for; without layers of none
+    shared_experts: tuple[str, ...]  # paths of the shared MLPs that train
+    row_parameters: int  # numbers in the experts that train, on all ranks together
+    trainable_parameters: int  # these and all else that requires a gradient
+    total_parameters: int  # the model's own
+
+    @property
+    def share(self) -> float:
+        """Trainable numbers over all."""
+        return self.trainable_parameters / self.total_parameters
+
+
+def train_rows(
+    model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
+) -> TrainableReceipt:
+    """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the others of these layers.
+
+    Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
+    beside a bfloat16 model they are cast where they are used, and their gradients are float32. (A float32 model under autocast
+    keeps a cast copy of every stack until the backward pass: load it in bfloat16 and give dtype=torch.float32.) The model runs
+    through moe_runtime from now on (`hf.dropin.experts.patch`) and refuses other implementations, and save_pretrained, which would
+    write what from_pretrained reads as the base.
+
+    Call it before DDP, FSDP2, torch.compile or the optimizer see the model, and after `shard_experts` and PEFT's adapters, that
+    freeze what is there; where experts that are spread are all that trains, DDP has nothing to do and says so: call the model
+    itself. What trains in one FSDP2 group has one dtype: if more than rows in another dtype trains, make each experts module
+    a group of its own, or name its class to accelerate beside the layers'.
+
+    Raises ValueError, before anything is changed, for unknown layers or ids, experts that are sharded, adapted, quantized, not
+    loaded, offloaded or tied to another layer's, and a model whose rows train already.
+    """
+    layers = layers_of(model)
+    experts = checked_experts(layers, experts, dtype)
+    _split(model, layers, experts, dtype, {})
+    return _receipt(model, ())
+
+
+def freeze_for_esft(
+    model: nn.Module,
+    experts: Mapping[int, Sequence[int]],
+    shared_experts: bool = False,
+    non_expert_modules: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> TrainableReceipt:
+    """`train_rows`, and decide of all else whether it trains: the settings of ESFT's Table 3. By default, none of it.
+
+    `shared_experts`: the MLPs beside the experts that every token goes through, and expert 0 of our own layers that have a
+    shared one, which `experts` must not name. `non_expert_modules`: all that is neither a routed expert nor a shared MLP:
+    routers and the gates of shared MLPs, attention, norms, embeddings, head, dense layers. Raises ValueError as train_rows.
+    """
+    layers = layers_of(model)
+    experts = checked_experts(layers, with_shared(layers, experts, shared_experts), dtype)
+    shared = _shared_mlps(model, layers)
+    stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
+    trains, parameters = {}, dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        asked = shared_experts if any(name.startswith(f"{path}.") for path in shared) else non_expert_modules
+        trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
+        if trains[name] and parameter.dtype not in stock.FLOATS:
+            raise ValueError(f"{name} is {parameter.dtype}; want floats in what is to train, or it frozen")
+    before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
+    _split(model, layers, experts, dtype, before)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(trains[name])
+    return _receipt(model, shared if shared_experts else ())
+
+
+def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str, ...]:
+    """Return the paths of the MLPs beside the experts: by name or, as in Gemma 4, as the `mlp` of the experts' own block."""
+    beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
+    return tuple(name for name, _ in model.named_modules() if name in beside or SHARED.search(plain_name(name)))
+
+
+def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
+    """Return the experts modules whose rows lie apart, by number."""
+    _state_of(model)
+    found = {
+        number: (layer.module, trainable.split_of(layer.module)) for number, layer in layers_of(model, False).items()
+    }
+    return {number: (module, split) for number, (module, split) in found.items() if split is not None}
+
+
+def fold_rows(model: nn.Module) -> None:
+    """Write the experts that train into their stacks, rounded to the stacks' dtype, and undo `train_rows` in all else.
+
+    The model is what it was, with its own implementation of experts and what required a gradient then. Under expert parallelism
+    every rank folds its own. Raises ValueError for a model without such rows, and one that FSDP2 or DDP hold.
+    """
+    _undo(model, trainable.fold_rows)
+
+
+def drop_rows(model: nn.Module) -> None:
+    """Undo `train_rows` without keeping what was trained: the base, bit by bit. Raises ValueError as fold_rows."""
+    _undo(model, trainable.drop_rows)
+
+
+def _split(model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dtype, before: dict[str, bool]) -> None:
+    """Put the rows apart, all of them or, where one does not fit into the memory, none."""
+    check_unwrapped(model)
+    patched = all(not stock.is_experts(m) or m.config._experts_implementation == stock.NAME for m in model.modules())
+    if experts:
+        stock.patch(model)
+        forget_compiled()
+    setattr(model, STATE, _Before(patched, before))
+    try:
+        for number, ids in experts.items():
+            _split_layer(model, layers[number], ids, dtype)
+        _guard(model)
+    except BaseException:
+        drop_rows(model)
+        raise
+
+
+def _split_layer(model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    if is_distributed(layer.module.down_proj):
+        from moe_runtime.hf.dropin.parallel import split_spread_rows
+
+        split_spread_rows(model, layer.name, layer.names, ids, dtype)
+    else:
+        trainable.split_rows(layer.module, layer.names, ids, dtype)
+    if stock.is_experts(layer.module):
+        layer.module.register_forward_pre_hook(_refuse_others)
+
+
+def _guard(model: nn.Module) -> None:
+    """Make the parts of `model` that hold rows refuse save_pretrained; `shard_experts` has seen to that already."""
+    for module in model.modules():
+        saves = hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
+        if saves and any(trainable.split_of(part) is not None for part in module.modules()):
+            module.save_pretrained = functools.partial(_refuse_to_save, module)
+    # seconds to import; whoever trains by it has done so, or hears of it at the first checkpoint
+    if "transformers.trainer" in sys.modules:
+        watch_trainers()
+
+
+def is_guarded(module: nn.Module) -> bool:
+    """Return whether `module` refuses save_pretrained, since rows of it lie apart."""
+    return getattr(module.__dict__.get("save_pretrained"), "func", None) is _refuse_to_save
+
+
+def _refuse_to_save(module: nn.Module, *_, **__) -> None:
+    raise ValueError(
+        f"some experts of {type(module).__name__} train apart, and from_pretrained would read what they were; want "
+        "fold_rows(model) first, or esft.train_only, which saves an adapter"
+    )
+
+
+def unguard(module: nn.Module) -> None:
+    """Let `module` save as its class does, where train_rows has forbidden it."""
+    if is_guarded(module):
+        del module.save_pretrained
+
+
+def _refuse_others(module: nn.Module, args) -> None:
+    """A hook of a stock experts module with rows apart, which transformers' implementations would not see."""
+    implementation = module.config._experts_implementation
+    if implementation != stock.NAME:
+        raise ValueError(
+            f"experts_implementation is {implementation!r}, some of {type(module).__name__}'s experts train apart; want "
+            f"{stock.NAME!r}, or fold_rows(model) first"
+        )
+
+
+def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
+    for module in model.modules():
+        if STATE in module.__dict__:
+            return module, module.__dict__[STATE]
+    if any(trainable.split_of(module) is not None for module in model.modules()):
+        return model, _Before(True, {})  # PEFT has unloaded the wrapper that knew
+    raise ValueError(f"model is {type(model).__name__}, of which no rows train; want one that train_rows has changed")
+
+
+def _undo(model: nn.Module, rejoin) -> None:
+    check_unwrapped(model)
+    inner, before = _state_of(model)
+    forget_compiled()
+    for name, module in inner.named_modules():
+        unguard(module)
+        if trainable.split_of(module) is None:
+            continue
+        if is_distributed(module.down_proj):
+            from moe_runtime.hf.dropin.parallel import forget_rows
+
+            forget_rows(inner, name)
+        rejoin(module)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others]:
+            del module._forward_pre_hooks[key]
+    if not before.patched:
+        stock.unpatch(inner)
+    for name, parameter in inner.named_parameters():
+        parameter.requires_grad_(before.requires_grad.get(plain_name(name), parameter.requires_grad))
+    inner.__dict__.pop(STATE, None)
+
+
+def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
+    rows, experts, apart = 0, {}, set()
+    for number, (module, split) in _split_modules(model).items():
+        experts[number] = split.ids
+        apart |= {id(p) for p in trainable.trained_parameters(module).values()}
+        rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
+    others = [p for p in model.parameters() if id(p) not in apart]
+    return TrainableReceipt(
+        experts=experts,
+        shared_experts=shared,
+        row_parameters=rows,
+        trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
+        total_parameters=sum(p.numel() for p in others),
+    )
+
+
+class NoCheckpoints(TrainerCallback):
+    """Refuses a training that would come to save_pretrained."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if args.save_strategy != "no" and is_guarded(model):
+            raise ValueError(
+                f"save_strategy is {args.save_strategy.value!r}, some experts of {type(model).__name__} train apart; want "
+                "'no', or esft.train_only, whose checkpoints are adapters"
+            )
+
+
+def watch_trainers() -> None:
+    """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
+    if NoCheckpoints not in DEFAULT_CALLBACKS:
+        DEFAULT_CALLBACKS.append(NoCheckpoints)

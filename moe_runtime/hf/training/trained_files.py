@@ -1,0 +1,409 @@
+"""What a model trains beside its stacks, as ESFT's files have it; saved, and read back to go on training.
+
+The experts' tensors have the names of `hf.training.trained_files`, whatever else trains has the model's own. The file is
+model.safetensors, with expert_cfg.json beside it.
+
+How ESFT's files name and lay out the experts of a model, whatever its stacks are.
+
+A row e of a layer's stacks is
+
+    <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
+
+which in a DeepSeek model are the official names, model.layers.{l}.mlp.experts.{e}.*; where experts have biases, *.bias
+[I], [I] and [H] too.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
+from moe_runtime.hf.training.ranks import whole
+from moe_runtime.hf.training.trainable import unguard
+from moe_runtime.io.checkpoint import SINGLE, write_tensors
+from moe_runtime.io.files import atomic_file, atomic_write_text, weights_of
+from moe_runtime.modules.trainable import PREFIX, split_of, trained_parameters
+from moe_runtime.ops.all_to_all import is_distributed
+
+_EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.(?:weight|bias))")
+
+
+class Layout(NamedTuple):
+    """How an experts module lays out its stacks."""
+
+    gated: bool
+    transposed: bool = False  # [E, in, out]
+    interleaved: bool = False  # gate and up by turns, not gate first
+    bias: bool = False
+
+
+class ExpertName(NamedTuple):
+    """The parts of an expert's tensor's name."""
+
+    path: str  # of the experts module
+    layer: int
+    expert: int
+    part: str  # such as gate_proj.weight
+
+
+def parse_name(name: str) -> ExpertName | None:
+    """Take the name of an expert's tensor apart; None for any other name. The layer is the first number in the path."""
+    match = _EXPERT.fullmatch(name)
+    digits = re.search(r"\d+", match["path"]) if match else None
+    return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"]) if digits else None
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """Return the layout of an experts module, ours or transformers'."""
+    if hasattr(module, "up_name"):
+        return Layout(module.config.gated, bias=module.config.bias)
+    interleaved = module.has_gate and not getattr(module, "is_concatenated", True)
+    return Layout(module.has_gate, module.is_transposed, interleaved, module.has_bias)
+
+
+def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """Return the parts of an expert that each stack holds, by the stack's name."""
+    up, parts = ("gate_up_proj", ("gate_proj", "up_proj")) if layout.gated else ("up_proj", ("up_proj",))
+    stacks = {up: tuple(f"{part}.weight" for part in parts), "down_proj": ("down_proj.weight",)}
+    if layout.bias:
+        stacks |= {f"{up}_bias": tuple(f"{part}.bias" for part in parts), "down_proj_bias": ("down_proj.bias",)}
+    return stacks
+
+
+def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut a row of the stack of this name into an expert's tensors, by part: [out, in] or, of biases, [out]; views."""
+    names = stack_parts(layout)[stack]
+    row = row.t() if layout.transposed else row  # of a bias, the bias
+    if len(names) == 1:
+        return {names[0]: row}
+    halves = (row[0::2], row[1::2]) if layout.interleaved else row.chunk(2)
+    return dict(zip(names, halves, strict=True))
+
+
+def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Put a row of the stack of this name together from an expert's tensors, [out, in] each: what `split_row` undoes."""
+    halves = [parts[name] for name in stack_parts(layout)[stack]]
+    if len(halves) == 1:
+        row = halves[0]
+    else:
+        row = torch.stack(halves, dim=1).flatten(0, 1) if layout.interleaved else torch.cat(halves)
+    return row.t() if layout.transposed else row
+
+
+def experts_path(layer: RoutedLayer) -> str:
+    """Return the path of a layer's experts module, without what wrappers put into it."""
+    name = plain_name(layer.name)
+    return name if layer.is_stock else f"{name.rpartition('.')[0]}.experts"
+
+
+CONFIG = "expert_cfg.json"
+TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
+Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What a model trains, noted in it by `mark`."""
+
+    config: dict[str, Any]  # expert_cfg.json
+    others: tuple[str, ...]  # parameters that train and are no experts, plain names
+    dtypes: dict[str, torch.dtype]  # what those of `others` were that are trained in another dtype
+    hooks: tuple = ()
+    save: Any = None  # the model's own save_pretrained, where it was not that of its class
+    check: Check | None = None
+
+
+def mark(
+    model: nn.Module,
+    config: dict[str, Any],
+    others: tuple[str, ...],
+    dtype: torch.dtype | None = None,
+    check: Check | None = None,
+) -> None:
+    """Note what `model` trains, and make it save just that; `others` are made `dtype`, if it is given.
+
+    `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would
+    save the stacks without what was learned; `load_state_dict` takes the names of these files beside the model's own.
+    `check(config, folder)` raises ValueError for a folder whose weights are for another model.
+    """
+    hooks = tuple(
+        module.register_load_state_dict_pre_hook(functools.partial(_take_names, layout_of(module)))
+        for module in split_modules(model).values()
+    )
+    wanted = dict.fromkeys(others, dtype) if dtype is not None else {}
+    dtypes = _cast(model, wanted)
+    unguard(model)  # what train_rows forbids is now done right
+    # shard_experts has put one there that waits for no other rank
+    save = model.__dict__.get("save_pretrained")
+    setattr(model, TRAINING, Training(config, others, dtypes, hooks, save, check))
+    model.save_pretrained = functools.partial(save_trained, model)
+
+
+def unmark(model: nn.Module) -> None:
+    """Undo `mark`."""
+    model = holder(model)
+    training = getattr(model, TRAINING)
+    for hook in training.hooks:
+        hook.remove()
+    _cast(model, training.dtypes)
+    delattr(model, TRAINING)
+    del model.save_pretrained
+    if training.save is not None:
+        model.save_pretrained = training.save
+
+
+def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """Give parameters, by plain name, other dtypes, in place; return what those were that changed."""
+    before = {}
+    for name, parameter in model.named_parameters():
+        name = plain_name(name)
+        if dtypes.get(name, parameter.dtype) != parameter.dtype:
+            before[name] = parameter.dtype
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtypes[name])
+    return before
+
+
+def needs_autocast(model: nn.Module) -> bool:
+    """Whether what trains beside the experts is of another dtype than the rest, so that only autocast runs `model`."""
+    training = training_of(model)
+    return training is not None and bool(training.dtypes)
+
+
+def check_trains(model: nn.Module) -> None:
+    """Raise ValueError if a parameter that `mark` noted does not require a gradient any more, as after PEFT."""
+    model = holder(model)
+    if model is None:
+        return
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    frozen = [name for name in _trained_names(model) if name in parameters and not parameters[name].requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{frozen[0]} requires no gradient, and was to train; want PEFT's adapters put in before esft.train_only, or none"
+        )
+
+
+def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
+    """Return the module that has the note, `model` or one that it wraps; None if there is none."""
+    return next((module for module in model.modules() if attribute in module.__dict__), None)
+
+
+def training_of(model: nn.Module) -> Training | None:
+    """Return what `mark` noted in `model`; None for a model that trains no rows."""
+    marked = holder(model)
+    return None if marked is None else getattr(marked, TRAINING)
+
+
+def split_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts modules whose trained rows lie apart, by plain path."""
+    layers = ((experts_path(layer), experts_module(model, layer)) for layer in numbered_layers(model).values())
+    return {path: module for path, module in layers if split_of(module) is not None}
+
+
+def _trained_names(model: nn.Module) -> list[str]:
+    """Return the plain names of the parameters that `mark` noted: the experts' rows, and the others."""
+    rows = [f"{path}.{PREFIX}{stack}" for path, m in split_modules(model).items() for stack in trained_parameters(m)]
+    return [*rows, *training_of(model).others]
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether what `model` trains is spread over several processes, which must then gather it together."""
+    names = set(_trained_names(model))
+    return any(
+        is_distributed(parameter) and parameter.device_mesh.size() > 1
+        for name, parameter in model.named_parameters()
+        if plain_name(name) in names
+    )
+
+
+@torch.no_grad()
+def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the parameters that `model` trains, whole and on the CPU, by plain name.
+
+    Of a model that is split over processes, every process must call; those without `keep` get nothing.
+    """
+    parameters, found = {plain_name(name): parameter for name, parameter in model.named_parameters()}, {}
+    for name in _trained_names(model):
+        if name not in parameters:  # an engine has renamed them
+            raise ValueError(
+                f"model is {type(model).__name__}, without the parameter {name}; want what it trains as it was"
+            )
+        tensor = whole(parameters[name])
+        if keep:
+            found[name] = tensor
+    return found
+
+
+@torch.no_grad()
+def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Return what `model` trains, by the names of its file, on the CPU; `state_dict` stands for its weights if given.
+
+    Of a model that is split over processes, all of it: then every process must call, unless `state_dict` is whole.
+    """
+    source = gathered(model) if state_dict is None else state_dict
+    source, tensors = {plain_name(name): value for name, value in source.items()}, {}
+
+    def find(name: str) -> torch.Tensor:
+        if name not in source:
+            raise ValueError(f"state_dict has {len(source)} tensors, without {name}; want all that the model trains")
+        return whole(source[name])
+
+    for path, module in split_modules(model).items():
+        split, layout = split_of(module), layout_of(module)
+        for stack in trained_parameters(module):
+            rows = find(f"{path}.{PREFIX}{stack}")
+            for expert, place in zip(split.ids, split.places, strict=True):
+                for part, tensor in split_row(layout, stack, rows[place]).items():
+                    tensors[f"{path}.{expert}.{part}"] = tensor
+    return tensors | {name: find(name) for name in training_of(model).others}
+
+
+def save_trained(
+    model: nn.Module,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    **_,
+) -> None:
+    """Write what `model` trains into a folder beside what it holds, each file whole: a marked model's `save_pretrained`.
+
+    Takes the arguments of transformers' method; of those that are not named here none changes what is written.
+    """
+    if push_to_hub:
+        raise ValueError("push_to_hub is True, the model trains experts apart; want model.push_to_hub(repository)")
+    # one rank alone would wait for the others for ever
+    if state_dict is None and is_split(model):
+        raise ValueError(
+            f"model is {type(model).__name__}, whose trained experts are spread over processes; want "
+            "esft.save_adapter(model, folder) on every rank, and MoETrainer, or save_strategy='no' in Trainer"
+        )
+    tensors = trained_tensors(model, state_dict)
+    if is_main_process:
+        write_files(save_directory, tensors, training_of(model).config)
+
+
+def check_place(folder: str | Path) -> None:
+    """Raise ValueError for the folder of a whole model: an adapter's file has the name of its weights."""
+    found = weights_of(folder)
+    # a config.json beside an adapter's own two files is that of its base, as hub folders have it
+    if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
+        raise ValueError(
+            f"folder is {folder}, which holds a whole model ({found[0]}), what is saved are trained experts alone; want "
+            "a folder of their own"
+        )
+
+
+def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write the two files of an adapter into a folder, which is made if it is not there; ValueError as `check_place`."""
+    check_place(folder)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_file(folder / SINGLE) as file:
+        write_tensors(file, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Read the safetensors files of an adapter, mapped from the disk.
+
+    The names in old files, which begin with "layers.", get "model." before it. Raises ValueError where there is no
+    file, for one that is cut off, and for a name that is there twice.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"adapter is {str(folder)!r}, which has no .safetensors file; want the folder of an adapter")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            found = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); want a whole safetensors file; get it again") from error
+        for name, tensor in found.items():
+            name = f"model.{name}" if name.startswith("layers.") else name
+            if name in tensors:
+                raise ValueError(f"{file} has {name}, which another file beside it has too; want each tensor once")
+            tensors[name] = tensor
+    return tensors
+
+
+@torch.no_grad()
+def load_trained(model: nn.Module, folder: str | Path) -> None:
+    """Read back what `save_trained` wrote, to go on training; `model` trains the same experts and parameters.
+
+    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
+    trains, by name and shape, and for what the `check` of `mark` refuses.
+    """
+    training, tensors = training_of(model), read_tensors(folder)
+    if training is None:
+        raise ValueError(
+            f"model is {type(model).__name__}, which trains no experts apart, {folder} is an adapter; want it made ready "
+            "by esft.train_only with the same selection; or esft.apply the adapter"
+        )
+    targets = _targets(model, training)
+    want = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for kind, names in (("lacks", want.keys() - own.keys()), ("has", own.keys() - want.keys())):
+        if names:
+            raise ValueError(
+                f"{folder} {kind} {min(names)}; want the {len(want)} tensors that the model trains; make it ready with the "
+                "selection in expert_cfg.json"
+            )
+    for name in want:
+        if own[name] != want[name]:
+            raise ValueError(f"{name} in {folder} is {list(own[name])}; want {list(want[name])}, as the model has it")
+    if training.check is not None:
+        training.check(training.config, folder)
+    for name, place in targets.items():
+        place.copy_(tensors[name])
+
+
+def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
+    """Return where each tensor of the file goes: views of what trains."""
+    tensors = {}
+    for path, module in split_modules(model).items():
+        split, layout = split_of(module), layout_of(module)
+        for stack, parameter in trained_parameters(module).items():
+            for expert, place in zip(split.ids, split.places, strict=True):
+                for part, view in split_row(layout, stack, _unsplit(parameter, path)[place]).items():
+                    tensors[f"{path}.{expert}.{part}"] = view
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    return tensors | {name: _unsplit(parameters[name], name) for name in training.others}
+
+
+def _unsplit(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    if hasattr(parameter, "placements"):
+        raise ValueError(f"{name} is split over processes; want an adapter loaded before the model is split")
+    return parameter.detach()
+
+
+def _take_names(
+    layout: Layout, module: nn.Module, state_dict, prefix: str, _metadata, _strict, _missing, _unexpected, errors
+):
+    """Hook of load_state_dict: make an experts module's rows from the tensors of an adapter's file, if they are there."""
+    split = split_of(module)
+    parts = {name: state_dict[name] for name in state_dict if name.startswith(prefix) and parse_name(name)}
+    if split is None or not parts:
+        return
+    ids, stacks = split.ids, stack_parts(layout)
+    want = {f"{prefix}{e}.{name}" for names in stacks.values() for name in names for e in ids}
+    if parts.keys() != want:
+        there = sorted({parse_name(name).expert for name in parts})
+        errors.append(
+            f"{prefix[:-1]}: the file has experts {there}; want those that train, {sorted(ids)}, and all of them"
+        )
+        return
+    for stack, names in stacks.items():
+        rows = [join_row(layout, stack, {name: parts[f"{prefix}{e}.{name}"] for name in names}) for e in ids]
+        state_dict[f"{prefix}{PREFIX}{stack}"] = torch.stack(rows)
+    for name in parts:
+        del state_dict[name]

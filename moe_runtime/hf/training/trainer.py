@@ -1,0 +1,436 @@
+"""What transformers' Trainer and TRL's SFTTrainer need of us: the parts of the loss, router statistics, a stop at NaN.
+
+    loss = lm_loss + balance_loss
+    balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
+                   or, with a trainer's option balance_loss, coef * the loss of moe_runtime.hf.dropin.balance for a stock model
+
+A layer's loss has its coefficient in it. Over the micro-batches of a step it is a mean weighted by label tokens
+(outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the optimizer, checkpoints and
+resumption are transformers' own. MoESFTTrainer and train_command are in moe_runtime.hf.training.sft, and found here too.
+
+Token ids that a model has no row for: said by name before anything runs, where the embedding would only raise IndexError.
+"""
+
+import csv
+import functools
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
+from moe_runtime.hf.dropin.experts import is_experts
+from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
+from moe_runtime.hf.models import outputs
+from moe_runtime.hf.training import trained_files
+from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
+from moe_runtime.io.files import atomic_file, read_json
+from moe_runtime.modules.moe import Router
+
+
+def check_rows(model, rows, tokenizer=None) -> None:
+    """Raise ValueError for an id in the column `input_ids` that the model's embedding has no row for; warn of such padding.
+
+    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; what is read only later is not looked at.
+    """
+    if isinstance(rows, Mapping):
+        for part in rows.values():
+            check_rows(model, part, tokenizer)
+        return
+    largest = _largest(rows)
+    if largest is not None:
+        check_ids(model, [largest], tokenizer)
+        pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
+        if pad is not None and size is not None and pad >= size:
+            # packed rows are never padded
+            text = f"pad_token_id is {pad}, vocab_size is {size}; want an id below it where rows are padded"
+            warnings.warn(text, stacklevel=3)
+
+
+def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
+    """Raise ValueError for a token id that the model's embedding has no row for."""
+    size, largest = _size(model), max(ids, default=0)
+    if size is None or largest < size:
+        return
+    text = None
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        text = tokenizer.convert_ids_to_tokens(largest)
+    rows = max(largest + 1, len(tokenizer) if text is not None else 0)
+    raise ValueError(
+        f"token id is {largest}{'' if text is None else f' ({text!r})'}, vocab_size is {size}; want ids below it; take the "
+        f"model's own tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
+    )
+
+
+def _size(model) -> int | None:
+    """Return the rows of a model's embedding; None where they cannot be told."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _largest(rows) -> int | None:
+    """Return the largest id of rows that are there; None where there is none to be seen."""
+    if isinstance(rows, list | tuple):
+        return max(
+            (one for row in rows if _has_ids(row) and (one := _most(row["input_ids"])) is not None), default=None
+        )
+    names = getattr(rows, "column_names", None)
+    if isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (names or ()):
+        return None
+    # a batch at a time, from the disk: rows may be more than memory holds
+    batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
+    return max((one for table in batches if (one := _column_most(table["input_ids"])) is not None), default=None)
+
+
+def _column_most(column) -> int | None:
+    """Return the largest id of an Arrow column, one a row or lists however nested; None where it has no ids."""
+    values = column.combine_chunks()
+    while "list" in str(values.type).partition("<")[0]:
+        values = values.flatten()
+    if not str(values.type).startswith(("int", "uint")):
+        return None
+    values = values.drop_null().to_numpy(zero_copy_only=False)
+    return int(values.max()) if values.size else None
+
+
+def _most(ids) -> int | None:
+    """Return the largest of a row's ids, a list or a tensor, however nested; None where there is none."""
+    if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
+        ids = torch.as_tensor(ids)
+        return int(ids.max()) if ids.numel() else None
+    if isinstance(ids[0], Integral):
+        return int(max(ids))
+    return max((one for part in ids if len(part) and (one := _most(part)) is not None), default=None)
+
+
+def _has_ids(row) -> bool:
+    return isinstance(row, Mapping) and row.get("input_ids") is not None and len(row["input_ids"]) > 0
+
+
+ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
+logger = logging.get_logger(__name__)
+
+
+def _whole_lines(path: Path) -> list[list[str]]:
+    """Read the lines of router_stats.csv; what a killed process left of one, and what is none, is passed over."""
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
+    # more digits are no step of a training
+    return [one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])]
+
+
+class RouterStatsCallback(TrainerCallback):
+    """Adds router statistics to the training logs and appends each expert's load, per layer, to a CSV file.
+
+    The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
+    router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
+    MoETrainer and MoESFTTrainer put it first; in a plain Trainer, reporting callbacks before it do not see its numbers.
+    """
+
+    def __init__(self, path: str | Path | None = None, per_layer: bool = False, min_entropy: float = LOW_ENTROPY):
+        self.path, self.per_layer, self.min_entropy = path, per_layer, min_entropy
+        self._counter: RouterCounter | None = None
+        self._file: Path | None = None
+        self._warned = False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Hook the routers and open the file; a resumed run keeps the lines up to its checkpoint."""
+        self.on_train_end(args, state, control)
+        self._counter = RouterCounter(model, only_training=True)
+        self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
+        if not state.is_world_process_zero:
+            return
+        kept = []
+        if state.global_step and self._file.exists():
+            kept = [line for line in _whole_lines(self._file) if int(line[0]) <= state.global_step]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self._file) as beside:
+            self._write([("step", *FIELDS), *kept], beside, "w")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Read the counts since the last training log."""
+        if self._counter is None or logs is None or "loss" not in logs:
+            return
+        stats = self._counter.read(reset=True, reduce=True)
+        if not stats.counts.any():
+            return
+        values = stats.summary() | (stats.per_layer() if self.per_layer else {})
+        logs.update(values)  # for the reporting callbacks that come after this one
+        state.log_history[-1].update(values)
+        if state.is_world_process_zero:
+            self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
+            warning = None if self._warned else stats.warning(self.min_entropy)
+            if warning:
+                self._warned = True
+                logger.warning(f"step {state.global_step}: {warning}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Take the hooks away."""
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
+
+    @staticmethod
+    def _write(rows: list, path: Path, mode: str) -> None:
+        with open(path, mode, newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+
+
+class _MoETrainer(WholeSaves):
+    """What both trainers add; before transformers' class in the bases.
+
+    `router_stats` puts a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN
+    or infinite, before the optimizer sees its gradient. For a stock MoE model, `balance_loss` ("per_layer" or "pooled") and
+    `balance_loss_coef` are those of routers.use_balance_loss, which stays in use when the training has ended.
+    """
+
+    def __init__(
+        self,
+        *args,
+        stop_on_nan: bool = True,
+        router_stats: bool = True,
+        balance_loss: str | None = None,
+        balance_loss_coef: float | None = None,
+        **kwargs,
+    ):
+        self.balance_loss: BalanceLoss | None = None
+        if balance_loss is not None:
+            model = args[0] if args else kwargs.get("model")
+            if not isinstance(model, torch.nn.Module):
+                raise ValueError(f"model is {model!r}, balance_loss is {balance_loss!r}; want a loaded model")
+            # before transformers' class, since TRL reads the config when it is made
+            self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
+        super().__init__(*args, **kwargs)
+        self._check_training()
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        for rows in (self.train_dataset, self.eval_dataset):
+            check_rows(self.model, rows, tokenizer)
+        self.stop_on_nan = stop_on_nan
+        self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
+        self._row_ids: torch.Tensor | None = None
+        routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
+        self._check([module for module in routers if isinstance(module, Router)])
+        callbacks = self.callback_handler.callbacks
+        mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback)]
+        if router_stats and routers and not mine:
+            mine = [RouterStatsCallback()]
+        callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
+
+    def _check(self, routers: list[Router]) -> None:
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"this process sees {self.args.n_gpu} GPUs; want one per process; use accelerate launch or torchrun, "
+                "or set CUDA_VISIBLE_DEVICES"
+            )
+        balanced = any(r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers)
+        balanced = balanced or self.balance_loss is not None
+        if balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
+            raise ValueError(
+                f"label_smoothing_factor is {self.args.label_smoothing_factor}, compute_loss_func is "
+                f"{self.compute_loss_func}; want 0 and None with a balance loss, which they would leave out"
+            )
+
+    def _check_training(self) -> None:
+        """Raise ValueError for a model that trains experts apart, as esft.train_only makes it, but cannot as it is now."""
+        trained_files.check_trains(self.model)
+        self._check_place(self.args.output_dir)
+        if trained_files.training_of(self.model) is not None and trained_files.is_split(self.model):
+            from moe_runtime.hf.dropin.parallel import NoCheckpoints
+
+            self.remove_callback(NoCheckpoints)  # save_model gathers on every rank
+        if trained_files.needs_autocast(self.model) and not (self.args.bf16 or self.args.fp16):
+            raise ValueError(
+                "bf16 is False, what trains beside the experts has another dtype than the rest of the model; want bf16=True, "
+                "or esft.train_only without dtype"
+            )
+
+    def _check_place(self, folder: str | Path) -> None:
+        """Raise ValueError for the folder of a whole model, if what will be saved are trained experts alone."""
+        if trained_files.training_of(self.model) is not None and self.args.should_save:
+            trained_files.check_place(folder)
+
+    def _ranks(self, num_items_in_batch) -> int:
+        """What Trainer multiplies a loss with that is a sum over the tokens of all processes."""
+        whole = self.args.average_tokens_across_devices and num_items_in_batch is not None
+        return self.accelerator.num_processes // self.get_tp_size() if whole else 1
+
+    def _note(self, lm_loss: torch.Tensor, balance_loss: torch.Tensor, inputs, num_items_in_batch) -> None:
+        """Add both parts to what the next log says, on the device, weighted as Trainer weights the loss they are of."""
+        mode = "train" if self.model.training else "eval"
+        weight = float(inputs["labels"].shape[0])
+        if mode == "train":
+            weight = 1.0 if num_items_in_batch is not None else 1.0 / self.current_gradient_accumulation_steps
+        parts = torch.stack([lm_loss.detach().float(), balance_loss.detach().float(), lm_loss.new_ones(()).float()])
+        sums, first = self._sums.get(mode, (0.0, self.state.global_step))
+        self._sums[mode] = [sums + weight * parts, first]
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Log as transformers does, with the two parts of the loss."""
+        mode = "train" if "loss" in logs else "eval"
+        sums, first = (None, 0) if "train_loss" in logs else self._sums.pop(mode, (None, 0))
+        if sums is not None and any(key.endswith("loss") for key in logs):
+            lm_loss, balance_loss, weight = self.accelerator.gather(sums[None]).sum(0).tolist()
+            prefix = ""
+            if mode == "train":
+                weight = (self.state.global_step - first) * self.accelerator.num_processes
+            else:
+                prefix = min((key for key in logs if key.endswith("_loss")), key=len).removesuffix("loss")
+            logs[f"{prefix}lm_loss"], logs[f"{prefix}balance_loss"] = lm_loss / weight, balance_loss / weight
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """Evaluate as transformers does; what predict() left behind does not count."""
+        self._sums.pop("eval", None)
+        return super().evaluate(*args, **kwargs)
+
+    def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
+        """Run transformers' step; raise ValueError for a loss that is not finite, before the optimizer's."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        # no further sync: by default Trainer reads each loss for its own NaN filter
+        if self.stop_on_nan and not torch.isfinite(loss).all():
+            raise ValueError(self._not_finite(f"loss is {loss.item()}", "a finite loss"))
+        return loss
+
+    def _save_checkpoint(self, model, trial):
+        """Save as transformers does, but never weights that are not finite: they would push out good checkpoints."""
+        if self.stop_on_nan:
+            named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+            bad = next((name for name, p in named if not torch.isfinite(_local(p)).all()), None)
+            if bad is not None:
+                raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
+        super()._save_checkpoint(model, trial)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Save as transformers does; of a model that trains experts apart, those alone, where they are spread too.
+
+        Raises ValueError, with nothing written, for those in the folder of a whole model: their file has its name.
+        """
+        self._check_place(self.args.output_dir if output_dir is None else output_dir)
+        if trained_files.training_of(self.model) is None or not (
+            self.is_fsdp_enabled or trained_files.is_split(self.model)
+        ):
+            super().save_model(output_dir, _internal_call)
+            return
+        # Trainer's own would write the parts, or gather the whole model, or wait on one rank for the others
+        self._save(output_dir, state_dict=trained_files.gathered(self.model, keep=self.args.should_save))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """Load as transformers does; of a model that trains experts apart, what such a model saves: those alone."""
+        if not self._load_adapter(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        """Load as transformers does, or as `_load_from_checkpoint`."""
+        if not self._load_adapter(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_adapter(self, folder: str | Path) -> bool:
+        """Load the checkpoint of a model that trains experts apart; False, with nothing done, for another model.
+
+        Raises ValueError for a checkpoint of the other kind, or of other experts.
+        """
+        trains_apart = trained_files.training_of(self.model) is not None
+        if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
+            kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
+            raise ValueError(
+                f"checkpoint is {folder}, of a model that trains {kinds[trains_apart]}, this one trains "
+                f"{kinds[not trains_apart]}; want both alike"
+            )
+        if trains_apart and not self.is_fsdp_enabled:
+            trained_files.load_trained(self.model, folder)
+        elif trains_apart:  # FSDP's own files have rows, and no word of whose they are
+            training = trained_files.training_of(self.model)
+            _check_experts(training.config, folder)
+            if training.check is not None:
+                training.check(training.config, folder)
+        return trains_apart and not self.is_fsdp_enabled
+
+    def _not_finite(self, what: str, want: str) -> str:
+        rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
+        folder = Path(self.args.output_dir)
+        last = last_whole_checkpoint(folder)
+        return (
+            f"{what} at step {self.state.global_step + 1}{rows}; want {want}; lower the learning rate or set "
+            f"max_grad_norm, look at the data, then resume from {last or 'the start: no checkpoint was saved'}"
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, ROW_ID]))
+
+    def get_train_dataloader(self):
+        """Make transformers' data loader, whose batches keep the column row_id if there is one."""
+        collator = self.data_collator
+        if ROW_ID in (getattr(self.train_dataset, "column_names", None) or ()):
+            self.data_collator = functools.partial(_collate_with_row_ids, collator)
+        try:
+            return hold_workers(super().get_train_dataloader())
+        finally:
+            self.data_collator = collator
+
+    def get_eval_dataloader(self, *args, **kwargs):
+        """Make transformers' data loader, whose workers outlive a signal to the whole group."""
+        return hold_workers(super().get_eval_dataloader(*args, **kwargs))
+
+    def _prepare_inputs(self, inputs):
+        self._row_ids = inputs.pop(ROW_ID, None)
+        return super()._prepare_inputs(inputs)
+
+
+def _collate_with_row_ids(collator, rows: list[dict]):
+    ids = torch.tensor([row[ROW_ID] for row in rows])
+    batch = collator([{name: value for name, value in row.items() if name != ROW_ID} for row in rows])
+    batch[ROW_ID] = ids
+    return batch
+
+
+def _check_experts(config: Mapping[str, Any], folder: str | Path) -> None:
+    """Raise ValueError if the checkpoint is of other experts than `config`, or has their rows in another order."""
+    saved, own = read_json(Path(folder) / trained_files.CONFIG), json.loads(json.dumps(config))
+    for name in ("experts", "shared_experts", "non_expert_modules"):
+        if saved.get(name) != own.get(name):
+            raise ValueError(
+                f"{name} is {own.get(name)}, in the checkpoint {folder} {saved.get(name)}; want the same, in the same order; "
+                "make the model ready with the selection in expert_cfg.json there"
+            )
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This process's part of a parameter that FSDP2 has split, else the parameter."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class MoETrainer(_MoETrainer, Trainer):
+    """transformers' Trainer for upcycled, mergeable and stock MoE models: logs `lm_loss` and `balance_loss` apart."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the model's own loss, which has the balance losses in it."""
+        loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        lm_loss, ranks = getattr(out, "lm_loss", None), self._ranks(num_items_in_batch)
+        if lm_loss is not None:
+            share = outputs.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, loss.device)
+            coef = 1.0 if self.balance_loss is None else self.balance_loss.coef
+            self._note(ranks * lm_loss, ranks * share * coef * out.aux_loss, inputs, num_items_in_batch)
+        return (loss, out) if return_outputs else loss
+
+
+def __getattr__(name: str):
+    """Find what needs TRL, an extra that takes seconds to import, in the file beside this one."""
+    if name not in ("MoESFTTrainer", "train_command"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moe_runtime.hf.training import sft
+
+    return getattr(sft, name)

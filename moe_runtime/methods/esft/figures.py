@@ -1,0 +1,284 @@
+"""The figures of the ESFT paper that need no tuning, one command each: they look at the base's routers alone.
+
+counts        experts that each task's selection trains, by layer; how gate values gather on few experts; a page with
+              held-out text, each token coloured by the share of its experts that train      Figures 4, 2 and 9
+overlap       top experts that two samples share, of one task and of two                     Figure 3
+sample-size   the same by the samples' size                                                  Figure 8
+
+ESFT's own pictures: of each analysis in `esft_analyses` one. Those of the tables are in `pictures`.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.experiments import plots
+from moe_runtime.experiments.plots import COLOURS, GREY, MARKERS
+from moe_runtime.experiments.tables import Command, Run, environment, finite
+from moe_runtime.io.rows import require
+from moe_runtime.methods.esft import analyses
+from moe_runtime.methods.esft.analyses import ExpertCounts, GateMass, Overlap, SampleSizes
+from moe_runtime.methods.esft.recipe import EsftRecipe
+from moe_runtime.methods.esft.selection import SCORES
+from moe_runtime.methods.esft.study import Stages
+
+DARK = 0.55  # of a map's range: beyond it numbers are white
+
+
+def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a layer"):
+    """Draw the cumulative share over the experts by rank, mean and standard deviation over the layers (Fig. 2)."""
+    figure, axes = _figure((7.2, 4.4), title)
+    ranks = range(1, len(mass.cumulative[0]) + 1)
+    for task, means, sds, colour, marker in zip(
+        mass.tasks, mass.cumulative, mass.cumulative_sd, *_styles(len(mass.tasks)), strict=True
+    ):
+        low, high = ([mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
+        axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
+    axes.plot(ranks, [rank / len(ranks) for rank in ranks], color=GREY, linestyle="--", label="balanced")
+    axes.set(xlabel="experts, best first", ylabel="share of a layer's gate values", ylim=(0, 1.02))
+    axes.grid(alpha=0.25)
+    axes.legend(title="mean and sd over the layers", fontsize=9, title_fontsize=9)
+    return figure
+
+
+def overlap(found: Overlap, title: str | None = None):
+    """Draw the mean shared top experts of two samples, task by task (Fig. 3)."""
+    values = [[math.nan if value is None else value for value in row] for row in found.shared]
+    said = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
+    label = f"experts of {found.top} (by chance {found.chance:.2f})"
+    return _heat_map(values, found.tasks, found.tasks, said, label, top=found.top, form="{:.2f}")
+
+
+def sample_sizes(found: SampleSizes, title: str | None = None):
+    """Draw the mean shared top experts over the size of the two samples, a line per task (Fig. 8)."""
+    figure, axes = _figure(
+        (7.2, 4.4), title or f"Shared top-{found.top} experts of two samples, by {found.score} score"
+    )
+    for task, shared, colour, marker in zip(found.tasks, found.shared, *_styles(len(found.tasks)), strict=True):
+        axes.plot(found.sizes, shared, color=colour, marker=marker, label=task)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(found.sizes, [f"{size:,}" for size in found.sizes], rotation=30, ha="right")
+    axes.minorticks_off()
+    axes.set(
+        xlabel="tokens of a sample", ylabel=f"experts of {found.top}, mean over the layers", ylim=(0, found.top * 1.03)
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9)
+    return figure
+
+
+def expert_counts(found: ExpertCounts, title: str = "Experts that are trained"):
+    """Draw the number of trained experts by task and layer (Fig. 4)."""
+    tasks = [f"{task}\n{share:.1%} of all" for task, share in zip(found.tasks, found.shares, strict=True)]
+    label = f"experts of {found.num_experts}"
+    top = max(max(map(max, found.counts)), 1)
+    figure = _heat_map(found.counts, tasks, found.layers, title, label, top=top, form="{:.0f}")
+    figure.axes[0].set(xlabel="layer")
+    return figure
+
+
+def _heat_map(values, rows, columns, title: str, label: str, *, top: float, form: str):
+    figure, axes = _figure((max(6.4, 2.6 + 0.42 * len(columns)), 1.8 + 0.5 * len(rows)), title)
+    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            colour = "white" if value > DARK * top else "black"
+            axes.text(
+                x,
+                y,
+                "" if math.isnan(value) else form.format(value),
+                ha="center",
+                va="center",
+                color=colour,
+                fontsize=8,
+            )
+    turned = {"rotation": 30, "ha": "right"} if any(isinstance(name, str) for name in columns) else {}
+    axes.set_xticks(range(len(columns)), columns, **turned)
+    axes.set_yticks(range(len(rows)), rows)
+    figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def _figure(size: tuple[float, float], title: str):
+    """Return a Figure of its own, not pyplot's: no display and no global state."""
+    figure = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained")
+    figure.suptitle(f"{title} (ESFT)", fontsize=11)
+    return figure, figure.subplots()
+
+
+def _styles(count: int) -> tuple[list[str], list[str]]:
+    """Colours and markers of `count` lines, from the start again when they are used up."""
+    return [COLOURS[i % len(COLOURS)] for i in range(count)], [MARKERS[i % len(MARKERS)] for i in range(count)]
+
+
+TEXTS = 4  # of a task on the page
+
+
+@dataclass
+class Study:
+    """What was found, for every seed's samples, as a table."""
+
+    command: str
+    title: str
+    source: str
+    settings: dict
+    seeds: tuple[int, ...]
+    found: list  # of each seed, an analysis of esft_analyses
+    table: list[tuple]  # its first row are the columns' names
+    note: str
+    files: dict = field(default_factory=dict)  # what was written beside the picture
+    summary: list[str] = field(default_factory=list)
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        first, *others = self.table[0]
+        return [(first, "left"), *((name, "right") for name in others)]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        return [tuple(map(str, row)) for row in self.table[1:]]
+
+    def legend(self) -> str:
+        """Return what the table's numbers are."""
+        over = f"Mean over {len(self.seeds)} seeds, which draw" if len(self.seeds) > 1 else "One seed, which draws"
+        return f"{self.note} {over} the samples."
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        names = ("command", "title", "source", "settings", "seeds", "files", "summary")
+        values = {name: getattr(self, name) for name in names}
+        return finite(values | {"found": [one.to_dict() for one in self.found], "environment": environment()})
+
+
+def _counts(process: Run) -> dict:
+    recipe = process.recipe
+    found, masses = [], []
+    for stages in process.all:
+        scores = {task: stages.scores(task).scores for task in recipe.tasks}
+        first = next(iter(scores.values()))
+        selections = {f"{task}, {score}": stages.selection(task, score) for task in recipe.tasks for score in SCORES}
+        routed = first.num_experts - first.num_shared
+        found.append(analyses.expert_counts(selections, routed, first.layers))
+        masses.append(analyses.gate_mass(scores))
+    files = {}
+    if process.is_main:
+        files = {"gate mass": process.out / "counts-gate-mass.png", "page": process.out / "counts.html"}
+        plots.save(gate_mass(masses[0]), files["gate mass"])
+        _page(process, files["page"])
+
+    def line(place: int, name: str) -> tuple:
+        rows = [one.counts[place] for one in found]
+        mean = statistics.fmean(statistics.fmean(row) for row in rows)
+        share = statistics.fmean(one.shares[place] for one in found)
+        task, _, score = name.rpartition(", ")
+        reach = masses[0].experts_for(0.5)[masses[0].tasks.index(task)]
+        p = f"{getattr(recipe.p, score):g}"
+        return name, p, f"{mean:.1f}", min(map(min, rows)), max(map(max, rows)), f"{share:.1%}", reach
+
+    names = found[0].tasks
+    table = [
+        ("task, score", "p", "experts per layer", "fewest", "most", "of all", "experts with half of the gate values")
+    ]
+    table += [line(place, name) for place, name in enumerate(names)]
+    note = f"{found[0].num_experts} routed experts in each of {len(found[0].layers)} layers."
+
+    def summary(report: Study) -> list[str]:
+        return [f"{name}: {path}" for name, path in report.files.items()]
+
+    return {"found": found, "table": table, "note": note, "files": files, "summary": summary}
+
+
+def _page(process: Run, path) -> None:
+    """Write the page: held-out rows of every task, by the selection of token scores, as in the paper."""
+    stages: Stages = process.all[0]
+    model, tokenizer, recipe = stages.base_model(), stages.tokenizer, process.recipe
+    texts = {}
+    for task in recipe.tasks:
+        rows = stages.part(f"{task}-held_out").select(range(TEXTS))
+        decoded = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+        selection = stages.selection(task, "token")
+        texts[task] = analyses.token_shares(model, tokenizer, decoded, selection, max_length=recipe.max_length)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    analyses.write_page(path, texts, title=f"Experts that ESFT-Token trains, p = {recipe.p.token:g}")
+
+
+def _overlap(process: Run, top: int, score: str) -> dict:
+    found = []
+    for stages in process.all:
+        samples = {task: stages.halves(task) for task in process.recipe.tasks}
+        found.append(analyses.overlap(samples, top, score))
+    names = found[0].tasks
+
+    def mean(i: int, j: int) -> str:
+        return f"{statistics.fmean(one.shared[i][j] for one in found):.2f}"
+
+    table = [("sample of", *names), *((name, *(mean(i, j) for j in range(len(names)))) for i, name in enumerate(names))]
+    note = f"Of the top {top} experts by {score} score, those that two samples share, mean over the layers."
+
+    def summary(report: Study) -> list[str]:
+        within, between = (
+            [getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between")
+        )
+        apart = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
+        return [
+            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{apart}; by chance {found[0].chance:.2f}."
+        ]
+
+    return {"found": found, "table": table, "note": note, "summary": summary}
+
+
+def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None) -> dict:
+    found = [stages.sample_sizes(sizes, top, score) for stages in process.all]
+    names, taken = found[0].tasks, found[0].sizes
+
+    def mean(i: int, j: int) -> str:
+        return f"{statistics.fmean(one.shared[i][j] for one in found):.2f}"
+
+    table = [("task", *(f"{size:,}" for size in taken))]
+    table += [(name, *(mean(i, j) for j in range(len(taken)))) for i, name in enumerate(names)]
+    note = f"Of the top {top} experts by {score} score, those that two samples of so many tokens share, mean over the layers."
+
+    def summary(report: Study) -> list[str]:
+        last = statistics.fmean(row[-1] for one in found for row in one.shared)
+        first = statistics.fmean(row[0] for one in found for row in one.shared)
+        return [f"Mean over the tasks: {first:.2f} of {top} at {taken[0]:,} tokens, {last:.2f} at {taken[-1]:,}."]
+
+    return {"found": found, "table": table, "note": note, "summary": summary}
+
+
+def _check_top(recipe: EsftRecipe, top: int = analyses.TOP, score: str = "gate") -> dict:
+    check_positive("top", top)
+    check_choice("score", score, SCORES)
+    small = recipe.pretrain
+    if small is not None and top > small.num_experts:
+        raise ValueError(f"top is {top}, the layers have {small.num_experts} routed experts; want at most that")
+    return {"top": top, "score": score}
+
+
+def _check_sizes(recipe: EsftRecipe, sizes: Sequence[int] | None = None, **options) -> dict:
+    if sizes is not None:
+        sizes = sorted(set(sizes))
+        if not sizes:
+            raise ValueError("sizes is empty; want numbers of tokens, such as 8192 and 131072")
+        for size in sizes:
+            check_positive("sizes", size)
+    return _check_top(recipe, **options) | {"sizes": sizes}
+
+
+COMMANDS = {
+    "counts": Command(
+        "Experts that are trained", "ESFT, Figures 2, 4 and 9", _counts,
+        lambda report: expert_counts(report.found[0]), report=Study,
+    ),
+    "overlap": Command(
+        "Experts that tasks share", "ESFT, Figure 3", _overlap,
+        lambda report: overlap(report.found[0]), _check_top, Study,
+    ),
+    "sample-size": Command(
+        "Text that finds the experts", "ESFT, Figure 8", _sample_size,
+        lambda report: sample_sizes(report.found[0]), _check_sizes, Study,
+    ),
+}  # fmt: skip

@@ -1,0 +1,375 @@
+"""Coarser experts, simulated: the router chooses groups of experts in the place of single ones.
+
+ESFT (arXiv 2407.01906), App. B and Fig. 7, for groups G of g experts each, K experts per token, gates s = softmax(logits):
+
+    s_G = mean_{e in G} s_e          the K / g groups with the highest s_G are chosen, each of their experts with the weight s_G
+
+so a token passes through as many experts as before.
+
+What routers give to each expert while a model runs: slots and gate values per layer, ESFT's raw material.
+
+    count_e = sum_t 1[e in topk_idx[t]]            sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e in topk_idx[t]]
+    gate_e  = sum_t g_{e,t}                        sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
+
+t runs over all tokens that are no padding, s over the samples, the rows of the batches; g_{e,t} is the weight that the router
+hands to the experts, whatever it is normalised by, and 0 where e is not among the top K (ESFT, arXiv 2407.01906, Eq. 1).
+Everything is summed in float64 on the layer's device, in an order that repeats; nothing is read back before `read`.
+
+Batches on their way into a model that is only watched: to a number of tokens, and in step with other processes.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_runtime.hf.dropin.layers import (
+    OpenCall,
+    RoutedLayer,
+    block_of,
+    forget_compiled,
+    ids_of,
+    numbered_layers,
+    token_mask,
+)
+
+NAMES = ("gate", "router")
+TOLERANCE = 1e-3
+
+
+def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
+    """Route `model` by groups, layer -> groups of ids, from now on; return the hooks' handles.
+
+    For routers as DeepSeek-V2's, which return logits [T, E], weights and ids [T, K], their weights the softmax's own times a
+    constant. Raises ValueError for other routers, at the latest when they are called, for layers without groups, and for
+    sizes that do not go into K.
+    """
+    handles = []
+    for number, layer in numbered_layers(model).items():
+        block = block_of(model, layer)
+        router = next((module for name, module in block.named_children() if name in NAMES), None)
+        top_k = getattr(router, "top_k", None)
+        if router is None or not isinstance(top_k, int) or layer.num_shared:
+            raise ValueError(f"layer {layer.name} has no router with logits and top_k; want one as DeepSeek-V2's")
+        table = torch.tensor([list(group) for group in groups.get(number, ())])
+        if sorted(table.flatten().tolist()) != list(range(layer.num_experts)) or top_k % table.shape[-1]:
+            raise ValueError(
+                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {layer.num_experts}, top_k is "
+                f"{top_k}; want every expert in one group, and a size that goes into top_k"
+            )
+        handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
+    return handles
+
+
+def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
+    """A hook of a router: give the weights and ids of whole groups, [T, K] as before."""
+    if not isinstance(out, tuple) or len(out) != 3:
+        raise ValueError(
+            f"{type(router).__name__} does not return logits, weights and ids; want a router as DeepSeek-V2's"
+        )
+    logits, weights, ids = out
+    table = table.to(logits.device)
+    gates, scale = logits.float().softmax(-1), getattr(router, "routed_scaling_factor", 1.0)
+    if not seen:  # by its first call: every other would wait for the device
+        seen.append(True)
+        if not torch.allclose(gates.gather(1, ids.long()) * scale, weights.float(), rtol=TOLERANCE, atol=1e-6):
+            raise ValueError(
+                f"{type(router).__name__} does not weigh by its logits' softmax; want a router as DeepSeek-V2's"
+            )
+    size = table.shape[1]
+    best, chosen = gates[:, table].mean(-1).topk(ids.shape[1] // size, dim=-1)
+    weights = (best * scale).repeat_interleave(size, 1).to(weights.dtype)
+    return logits, weights, table[chosen].flatten(1).to(ids.dtype)
+
+
+# rows of a layer's sums
+_COUNT, _GATE, _SAMPLE_COUNT, _SAMPLE_GATE = range(4)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GateSums:
+    """Slots and gate values per layer and expert, on the CPU; a leading shared expert has zeros."""
+
+    layers: tuple[int, ...]
+    count: torch.Tensor  # [L, E] int64
+    gate: torch.Tensor  # [L, E] float64
+    sample_count: torch.Tensor  # [L, E] float64
+    sample_gate: torch.Tensor  # [L, E] float64
+    n_tokens: int
+    n_samples: int
+    top_k: int  # slots per token that the router chooses for: without the shared expert's
+    num_shared: int = 0
+    pairs: torch.Tensor | None = None  # [L, E, E] int64: tokens that chose both
+
+
+@dataclass(frozen=True, eq=False)
+class GateCall:
+    """One call of one layer: ids and weights as its experts see them."""
+
+    layer: int
+    topk_idx: torch.Tensor  # [T, K]
+    topk_weight: torch.Tensor  # [T, K]
+    live: torch.Tensor  # [samples, T / samples] bool; False for padding
+    num_shared: int
+
+
+class GateRecorder:
+    """Sums slots and gate values while `model` runs, on its devices, without a sync; `read` gives the GateSums.
+
+    Stock families and our own layers. Only calls of `model` itself count, not recomputation in backward. Padding, by the
+    call's attention_mask, is left out; `only`, where it is set, [B, S] bool, says more closely which tokens count. `pairs`
+    also counts how often two experts serve one token. `see` is given each call as a GateCall. A context manager;
+    `close` removes the hooks. Raises ValueError for a model without numbered routed layers, layers of different sizes, or
+    experts that transformers' own expert-parallel plan has spread: their ids are those of one rank.
+    """
+
+    def __init__(self, model: nn.Module, *, pairs: bool = False, see: Callable[[GateCall], None] | None = None):
+        self.layers = dict(sorted(numbered_layers(model).items()))
+        for what in ("num_experts", "num_shared"):
+            _check_equal(what, {number: getattr(layer, what) for number, layer in self.layers.items()})
+        spread = [layer.name for layer in self.layers.values() if getattr(layer.module, "_is_expert_parallel", False)]
+        if spread:
+            raise ValueError(
+                f"{spread[0]} holds a part of its experts only; want moe_runtime.hf.dropin.parallel, or it whole"
+            )
+        self.only: torch.Tensor | None = None
+        self._see, self._samples, self._slots = see, 1, {}
+        first = next(iter(self.layers.values()))
+        self.num_experts, self.num_shared = first.num_experts, first.num_shared
+        if self.num_experts == self.num_shared:
+            raise ValueError(
+                f"num_experts is {first.num_experts}, num_shared is {first.num_shared}; want routed experts"
+            )
+        forget_compiled()
+        self._state = {number: self._zeros(layer, pairs) for number, layer in self.layers.items()}
+        self._call = OpenCall(model)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            *(_watch(layer, functools.partial(self._add, number)) for number, layer in self.layers.items()),
+        ]
+
+    def _zeros(self, layer: RoutedLayer, pairs: bool) -> list[torch.Tensor]:
+        """A layer's sums [4, E] float64, its tokens and samples [2] int64, and the pairs [E, E] float64 if wanted."""
+        tensors = itertools.chain(layer.module.parameters(), layer.module.buffers())
+        device, E = next(tensors).device, self.num_experts
+        device = torch.device("cpu") if device.type == "meta" else device
+        # tensors made in inference mode could not be added to outside of it
+        with torch.inference_mode(False):
+            sums = torch.zeros(4, E, dtype=torch.float64, device=device)
+            seen = torch.zeros(2, dtype=torch.int64, device=device)
+            return [sums, seen, *([torch.zeros(E, E, dtype=torch.float64, device=device)] if pairs else [])]
+
+    def _enter(self, module: nn.Module, args, kwargs) -> None:
+        named = self._call.named(args, kwargs)
+        found = (named.get(name) for name in ("input_ids", "inputs_embeds"))
+        ids = next((value for value in found if isinstance(value, torch.Tensor)), None)
+        self._samples = 1 if ids is None or ids.dim() < 2 else ids.shape[0]
+
+    @torch.no_grad()
+    def _add(self, number: int, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> None:
+        if not self._call.is_open:
+            return
+        T, E = topk_idx.shape[0], self.num_experts
+        B = self._samples if self._samples and T % self._samples == 0 else 1
+        self._slots[number] = topk_idx.shape[1] - self.num_shared
+        live = self._live(T, topk_idx.device)
+        if self._see is not None:
+            self._see(GateCall(number, topk_idx, topk_weight, live.view(B, T // B), self.num_shared))
+        counted = (topk_idx >= self.num_shared) & (topk_idx < E) & live[:, None]
+        # what does not count goes to a column of its own, which is then left out
+        idx = topk_idx.long().masked_fill(~counted, E)
+        hot = torch.zeros(T, E + 1, device=idx.device).scatter_add_(1, idx, torch.ones_like(idx, dtype=torch.float32))
+        gate = torch.zeros(T, E + 1, device=idx.device).scatter_add_(1, idx, topk_weight.detach().float())
+        by_sample = torch.stack([part[:, :E].view(B, T // B, E).sum(1, dtype=torch.float64) for part in (hot, gate)])
+        tokens = live.view(B, T // B).sum(1)
+        means = by_sample / tokens.clamp(min=1)[:, None]
+        sums, seen, *pairs = self._at_home(number, idx.device)
+        sums += torch.cat([by_sample.sum(1), means.sum(1)])
+        seen += torch.stack([tokens.sum(), (tokens > 0).sum()])
+        if pairs:
+            # sums of ones are exact in float32 up to 2^24 tokens; autocast would round them
+            with torch.autocast(idx.device.type, enabled=False):
+                pairs[0] += hot[:, :E].T @ hot[:, :E]
+
+    def _live(self, T: int, device: torch.device) -> torch.Tensor:
+        """Which of a call's tokens count, [T] bool."""
+        mask = self._call.mask if self.only is None else self.only
+        live = token_mask(mask, T)
+        if self.only is not None and live is None:
+            raise ValueError(f"only is {tuple(self.only.shape)}, a layer sees {T} tokens; want [B, S] of B S tokens")
+        return torch.ones(T, dtype=torch.bool, device=device) if live is None else live.to(device)
+
+    def _at_home(self, number: int, device: torch.device) -> list[torch.Tensor]:
+        """Return a layer's state; it follows the layer to another device."""
+        if self._state[number][0].device != device:
+            with torch.inference_mode(False):
+                self._state[number] = [tensor.to(device) for tensor in self._state[number]]
+        return self._state[number]
+
+    def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
+        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes, `reset` starts anew.
+
+        Raises ValueError where no token was seen, where the layers saw different ones, and for gate values that are no
+        numbers. Layers that were never called are
+        left out if others were: an adapter keeps the original of a module that it trains a copy of.
+        """
+        E, numbers = self.num_experts, list(self.layers)
+        device = self._state[numbers[0]][0].device
+        # float64 holds whole numbers up to 2^53
+        flat = torch.stack(
+            [torch.cat([part.double().flatten().to(device) for part in self._state[n]]) for n in numbers]
+        )
+        slots = torch.tensor([self._slots.get(number, 0) for number in numbers], device=device)
+        if reset:
+            for number in numbers:
+                for part in self._state[number]:
+                    part.zero_()
+        if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(flat)
+            torch.distributed.all_reduce(slots, torch.distributed.ReduceOp.MAX)
+        sums, seen, pairs = flat.cpu().split([4 * E, 2, flat.shape[1] - 4 * E - 2], dim=1)
+        called = [i for i in range(len(numbers)) if seen[i, 0] > 0]
+        if not called:
+            raise ValueError(
+                "the model has routed no token; want at least one call of it with tokens that are no padding"
+            )
+        layers = tuple(numbers[i] for i in called)
+        of = dict(zip(numbers, seen.long().tolist(), strict=True))
+        _check_equal("tokens", {layer: of[layer][0] for layer in layers})
+        top_k = dict(zip(numbers, slots.tolist(), strict=True))
+        _check_equal("top_k", {layer: top_k[layer] for layer in layers})
+        table = sums[called].view(-1, 4, E)
+        if (odd := ~table.isfinite().all(2).all(1)).any():
+            raise ValueError(
+                f"gate values of layer {layers[int(odd.nonzero()[0])]} are NaN or infinite; want a model whose router is finite"
+            )
+        return GateSums(
+            layers=layers,
+            count=table[:, _COUNT].long(),
+            gate=table[:, _GATE].clone(),
+            sample_count=table[:, _SAMPLE_COUNT].clone(),
+            sample_gate=table[:, _SAMPLE_GATE].clone(),
+            n_tokens=of[layers[0]][0],
+            n_samples=of[layers[0]][1],
+            top_k=top_k[layers[0]],
+            num_shared=self.num_shared,
+            pairs=pairs[called].view(-1, E, E).long() if pairs.shape[1] else None,
+        )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._call.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> "GateRecorder":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+
+def _check_equal(what: str, by_layer: dict[int, int]) -> None:
+    (first, value), *_ = by_layer.items()
+    other = next((layer for layer, one in by_layer.items() if one != value), None)
+    if other is not None:
+        raise ValueError(
+            f"{what} is {value} in layer {first} and {by_layer[other]} in layer {other}; want the same in every layer"
+        )
+
+
+def _watch(layer: RoutedLayer, see: Callable[[torch.Tensor, torch.Tensor], None]):
+    """Call `see` with the ids and weights [T, K] of each call of the layer; return the hook's handle."""
+    if layer.is_stock:
+        return layer.module.register_forward_pre_hook(functools.partial(_before_experts, see), with_kwargs=True)
+    return layer.module.register_forward_hook(functools.partial(_after_router, see))
+
+
+# functions of the module, not lambdas: a model is pickled and copied with its hooks
+def _before_experts(see, module, args, kwargs) -> None:
+    idx = ids_of(args, kwargs)
+    weight = args[2] if len(args) > 2 else kwargs["top_k_weights"]
+    see(idx, weight.reshape(idx.shape))
+
+
+def _after_router(see, module, args, out) -> None:
+    see(out.topk_idx, out.topk_weight)
+
+
+Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]  # and which tokens count, [B, S] bool; None for all
+
+
+def ranks() -> tuple[int, int]:
+    """The number of processes and this one's rank."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (torch.distributed.get_world_size(), torch.distributed.get_rank()) if there else (1, 0)
+
+
+def counted(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
+    """Yield batches until `n_tokens`; of the one that goes beyond, the first tokens count."""
+    left = n_tokens
+    for batch in dataloader:
+        batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        mask = batch.get("attention_mask")
+        if mask is None or mask.dim() != 2:
+            mask = torch.ones(_shape(batch), dtype=torch.bool)
+        mask = mask != 0
+        tokens = int(mask.sum())
+        yield batch, None if tokens <= left else mask & (mask.flatten().cumsum(0) <= left).view(mask.shape)
+        left -= tokens
+        if left <= 0:
+            return
+
+
+def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    first = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(first, torch.Tensor) or first.dim() < 2:
+        raise ValueError(f"a batch has {', '.join(batch)}; want input_ids or inputs_embeds, [B, S] and more")
+    return first.shape[:2]
+
+
+def in_step(model: nn.Module, batches: Batches) -> Batches:
+    """Yield `batches`; in as many calls as the other processes' where the model calls for them."""
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    if ranks()[0] == 1 or not (is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())):
+        yield from batches
+        return
+    device = next(model.parameters()).device
+    batch, only = next(batches, (None, None))
+    if not _everywhere(batch is not None, device, torch.distributed.ReduceOp.MIN):
+        raise ValueError("a process has no batch, the model is split over all of them; want data in every process")
+    own = True
+    while _everywhere(own, device, torch.distributed.ReduceOp.MAX):
+        # the others need this process's part of the weights; what it computes for them does not count
+        yield batch, only if own else torch.zeros(_shape(batch), dtype=torch.bool)
+        if own:
+            following = next(batches, None)
+            own = following is not None
+            batch, only = following or (batch, None)
+
+
+def _everywhere(value: bool, device: torch.device, by) -> bool:
+    flag = torch.tensor(int(value), device=device)
+    torch.distributed.all_reduce(flag, by)
+    return bool(flag)
+
+
+def arguments(model: nn.Module, batches: Batches) -> Batches:
+    """Turn batches into what the model's forward takes, on its device."""
+    device = getattr(model, "device", None) or next(model.parameters()).device
+    known = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+    for batch, only in batches:
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+            # a loss is not wanted, nor are columns that the model does not know
+            if name != "labels" and (takes_all or name in known)
+        }
+        yield moved | extra, only

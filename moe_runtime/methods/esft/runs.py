@@ -1,0 +1,296 @@
+"""ESFT from a model's folder and a file of rows: what the command line's verbs do, each with one call.
+
+score_folder   a model's folder and rows -> summary.json, and the official logs
+train_folder   a folder, a selection and rows -> an adapter; a run that was killed goes on
+check_folder   a base's folder and an adapter -> whether they belong together; with rows, the loss without and with it
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.config import check_positive
+from moe_runtime.experiments.stages import files_print
+from moe_runtime.hf.dropin import experts
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.training import fit, ranks, trained_files
+from moe_runtime.hf.training.recording import Recorder, last_checkpoint
+from moe_runtime.hf.training.trainer import check_ids
+from moe_runtime.io import rows as data
+from moe_runtime.io.files import atomic_write_json, check_out_dir, read_json
+from moe_runtime.io.prompts import DEEPSEEK_CHAT, put_prompt
+from moe_runtime.methods import esft
+from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
+from moe_runtime.methods.esft.folders import check_fit
+from moe_runtime.methods.esft.recipe import Tuning, join
+from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, sample_batches
+
+VALIDATION = 0.02  # of the rows, where there are no others (the released code's)
+DROP_BOS = 0.2
+HALF = ("float16", "bfloat16")
+SETTINGS = "settings.json"  # of a training's call, beside its checkpoints
+NOT_COMPARED = ("per_device_batch_size",)  # settings of a training that a run may go on with another of
+
+
+def score_folder(
+    source: str | Path,
+    rows: str | Path,
+    out: str | Path,
+    *,
+    logs: str | Path | None = None,
+    n_tokens: int = TOKENS,
+    variant: str = "v1",
+    max_length: int = LENGTH,
+    packed: bool = True,
+    batch_size: int = 1,
+    prompt: str = "plain",
+    pairs: bool = False,
+    seed: int = SEED,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> esft.ExpertScores:
+    """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
+
+    `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one
+    of prompts.PROMPTS. Raises ValueError, with nothing written, for a folder or rows that cannot be read and for a model
+    without experts.
+    """
+    for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
+        check_positive(name, value)
+    if logs is not None:
+        check_out_dir(logs, overwrite, [source, rows])
+    model, tokenizer = _load(source, prompt)
+    longest = n_tokens if packed else max_length
+    ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
+    check_ids(model, map(max, ids), tokenizer)
+    process = ranks.state()
+    batches = sample_batches(
+        ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed,
+        part=(process.process_index, process.num_processes),
+    )  # fmt: skip
+    if progress is not None:
+        batches = _reported(batches, n_tokens, process.num_processes, progress)
+    scores = esft.score_experts(
+        model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True, overwrite=overwrite
+    )
+    with ranks.leading() as main:
+        if main:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            scores.save(out)
+    return scores
+
+
+def _reported(batches, n_tokens: int, processes: int, progress: Callable[[int, int], None]):
+    """Pass batches on, and report their tokens, of all processes, when the next one is asked for."""
+    done = 0
+    for batch in batches:
+        yield batch
+        done += processes * (batch if torch.is_tensor(batch) else batch["input_ids"]).numel()
+        progress(min(done, n_tokens), n_tokens)
+
+
+class TrainingReceipt(NamedTuple):
+    """What `train_folder` did."""
+
+    path: Path
+    steps: int
+    loss_before: float  # of the validation rows
+    loss: float
+    trained_parameters: int
+    total_parameters: int
+    optimizer_bytes: int
+    seconds: float
+
+
+def train_folder(
+    source: str | Path,
+    selection: esft.ExpertSelection | str | Path,
+    rows: str | Path,
+    out: str | Path,
+    training: Tuning,
+    *,
+    held_out: str | Path | None = None,
+    max_length: int = LENGTH,
+    packed: bool = True,
+    prompt: str = "plain",
+    dtype: str | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    on_step=None,
+) -> TrainingReceipt:
+    """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
+
+    `dtype` is that of all that trains: unless given the model's, but float32 for one in bfloat16 or float16, which would
+    round the steps of a small learning rate away. The loss is taken on `held_out` rows or, without
+    any, on one in fifty of `rows`. With training.save_steps a checkpoint goes to `out`-checkpoints now and then, from
+    which the same call goes on, and which goes away at the end. Every process of a run calls. Raises ValueError, with
+    nothing written, for what cannot be read or trained, for an existing target, and for checkpoints of another call.
+    """
+    out = Path(out)
+    check_out_dir(out, overwrite, [source, selection, rows, held_out])
+    if not isinstance(selection, esft.ExpertSelection):
+        selection = load_selection(selection)
+    trained_files.check_place(out)
+    check_positive("max_length", max_length)
+    checkpoints = out.with_name(f"{out.name}-checkpoints")
+    compared = {name: value for name, value in asdict(training).items() if name not in NOT_COMPARED}
+    settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
+    settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
+    settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt]}
+    _check_checkpoints(checkpoints, settings)
+    model, tokenizer = _load(source, prompt)
+    train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt)
+    if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
+        dtype = "float32"
+    receipt = esft.train_only(model, selection, dtype=None if dtype is None else getattr(torch, dtype))
+    at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
+    before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
+    with ranks.leading() as main:
+        if main:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(checkpoints / SETTINGS, settings)
+    evaluations = max((training.steps or 0) // 100, 4)
+    done = fit.train(
+        model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
+        **asdict(training),
+    )  # fmt: skip
+    with ranks.leading():
+        esft.save_adapter(model, out, overwrite=overwrite)
+    _remove_checkpoints(checkpoints)
+    return TrainingReceipt(
+        path=out,
+        steps=done.steps,
+        loss_before=before,
+        loss=fit.mean_loss(done.losses, done.tokens),
+        trained_parameters=receipt.trainable_parameters,
+        total_parameters=receipt.total_parameters,
+        optimizer_bytes=done.optimizer_bytes,
+        seconds=done.history.seconds,
+    )
+
+
+class CheckReceipt(NamedTuple):
+    """What `check_folder` found."""
+
+    adapter: Adapter
+    tensors: int  # of the folder that the adapter changes
+    base_loss: float | None = None  # of the rows
+    loss: float | None = None
+    rows: int = 0
+
+
+def check_folder(
+    source: str | Path,
+    adapter: str | Path,
+    rows: str | Path | None = None,
+    *,
+    limit: int = 256,
+    max_length: int = LENGTH,
+    batch_size: int = 1,
+    prompt: str = "plain",
+    check_weights: bool = True,
+) -> CheckReceipt:
+    """Say whether an adapter belongs to the model in folder `source`, from its headers and a few rows of its weights.
+
+    With `rows`, what `data.read_rows` takes, also the mean loss per label token of the first `limit`, without and with
+    the adapter. Raises ValueError where the two do not belong together.
+    """
+    adapter = as_adapter(adapter)
+    changed = check_fit(source, adapter, check_weights=check_weights)
+    if rows is None:
+        return CheckReceipt(adapter, changed)
+    model, tokenizer = _load(source, prompt)
+    tokens = _tokenized(tokenizer, data.read_rows(rows), prompt, max_length, limit=limit)
+    without = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
+    esft.apply(model, adapter, check_weights=check_weights)
+    loss = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
+    return CheckReceipt(adapter, changed, without, loss, len(tokens))
+
+
+def _load(source: str | Path, prompt: str):
+    """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer, with the chat template of `prompt`."""
+    config = folders.read_config(source)
+    dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32).removeprefix(
+        "torch."
+    )
+    tokenizer = ranks.load_tokenizer(source)
+    if prompt == "deepseek":
+        tokenizer.chat_template = DEEPSEEK_CHAT
+    model = ranks.load_model(source, dtype, ranks.state().device)
+    experts.patch(model)
+    return model, tokenizer
+
+
+def _tokenized(tokenizer, rows, prompt: str, max_length: int, limit: int | None = None):
+    put = (put_prompt(row, prompt) for row in rows)
+    return data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
+
+
+def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[list[int]]:
+    """Tokenize the first rows, as many as `n_tokens` take, each cut at `longest`; all tokens count, prompts' too."""
+    ids: list[list[int]] = []
+    left = n_tokens
+    for row in data.token_ids(tokenizer, (put_prompt(row, prompt) for row in rows), longest):
+        ids.append(row)
+        left -= len(row)
+        if left <= 0:
+            break
+    return ids
+
+
+def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str) -> tuple:
+    """Return the rows to train on and to validate by, tokenized; no row is in both."""
+    train = data.read_rows(rows)
+    if held_out is None:
+        train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
+    else:
+        validation = data.read_rows(held_out)
+    train, validation = (_tokenized(tokenizer, part, prompt, max_length) for part in (train, validation))
+    if packed:
+        train = join(train, max_length, tokenizer.bos_token_id, DROP_BOS)
+    return train, validation
+
+
+def _check_checkpoints(folder: Path, settings: Mapping) -> None:
+    """Raise ValueError if a folder has checkpoints of a call with other settings, or what is not from such a call."""
+    # of who was killed before it had settings, there is only the hidden place where it wrote them
+    if folder.is_dir() and any(not path.name.startswith(f".{SETTINGS}.") for path in folder.iterdir()):
+        is_ours = (folder / SETTINGS).is_file()
+        if is_ours and last_checkpoint(folder) is None:
+            return
+        kept = read_json(folder / SETTINGS) if is_ours else {}
+        different = [name for name in settings if kept.get(name) != _as_json(settings[name])]
+        if different:
+            raise ValueError(
+                f"{folder} has checkpoints of another training, whose {different[0]} differs; want the same call, to go on; or "
+                "remove that folder"
+            )
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a training that ended; whenever that is cut off, the same call is taken for one of ours.
+
+    What says that a checkpoint is whole goes first, the settings last.
+    """
+    if not ranks.state().is_main_process:
+        return
+    with contextlib.suppress(OSError):  # the adapter is there
+        for mark in folder.glob(f"*/{Recorder.NAME}"):
+            mark.unlink()
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != SETTINGS:
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _as_json(value):
+    """Return a value as it comes back from JSON, tuples as lists."""
+    return json.loads(json.dumps(value))

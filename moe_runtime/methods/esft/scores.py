@@ -1,0 +1,310 @@
+"""How much a task uses each expert: ESFT's gate score and token score.
+
+ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample of the training
+set:
+
+    gate score   g_e = mean_t g_{e,t}                       Eq. (6), g_{e,t} = 0 where e is not among token t's top K
+    token score  r_e = mean_t 1[g_{e,t} > 0] / K            Eq. (7)
+
+Variants, since the paper, the released results and the released script differ in what they divide by:
+
+    v1           means over all tokens: every released result; a row of token scores sums to 1, one of gate scores does not
+    paper        means over the samples of each sample's mean, as the equations are written
+    normalized   v1 with rows that sum to 1: "normalized gate values" (Sec. 3.2)
+    head         v1 over its sum over the layers, as the released script now divides: columns sum to 1
+
+Gate values are those that the router hands to the experts. Where it scales them (routed_scaling_factor of 2.5, say) v1
+has the scale too, and p is a share of the gate values with `normalized` only.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_runtime.config import check_choice, check_positive, shown
+from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.methods.esft import recorder as feed
+from moe_runtime.methods.esft.official import append_logs, read_logs, read_tables, summary_tables
+from moe_runtime.methods.esft.recorder import GateRecorder, GateSums
+
+SCORES = ("gate", "token")
+VARIANTS = ("v1", "paper", "normalized", "head")
+TOKENS = 131072  # 32 samples of 4096 tokens (Sec. 4.2)
+LENGTH = 4096
+SEED = 5934875  # the official script's
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertScores:
+    """Scores per layer and expert. `gate` and `token` are those of `variant`; `scores` gives the others, as far as known.
+
+    Of a summary without sums (an official one) there is its own variant, and what follows from that.
+    """
+
+    layers: tuple[int, ...]
+    gate: torch.Tensor  # [L, E] float64
+    token: torch.Tensor  # [L, E] float64
+    variant: str = "v1"
+    num_shared: int = 0  # leading experts that every token sees; they have zeros
+    sums: GateSums | None = None
+
+    @classmethod
+    def from_sums(cls, sums: GateSums, variant: str = "v1") -> "ExpertScores":
+        """Divide the sums of a GateRecorder or of logs."""
+        check_choice("variant", variant, VARIANTS)
+        tables = _tables(sums, variant)
+        return cls(layers=sums.layers, **tables, variant=variant, num_shared=sums.num_shared, sums=sums)
+
+    @classmethod
+    def from_logs(cls, folder: str | os.PathLike, variant: str = "v1", **options) -> "ExpertScores":
+        """Read the official logs in `folder`; `options` are those of `esft_formats.read_logs`."""
+        check_choice("variant", variant, VARIANTS)
+        return cls.from_sums(read_logs(folder, **options), variant)
+
+    @property
+    def num_experts(self) -> int:
+        """E, a shared expert counted."""
+        return self.gate.shape[1]
+
+    @property
+    def n_tokens(self) -> int | None:
+        """Tokens that were scored; None where only the scores are known."""
+        return None if self.sums is None else self.sums.n_tokens
+
+    @property
+    def top_k(self) -> int | None:
+        """Experts that the router chooses for a token; None where only the scores are known."""
+        return None if self.sums is None else self.sums.top_k
+
+    def scores(self, score: str = "gate", variant: str | None = None, round: int | None = None) -> torch.Tensor:
+        """Return the scores of one kind, [L, E] float64, to `round` digits (the official code selects by 4).
+
+        Raises ValueError for a variant that cannot be had from what is known.
+        """
+        check_choice("score", score, SCORES)
+        variant = self.variant if variant is None else variant
+        check_choice("variant", variant, VARIANTS)
+        if variant == self.variant:
+            table = self.gate if score == "gate" else self.token
+        elif self.sums is not None:
+            table = _tables(self.sums, variant)[score]
+        elif self.variant == "v1" and variant != "paper":
+            table = _divided(self.gate if score == "gate" else self.token, variant)
+        else:
+            raise ValueError(
+                f"variant is {variant!r}, the scores are {self.variant!r} without the sums behind them; want {self.variant!r}; "
+                "or score again, or read the logs"
+            )
+        return table.clone() if round is None else _rounded(table, round)
+
+    def to_dict(self, round: int | None = None) -> dict[str, Any]:
+        """Return the official summary, JSON-ready; unless it is rounded, with the sums, from which every variant follows."""
+        tables = {score: self.scores(score, round=round) for score in SCORES}
+        values = summary_tables(self.layers, self.num_shared, **tables) | {"variant": self.variant}
+        if self.sums is not None and round is None:
+            parts = {f.name: getattr(self.sums, f.name) for f in fields(GateSums) if f.name != "layers"}
+            tensors = {name: part.tolist() for name, part in parts.items() if isinstance(part, torch.Tensor)}
+            values["sums"] = parts | tensors
+        return values
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary"
+    ) -> "ExpertScores":
+        """Read `to_dict`'s or an official summary; raises ValueError naming `source` and the key that is wrong.
+
+        An official one does not say its variant: it is head where columns sum to 1 and rows do not, else v1, unless
+        `variant` says better.
+        """
+        layers, num_shared, tables = read_tables(values, source)
+        own = values.get("variant")
+        if own is not None and variant not in (None, own) and "sums" not in values:
+            raise ValueError(f"variant is {variant!r}, {source} holds {shown(own)}; want that")
+        own = (variant or _guess_variant(tables["token"])) if own is None else own
+        check_choice(f"{source}: variant", own, VARIANTS)
+        scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared)
+        if "sums" not in values:
+            return scores
+        sums = _read_sums(values["sums"], layers, source)
+        made = cls.from_sums(sums, own)
+        if made.num_shared != num_shared or any(
+            not torch.allclose(made.scores(name), scores.scores(name), rtol=0, atol=1e-9) for name in SCORES
+        ):
+            raise ValueError(f"{source}: the tables do not follow from the sums; want a file as it was written")
+        return made if variant is None else cls.from_sums(sums, variant)
+
+    def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
+        """Write the summary, whole or not at all; `round=4` makes it the official one."""
+        # a line per table row would be a hundred thousand of them with the pairs
+        atomic_write_text(path, json.dumps(self.to_dict(round), allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, variant: str | None = None) -> "ExpertScores":
+        """Read a summary, the official ones too; raises ValueError naming the file and the key that is wrong."""
+        return cls.from_dict(read_json(path), variant, str(path))
+
+
+def _tables(sums: GateSums, variant: str) -> dict[str, torch.Tensor]:
+    if variant == "paper":
+        return {"gate": sums.sample_gate / sums.n_samples, "token": sums.sample_count / (sums.n_samples * sums.top_k)}
+    means = {"gate": sums.gate / sums.n_tokens, "token": sums.count.double() / (sums.n_tokens * sums.top_k)}
+    return {score: _divided(table, variant) for score, table in means.items()}
+
+
+def _divided(table: torch.Tensor, variant: str) -> torch.Tensor:
+    """Divide v1's scores as `variant` does; zeros over a sum of zero stay zeros."""
+    if variant == "v1":
+        return table
+    total = table.sum(1 if variant == "normalized" else 0, keepdim=True)
+    return torch.where(total > 0, table / total, table)
+
+
+def _rounded(table: torch.Tensor, digits: int) -> torch.Tensor:
+    # Python rounds the decimal number, torch.round a product that may have lost the last bit
+    rows = [[round(value, digits) for value in row] for row in table.tolist()]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _guess_variant(token: torch.Tensor) -> str:
+    # tables of 4 digits are off by half of the last one per summand
+    off = [(token.sum(dim) - 1).abs().max().item() / token.shape[dim] for dim in (0, 1)]
+    return "head" if off[0] < 1e-4 <= off[1] else "v1"
+
+
+def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
+    names = {f.name for f in fields(GateSums)} - {"layers"}
+    try:
+        parts = {name: values[name] for name in names}
+        for name in ("count", "gate", "sample_count", "sample_gate", "pairs"):
+            if parts[name] is not None:
+                dtype = torch.int64 if name in ("count", "pairs") else torch.float64
+                parts[name] = torch.tensor(parts[name], dtype=dtype)
+        for name in ("n_tokens", "n_samples", "top_k"):
+            check_positive(name, parts[name])
+        wanted = (len(layers), parts["count"].shape[-1])
+        if any(parts[name].shape != wanted for name in ("count", "gate", "sample_count", "sample_gate")):
+            raise ValueError(f"tables of different shapes, not all {wanted}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: sums cannot be read ({error!r}); want a file as it was written") from error
+    return GateSums(layers=layers, **parts)
+
+
+@torch.no_grad()
+def score_experts(
+    model: nn.Module,
+    dataloader: Iterable[Mapping[str, torch.Tensor] | torch.Tensor],
+    n_tokens: int = TOKENS,
+    *,
+    variant: str = "v1",
+    log_dir: str | os.PathLike | None = None,
+    pairs: bool = False,
+    per_process: bool = False,
+    overwrite: bool = False,
+) -> ExpertScores:
+    """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
+
+    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens that are no padding count,
+    prompt and response, and of the batch that goes beyond `n_tokens` the first ones. `log_dir` also writes the official
+    logs, a new folder unless `overwrite`; `pairs` counts what `group_size` needs. With torch.distributed every
+    process brings data of its own (as accelerate prepares a loader) and its share of the tokens, with `per_process`
+    up to `n_tokens` each; all return the same scores. Works on stock models and our own, whose shared expert has
+    none. Raises ValueError for a model without experts, and for data without tokens.
+    """
+    check_positive("n_tokens", n_tokens)
+    check_choice("variant", variant, VARIANTS)
+    ranks, rank = feed.ranks()
+    if n_tokens < ranks and not per_process:
+        raise ValueError(f"n_tokens is {n_tokens}, of {ranks} processes; want at least one for each")
+    own = n_tokens if per_process else n_tokens // ranks + (rank < n_tokens % ranks)
+    modes = [(module, module.training) for module in model.modules()]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_log_folder(log_dir, ranks, rank, overwrite))
+        see = None if folder is None else functools.partial(append_logs, folder)
+        recorder = stack.enter_context(GateRecorder(model, pairs=pairs, see=see))
+        model.eval()
+        try:
+            for batch, only in feed.arguments(model, feed.in_step(model, feed.counted(dataloader, own))):
+                recorder.only = only
+                model(**batch)
+        finally:
+            for module, training in modes:
+                module.training = training
+        sums = recorder.read(reduce=True)
+    return ExpertScores.from_sums(sums, variant)
+
+
+def sample_batches(
+    rows: Iterable[Sequence[int] | Mapping[str, Any]],
+    n_tokens: int = TOKENS,
+    *,
+    length: int = LENGTH,
+    packed: bool = True,
+    batch_size: int = 1,
+    seed: int = SEED,
+    part: tuple[int, int] = (0, 1),
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an order drawn by `seed`.
+
+    `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default (the paper, Sec. 4.2);
+    else each row is a sample, cut at `length` (the released script). Stops at `n_tokens`, or where the rows end. Of
+    several processes, `part` = (rank, ranks), each gets its samples of them: score_experts(..., per_process=True).
+    """
+    for name, value in (("n_tokens", n_tokens), ("length", length), ("batch_size", batch_size)):
+        check_positive(name, value)
+    rows = rows if hasattr(rows, "__getitem__") else list(rows)
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    samples, left = [], n_tokens
+    for i in order:
+        if left <= 0:
+            break
+        row = rows[i]
+        ids = row["input_ids"] if isinstance(row, Mapping) else row
+        samples.append([int(token) for token in ids[: left if packed else min(length, left)]])
+        left -= len(samples[-1])
+    if packed:
+        flat = [token for sample in samples for token in sample]
+        samples = [flat[i : i + length] for i in range(0, len(flat), length)]
+    rank, ranks = part
+    return _padded_batches([sample for sample in samples if sample][rank::ranks], batch_size)
+
+
+def _padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    for first in range(0, len(samples), batch_size):
+        part = samples[first : first + batch_size]
+        longest = max(map(len, part))
+        # any id will do: the mask keeps padding out of attention and of the scores
+        batch = {"input_ids": torch.tensor([row + row[-1:] * (longest - len(row)) for row in part])}
+        if min(map(len, part)) < longest:
+            batch["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in part])
+        yield batch
+
+
+@contextlib.contextmanager
+def _log_folder(log_dir, ranks: int, rank: int, overwrite: bool) -> Iterator[Path | None]:
+    """Yield the folder of this process's logs, or None; all of `log_dir` appears when the block ends."""
+    if log_dir is None:
+        yield None
+        return
+    # in every process, so that no other waits for one that has raised
+    check_out_dir(log_dir, overwrite)
+    if ranks == 1:
+        with atomic_folder(log_dir, overwrite) as folder:
+            yield folder
+        return
+    with atomic_folder(log_dir, overwrite) if rank == 0 else contextlib.nullcontext() as folder:
+        place = [None if folder is None else str(folder)]
+        torch.distributed.broadcast_object_list(place)
+        own = Path(place[0], f"rank_{rank}")
+        own.mkdir()
+        yield own
+        torch.distributed.barrier()

@@ -1,0 +1,499 @@
+"""The base of an ESFT study and what its routers say of the tasks, by stages that are kept.
+
+base --scores-->     how much each task uses each expert, from which selections and groups follow
+     --halves-->     the same of two samples of a task
+     --sizes-->      what samples of several sizes share
+
+An ESFT study by stages that are kept: after the base and the experts' scores (esft_scoring), a model per task and method.
+
+    base --scores--> selection --esft-->    an adapter: the selected experts, and what Table 3 trains beside them
+         --lora-->                          an adapter of low-rank matrices
+         --fft-->                           a whole model
+
+All are tuned on the same rows, a task's and as many of general text as the recipe's `mix` says, and judged as they were
+saved, on the task's held-out rows and on general ones. How stages are kept, and what a hash is over: `stages`.
+
+What ESFT's stages leave behind: results of a task, joined over tasks, and the experts' scores.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.config import check_numbers, shown
+from moe_runtime.experiments import stages
+from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
+from moe_runtime.hf.dropin import experts
+from moe_runtime.hf.models.tiny import small_deepseek
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from moe_runtime.io.files import atomic_write_json, read_json
+from moe_runtime.io.prompts import DEEPSEEK_CHAT
+from moe_runtime.methods import esft
+from moe_runtime.methods.esft.analyses import SampleSizes, sample_sizes, two_samples
+from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, load_recipe, mixed, task_rows
+from moe_runtime.methods.esft.recorder import group_routing
+from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches
+from moe_runtime.methods.esft.selection import group_experts
+from moe_runtime.methods.lora import baseline as lora_baseline
+
+
+class Tuned(NamedTuple):
+    """A model that was tuned on a task, or the base; or several, joined over tasks by `join`."""
+
+    name: str
+    folder: Path
+    loss: float  # mean over the label tokens of the held-out rows
+    losses: list[float]
+    tokens: list[int]
+    general_loss: float
+    general_losses: list[float]
+    general_tokens: list[int]
+    steps: int
+    seconds: float
+    total_seconds: float  # scoring included
+    parameters: int
+    active_parameters: int
+    history: list  # (step, validation loss)
+    steps_per_second: float
+    trained_parameters: int
+    optimizer_bytes: int
+    experts: dict | None = None  # layer -> ids that were trained
+    tasks: dict | None = None  # of several: name -> Tuned
+
+
+class Scored(NamedTuple):
+    """The experts' scores of a task."""
+
+    name: str
+    folder: Path  # of summary.json
+    total_seconds: float
+    history: list
+
+    @property
+    def scores(self) -> ExpertScores:
+        """The scores themselves."""
+        return ExpertScores.load(self.folder / "summary.json")
+
+
+def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
+    """Return one result of a method for all its tasks: the held-out rows of all, means of the rest.
+
+    A general row's loss is its mean over the tasks' models, as in the paper's Table 2.
+    """
+    first, count = next(iter(parts.values())), len(parts)
+    losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
+    general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
+    ways = zip(*(one.history for one in parts.values()), strict=False)
+    mean = {
+        of: statistics.fmean(getattr(one, of) for one in parts.values())
+        for of in ("seconds", "total_seconds", "steps_per_second")
+    }
+    whole = {
+        of: round(statistics.fmean(getattr(one, of) for one in parts.values()))
+        for of in ("trained_parameters", "optimizer_bytes")
+    }
+    return first._replace(
+        name=name,
+        **loss_of(losses, tokens),
+        general_loss=trainers.mean_loss(general, first.general_tokens),
+        general_losses=general,
+        history=[(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways],
+        experts=None,
+        tasks=dict(parts),
+        **mean,
+        **whole,
+    )
+
+
+class Base(NamedTuple):
+    """A base as it is kept: judged on all tasks."""
+
+    name: str
+    folder: Path
+    found: dict  # task -> loss, losses, tokens
+    steps: int
+    seconds: float
+    total_seconds: float
+    parameters: int
+    active_parameters: int
+    history: list
+    steps_per_second: float
+    trained_parameters: int
+    optimizer_bytes: int
+
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_layers", "num_experts", "top_k", "expert_size", "shared_experts", "dense_layers",
+)  # fmt: skip
+GENERAL = "general"  # the name of the general rows among the tasks'
+SMALLEST, LARGEST = 512, 131072  # tokens of a sample whose size is studied
+
+
+def _sizes_in(path: Path) -> SampleSizes:
+    """Read what `sample_sizes` kept; raises ValueError for another file."""
+    values = read_json(path)
+    try:
+        found = SampleSizes(**values)
+    except TypeError as error:
+        raise ValueError(f"{path} lacks fields ({error}); want a file of a stage; remove its stage's folder") from error
+    check_numbers(f"sizes of {path}", found.sizes, None)
+    check_numbers(f"top of {path}", found.top)
+    names = isinstance(found.tasks, list) and all(isinstance(name, str) for name in found.tasks)
+    if not names or not isinstance(found.score, str):
+        raise ValueError(
+            f"{path} has tasks {shown(found.tasks)} by {shown(found.score)}; want names; remove its folder"
+        )
+    check_numbers(f"shared of {path}", found.shared, len(found.tasks), len(found.sizes))
+    return found
+
+
+def sizes_for(tokens: int) -> list[int]:
+    """Return the powers of two, from SMALLEST to LARGEST, that a sample of `tokens` can be cut to."""
+    return [2**n for n in range(SMALLEST.bit_length() - 1, LARGEST.bit_length()) if 2**n <= tokens]
+
+
+class ScoredStages(KeptStages):
+    """The stages of a study that need no tuning; `esft_stages.Stages` has the others."""
+
+    FORMAT = 1
+    result = Tuned
+
+    def __init__(
+        self, recipe: EsftRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
+    ):
+        super().__init__(recipe if isinstance(recipe, EsftRecipe) else load_recipe(recipe), out, seed, say)
+
+    def trainings(self) -> tuple[Tuning, ...]:
+        """Return the recipe's trainings."""
+        return self.recipe.fft, self.recipe.lora.training, self.recipe.esft
+
+    def base(self) -> Tuned:
+        """Return the model that all others start from: pre-trained here, or the recipe's, joined over the tasks."""
+        pretrain, r = self.recipe.pretrain, self.recipe
+
+        def make(tmp: Path, folder: Path) -> dict:
+            way = {}
+            if pretrain is not None:
+                model, trained = self._pretrained(folder)
+                way = course_of(trained)
+                self._save(model, trained, tmp / "model")
+                del model, trained
+            else:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+            model = self._load(tmp / "model")
+            found = {task: loss_of(*self._losses(model, f"{task}-held_out")) for task in (*r.tasks, GENERAL)}
+            return way | sizes_of(model) | {"found": found, "trained_parameters": 0, "optimizer_bytes": 0}
+
+        settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
+        stage = self._stage("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base)
+        general = {f"{GENERAL}_{of}": value for of, value in stage.found[GENERAL].items()}
+        kept = {of: getattr(stage, of) for of in Base._fields if of in Tuned._fields}
+        return join("base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks})
+
+    def scores(self, task: str, group_size: int = 1) -> Scored:
+        """Return the experts' scores on a task's rows, or on the general ones; those also count pairs of experts."""
+        n_tokens, rows = self.recipe.scores.n_tokens, self.part(f"{task}-train")
+
+        def make(model, tmp: Path) -> None:
+            found = esft.score_experts(model, self._batches(rows), n_tokens, pairs=task == GENERAL, per_process=True)
+            with ranks.leading() as main:
+                if main:
+                    found.save(tmp / "summary.json")
+
+        return self._looked("scores", {"task": task, "n_tokens": n_tokens}, make, group_size)
+
+    def halves(self, task: str) -> tuple[esft.ExpertScores, ...]:
+        """Return the experts' scores on two samples of a task that have no row in common."""
+        r = self.recipe
+
+        def make(model, tmp: Path) -> None:
+            for number, half in enumerate(two_samples(self.part(f"{task}-train"), SEED + self.seed)):
+                scores = esft.score_experts(model, self._batches(half), r.scores.n_tokens, per_process=True)
+                with ranks.leading() as main:
+                    if main:
+                        scores.save(tmp / f"{number}.json")
+
+        kept = self._looked("halves", {"task": task, "n_tokens": r.scores.n_tokens}, make)
+        return tuple(esft.ExpertScores.load(kept.folder / f"{number}.json") for number in range(2))
+
+    def sample_sizes(self, sizes: Sequence[int] | None, top: int, score: str) -> SampleSizes:
+        """Return the top experts that two samples of each task share, by their size; by default of all sizes there are."""
+        rows = {task: self.part(f"{task}-train") for task in self.recipe.tasks}
+        if sizes is None:
+            halves = [half for one in rows.values() for half in two_samples(one, SEED + self.seed)]
+            tokens = min(sum(len(row["input_ids"]) for row in half) for half in halves)
+            sizes = sizes_for(tokens)
+            if not sizes:
+                raise ValueError(f"half of a task's rows has {tokens} tokens; want {SMALLEST}, or sizes below that")
+
+        def make(model, tmp: Path) -> None:
+            how = {"length": self.recipe.max_length, "packed": False, "batch_size": self._batch}
+            found = sample_sizes(model, rows, sizes, top=top, score=score, seed=SEED + self.seed, **how)
+            with ranks.leading() as main:
+                if main:
+                    atomic_write_json(tmp / "found.json", found.to_dict())
+
+        kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
+        return _sizes_in(kept.folder / "found.json")
+
+    def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
+        """Return a stage that only looks at the base: `make(model, folder)` writes what it saw."""
+        base = self.base()
+
+        def whole(tmp: Path, checkpoints: Path) -> dict:
+            (tmp / "seen").mkdir(exist_ok=True)
+            model, start = self._load(base.folder, group_size), time.perf_counter()
+            make(model, tmp / "seen")
+            return {"seconds": time.perf_counter() - start}
+
+        settings = settings | {"dtype": self.recipe.dtype} | self._groups_in(group_size)
+        name = f"{kind} of {settings['task']}" if "task" in settings else kind
+        return self._stage(kind, name, settings, [base], whole, holds="seen", result=Scored)
+
+    def base_model(self):
+        """Load the base."""
+        return self._load(self.base().folder)
+
+    def selection(
+        self, task: str, score: str, p: float | None = None, group_size: int = 1, **flags
+    ) -> esft.ExpertSelection:
+        """Return the experts of a task that reach `p`, the recipe's unless given; `flags` are the selection's own."""
+        p = getattr(self.recipe.p, score) if p is None else p
+        scores = self.scores(task, group_size).scores
+        found = esft.select_experts(scores, p, score, self.recipe.scores.variant, **flags)
+        if group_size == 1:
+            return found
+        # the experts of a group have equal scores: the last group is made whole
+        groups = self.groups(group_size)
+        whole = {
+            layer: tuple(dict.fromkeys(e for one in ids for group in groups[layer] if one in group for e in group))
+            for layer, ids in found.experts.items()
+        }
+        return replace(found, experts=whole)
+
+    def groups(self, group_size: int) -> dict[int, list[tuple[int, ...]]]:
+        """Return the groups of each layer's experts, alike on general text (App. B)."""
+        scores = self.scores(GENERAL).scores
+        pairs = zip(scores.layers, scores.sums.pairs, strict=True)
+        return {layer: group_experts(counts, group_size, num_shared=scores.num_shared) for layer, counts in pairs}
+
+    def _pretrained(self, folder: Path) -> tuple:
+        pretrain, r = self.recipe.pretrain, self.recipe
+        blocks = data.pack(self.tokenizer, stages.documents(pretrain), r.max_length)
+        model = small_deepseek(
+            self.tokenizer, max_length=r.max_length, seed=pretrain.seed, **{of: getattr(pretrain, of) for of in SIZES}
+        )  # fmt: skip
+        experts.patch(model)
+        training = Tuning(
+            steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate, warmup_steps=None,
+            schedule="cosine", weight_decay=0.0, keep_best=False,
+        )  # fmt: skip
+        balance = {"balance_loss": "per_layer", "balance_loss_coef": pretrain.balance_loss_coef}
+        trained = self._train(
+            "base", model, blocks, self.part(f"{GENERAL}-validation"), training, folder, seed=pretrain.seed,
+            **(balance if pretrain.balance_loss_coef else {}),
+        )  # fmt: skip
+        return model, trained
+
+    def _load(self, folder: Path, group_size: int = 1, dtype: str | None = None):
+        """Load a model to this process's device; its experts run through moe_runtime, so all methods take the same way."""
+        model = ranks.load_model(folder, dtype or self.recipe.dtype, ranks.state().device)
+        experts.patch(model)
+        if group_size > 1:
+            group_routing(model, self.groups(group_size))
+        return model
+
+    def _batches(self, rows) -> Iterator[dict]:
+        """This process's share of a sample of rows, in batches on its device."""
+        r, state = self.recipe, ranks.state()
+        batches = sample_batches(
+            rows, r.scores.n_tokens, length=r.max_length, packed=False, batch_size=self._batch, seed=SEED + self.seed,
+            part=(state.process_index, state.num_processes),
+        )  # fmt: skip
+        for batch in batches:
+            yield {name: value.to(state.device) for name, value in batch.items()}
+
+    @property
+    def _batch(self) -> int:
+        """Rows that a process takes at once where it does not train."""
+        return trainers.split_batch(self.recipe.esft.batch_size, self.recipe.esft.per_device_batch_size)[0]
+
+    def _losses(self, model, part: str) -> tuple[list[float], list[int]]:
+        bf16 = self.recipe.esft.bf16
+        return trainers.row_losses(model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16)
+
+    def _groups_in(self, group_size: int) -> dict:
+        """What groups add to a stage's hash."""
+        return {"groups": self.groups(group_size)} if group_size > 1 else {}
+
+    def data_key(self) -> str:
+        """Return a hash of the base, all rows and the Python that built-in text is of."""
+        r, python = self.recipe, platform.python_version()
+        base = [python, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        parts = {task: asdict(one) for task, one in {**r.tasks, GENERAL: r.general}.items()}
+        sources = [source for one in parts.values() for source in (one["train"], one["held_out"]) if source]
+        rows = [python if source in BUILT_IN else files_print(source) for source in sources]
+        how = [r.max_length, r.pack, r.drop_bos]
+        return hash_of({"format": self.FORMAT, "method": "esft", "data": parts, "how": how, "base": base, "rows": rows})
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer and, for every task and the general text, the rows to train on, to validate and to judge by."""
+        r = self.recipe
+        tokenizer = self._base_tokenizer(lambda: stages.documents(r.pretrain))
+        parts = {**r.tasks, GENERAL: r.general}
+        if any(part.prompt == "deepseek" for part in parts.values()):
+            tokenizer.chat_template = DEEPSEEK_CHAT
+        tokenizer.save_pretrained(folder / "tokenizer")
+        counts = {}
+        for name, part in parts.items():
+            self.say(f"reading and tokenizing {name}: {part.train}")
+            rows = task_rows(tokenizer, part, r)
+            for kind, one in rows.items():
+                data.save_rows(one, folder / f"{name}-{kind}")
+            counts[name] = {kind: len(one) for kind, one in rows.items()}
+            self.say(", ".join(f"{count:,} rows {kind.replace('_', ' ')}" for kind, count in counts[name].items()))
+        return counts
+
+
+class Stages(ScoredStages):
+    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+
+    `recipe` is an EsftRecipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
+    """
+
+    def fft(self, task: str, mix: float | None = None, group_size: int = 1) -> Tuned:
+        """Return the base, all of it tuned on a task."""
+
+        def make(model) -> tuple:
+            for parameter in model.parameters():
+                parameter.requires_grad_(True)
+            return model, {}
+
+        def save(model, trained, folder: Path) -> None:
+            weights = trained.state_dict()
+            with ranks.leading() as main:
+                if main:
+                    ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
+
+        return self._tuned(
+            "fft", task, self.recipe.fft, make, save, self._load, mix, group_size, dtype=self.recipe.trained_dtype
+        )
+
+    def lora(self, task: str, rank: int | None = None, mix: float | None = None) -> Tuned:
+        """Return low-rank matrices for the base, tuned on a task; `rank` in the place of the recipe's."""
+        settings = self.recipe.lora
+        rank, scaling = settings.rank if rank is None else rank, settings.scaling
+
+        def make(model) -> tuple:
+            return lora_baseline.add_lora(model, rank, scaling, seed=self.seed), {}
+
+        def save(model, trained, folder: Path) -> None:
+            weights = trained.state_dict()
+            with ranks.leading() as main:
+                if main:
+                    lora_baseline.save_lora(model, folder, weights)
+
+        def load(folder: Path, group_size: int):
+            return lora_baseline.load_lora(self._load(self.base().folder), folder)
+
+        more = {"rank": rank, "scaling": scaling}
+        return self._tuned("lora", task, settings.training, make, save, load, mix, more=more)
+
+    def esft(
+        self,
+        task: str,
+        selection: esft.ExpertSelection,
+        mix: float | None = None,
+        group_size: int = 1,
+        scored: bool = True,
+    ) -> Tuned:
+        """Return an adapter with the experts of `selection`, tuned on a task; `scored` counts the seconds of their scores.
+
+        Where all that is no expert trains too, it is tuned as FFT is: experts alone bear larger steps.
+        """
+        training = self.recipe.fft if selection.non_expert_modules else self.recipe.esft
+        dtype = None if self.recipe.trained_dtype is None else getattr(torch, self.recipe.trained_dtype)
+
+        def make(model) -> tuple:
+            receipt = esft.train_only(model, selection, dtype=dtype)
+            return model, {"experts": {str(layer): list(ids) for layer, ids in receipt.experts.items()}}
+
+        def save(model, trained, folder: Path) -> None:
+            adapter = esft.adapter_of(model)  # of all processes
+            with ranks.leading() as main:
+                if main:
+                    adapter.save(folder)
+
+        def load(folder: Path, group_size: int):
+            model = self._load(self.base().folder, group_size)
+            esft.apply(model, folder)
+            return model
+
+        parents = [self.scores(task, group_size)] if scored else []
+        chosen = {of: value for of, value in selection.to_dict().items() if of not in ("score", "p", "variant")}
+        more = {"selection": chosen, "trained_dtype": self.recipe.trained_dtype}
+        return self._tuned("esft", task, training, make, save, load, mix, group_size, parents=parents, more=more)
+
+    def _tuned(
+        self, kind: str, task: str, training: Tuning, make, save, load, mix: float | None = None, group_size: int = 1,
+        *, parents=(), more: Mapping = {}, dtype: str | None = None,
+    ) -> Tuned:  # fmt: skip
+        """Return a stage of a model that `make` prepares, `save` writes to its folder and `load` reads from it."""
+        base, mix = self.base(), self.recipe.mix if mix is None else mix
+
+        def whole(tmp: Path, checkpoints: Path) -> dict:
+            model, notes = make(self._load(base.folder, group_size, dtype))
+            rows = self._mixed(task, mix)
+            held_out = self.part(f"{task}-validation")
+            trained = self._train(f"{kind} {task}", model, rows, held_out, training, checkpoints)
+            save(model, trained, tmp / "model")
+            notes |= course_of(trained)
+            notes |= {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+            del model, trained
+            ranks.free_memory()
+            sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}  # without what peft puts in
+            return notes | sizes | self._judged(load(tmp / "model", group_size), task)
+
+        settings = self._settings(training) | {"task": task, "mix": mix} | dict(more) | self._groups_in(group_size)
+        return self._stage(kind, f"{kind} {task}", settings, [base, *parents], whole)
+
+    def _mixed(self, task: str, mix: float):
+        rows = self.part(f"{task}-train")
+        return mixed(rows, self.part(f"{GENERAL}-train"), mix) if mix else rows
+
+    def _judged(self, model, task: str) -> dict:
+        own = loss_of(*self._losses(model, f"{task}-held_out"))
+        general = loss_of(*self._losses(model, f"{GENERAL}-held_out"))
+        return own | {f"{GENERAL}_{of}": value for of, value in general.items()}
+
+
+def run(recipe: EsftRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Tuned]:
+    """Run the method for every task and say what came out; return the base and each task's model.
+
+    `seed` is the recipe's unless given. A result's folder is the task's adapter.
+    """
+    recipe = recipe if isinstance(recipe, EsftRecipe) else load_recipe(recipe)
+    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    base = stages.base()
+    tuned = {task: stages.esft(task, stages.selection(task, recipe.score)) for task in recipe.tasks}
+    stages.say(
+        f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}"
+    )
+    for task, one in tuned.items():
+        losses = f"{base.tasks[task].loss:9.4f}{one.loss:9.4f}{base.general_loss:9.4f}{one.general_loss:9.4f}"
+        share = one.trained_parameters / one.parameters
+        stages.say(f"{task:16s}{losses}{one.trained_parameters:14,}{share:8.1%}{one.total_seconds:9.0f}")
+    for task, one in tuned.items():
+        stages.say(f"the adapter of {task}: {one.folder}; its base: {base.folder}")
+    return [base, *tuned.values()]

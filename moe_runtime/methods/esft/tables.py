@@ -1,0 +1,408 @@
+"""The tables and figures of the ESFT paper (arXiv 2407.01906), one command each, on the stages of `esft_stages`.
+
+    main            base, FFT, LoRA, ESFT-Token, ESFT-Gate           Tables 1 and 2, Figure 5
+    sweep-p         ESFT by p, LoRA by rank                          Figure 6
+    shared-grid     which modules train: all, relevant, shared, ...  Table 3
+    random-experts  as many experts, drawn                           Table 4
+    group-size      coarser experts                                  Figure 7
+    mix-data        with and without general data                    Tables 9 and 10
+    counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (esft_studies)
+
+The measure is the held-out loss per label token, on the tasks and on general text, in the place of the paper's
+benchmarks. A stage that OUT holds already is read, not trained, whichever command made it; so a command that was killed
+goes on.
+
+What a table of ESFT says beside the losses on the tasks: losses on general text, what was trained, what it cost.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from moe_runtime.config import check_choice, check_number, check_positive
+from moe_runtime.experiments import plots, tables
+from moe_runtime.experiments.compare import LEVEL, compare
+from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, difference_of, each, finite, p_of
+from moe_runtime.hf.training.ranks import routing_of
+from moe_runtime.methods import esft
+from moe_runtime.methods.esft import figures
+from moe_runtime.methods.esft.recipe import EsftRecipe, load_recipe
+from moe_runtime.methods.esft.selection import SCORES, check_p
+from moe_runtime.methods.esft.study import Stages, Tuned, join
+
+MANY = 3  # tasks beyond that have no columns of their own
+
+
+@dataclass
+class GeneralReport(Report):
+    """The same methods, judged on general text."""
+
+    label = "general loss per label token (lower is better)"
+
+
+@dataclass
+class EsftReport(Report):
+    """A table of methods that were each tuned on every task; its losses are over the held-out rows of all tasks."""
+
+    label = "loss per label token of the tasks (lower is better)"
+
+    @cached_property
+    def general(self) -> Report:
+        """The same table on general text."""
+        entries = [Entry(entry.name, list(map(_general, entry.results))) for entry in self.entries]
+        names = ("command", "title", "source", "settings", "seeds", "reference")
+        return GeneralReport(entries=entries, **{name: getattr(self, name) for name in names})
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks' names."""
+        return tuple(self.entries[0].results[0].tasks)
+
+    def task_loss(self, entry: Entry, task: str) -> float:
+        """Return a method's loss on one task, the mean over the seeds."""
+        return statistics.fmean(result.tasks[task].loss for result in entry.results)
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        values = super().to_dict()
+        for method, entry in zip(values["methods"], self.entries, strict=True):
+            general = self.general.entry(entry.name)
+            method |= {"general_loss": general.loss, "general_loss_sd": general.sd}
+            method |= {name: _mean(entry, name) for name in ("trained_parameters", "optimizer_bytes")}
+            for seed, result in zip(method["seeds"], entry.results, strict=True):
+                del seed["folder"]  # of the first task alone
+                seed["tasks"] = {task: _of_task(one) for task, one in result.tasks.items()}
+        values |= {
+            "tasks": self.tasks,
+            "general_rows": len(self.entries[0].results[0].general_tokens),
+            "general_tokens": sum(self.entries[0].results[0].general_tokens),
+            "general_comparisons": [asdict(one) for one in self.general.comparisons],
+        }
+        return finite(values)
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
+        own = ("all tasks", f"vs {self.reference}", "p")
+        general = ("general", f"vs {self.reference}", "p")
+        costs = ("trained", "share", "optimizer MB", "train s")
+        right = [(name, "right") for name in (*tasks, *own)]
+        return [
+            ("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in general), ("verdict", "left"),
+            *((name, "right") for name in costs),
+        ]  # fmt: skip
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
+        general, first = self.general.entry(entry.name), entry.results[0]
+        trained = _mean(entry, "trained_parameters")
+        costs = (
+            f"{trained:,.0f}", f"{trained / first.parameters:.1%}", f"{_mean(entry, 'optimizer_bytes') / 1e6:,.2f}",
+            f"{entry.seconds:,.0f}",
+        )  # fmt: skip
+        return (
+            entry.name,
+            *(f"{self.task_loss(entry, task):.4f}" for task in tasks),
+            *_compared(entry, self),
+            *_compared(general, self.general),
+            *(costs if trained else ("", "", "", "")),
+        )
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in lines."""
+        result = self.entries[0].results[0]
+        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        return (
+            f"{len(result.tokens)} held-out rows of the tasks {', '.join(self.tasks)}, {sum(result.tokens):,} label tokens; "
+            f"{len(result.general_tokens)} rows of general text, {sum(result.general_tokens):,}; {over}.\n"
+            f"A model per task; trained, optimizer and train s are means over them; train s: scoring and tuning.\n"
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
+            f"corrected by Holm for the {len(self.comparisons)} comparisons of a column."
+        )
+
+
+def _general(result):
+    """A result as if the general rows were those it is judged by."""
+    values = {of: getattr(result, f"general_{of}") for of in ("loss", "losses", "tokens")}
+    return result._replace(**values)
+
+
+def _compared(entry: Entry, report: Report) -> tuple[str, str, str, str]:
+    sd = "" if math.isnan(entry.sd) else f" ± {entry.sd:.4f}"
+    one = report.comparison(entry.name)
+    if one is None:
+        return f"{entry.loss:.4f}{sd}", "", "", "reference"
+    return f"{entry.loss:.4f}{sd}", difference_of(one), p_of(one.p_corrected), one.verdict
+
+
+def _of_task(result) -> dict:
+    names = ("loss", "steps", "seconds", "total_seconds", "trained_parameters", "optimizer_bytes", "experts", "history")
+    return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names}
+
+
+def _mean(entry: Entry, name: str) -> float:
+    return statistics.fmean(getattr(result, name) for result in entry.results)
+
+
+PS = (0.05, 0.1, 0.2, 0.4)
+GROUP_SIZES = (1, 2, 4)
+RATIOS = (0.0, 1.0)
+BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate"
+OF_SCORE = {"token": TOKEN, "gate": GATE}
+# Table 3, in its order: what of the routed experts trains, the shared ones, all that is no expert
+GRID = {
+    "all experts, shared, others": ("all", True, True),
+    "relevant, shared": ("relevant", True, False),
+    "relevant": ("relevant", False, False),
+    "shared": ("none", True, False),
+    "shared, others": ("none", True, True),
+    "relevant, shared, others": ("relevant", True, True),
+    "nothing (base)": ("none", False, False),
+}
+
+
+def run(
+    command: str,
+    recipe: EsftRecipe | str | Path = "tiny",
+    out: str | Path = "runs/esft",
+    *,
+    seeds: int = 3,
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
+    **options,
+):
+    """Make a table, as `tables.run` says."""
+    return tables.run(
+        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
+    )
+
+
+def _over(stages: Stages, name: str, make: Callable[[str], Tuned]) -> tuple[str, Tuned]:
+    """Return a method's name and its result over all tasks of the recipe."""
+    return name, join(name, {task: make(task) for task in stages.recipe.tasks})
+
+
+def _esft(stages: Stages, score: str, name: str | None = None, p: float | None = None, **settings) -> tuple[str, Tuned]:
+    def make(task: str) -> Tuned:
+        selection = stages.selection(task, score, p, settings.get("group_size", 1))
+        return stages.esft(task, selection, **settings)
+
+    return _over(stages, name or OF_SCORE[score], make)
+
+
+def _main(process: Run) -> dict:
+    def plan(stages: Stages):
+        yield BASE, stages.base()
+        yield _over(stages, FFT, stages.fft)
+        yield _over(stages, LORA, stages.lora)
+        yield _esft(stages, "token")
+        yield _esft(stages, "gate")
+
+    def summary(report: EsftReport) -> list[str]:
+        both = ("On the tasks", report), ("On general text", report.general)
+        return [
+            *(f"{where}, {of.comparison(name)}." for where, of in both for name in (LORA, TOKEN, GATE)),
+            *(_cost(report, name) for name in (LORA, TOKEN, GATE)),
+        ]
+
+    return {"entries": process.collect(plan), "reference": FFT, "summary": summary}
+
+
+def _cost(report: EsftReport, name: str) -> str:
+    """Say what a method trains and takes, against FFT."""
+    (fft, one) = (report.entry(of).results for of in (FFT, name))
+    share = {
+        of: sum(getattr(r, of) for r in one) / sum(getattr(r, of) for r in fft)
+        for of in ("trained_parameters", "optimizer_bytes", "seconds")
+    }
+    return (
+        f"{name} trained {share['trained_parameters']:.1%} of FFT's parameters, with {share['optimizer_bytes']:.1%} of the "
+        f"optimizer's bytes, in {share['seconds']:.0%} of the seconds."
+    )
+
+
+def _sweep_p(process: Run, ps: Sequence[float], scores: Sequence[str], ranks: Sequence[int]) -> dict:
+    names = {(score, p): f"{OF_SCORE[score]}, p {p:g}" for score in scores for p in ps}
+    loras = {rank: f"{LORA}, rank {rank}" for rank in ranks}
+
+    def plan(stages: Stages):
+        yield BASE, stages.base()
+        yield _over(stages, FFT, stages.fft)
+        for (score, p), name in names.items():
+            yield _esft(stages, score, name, p)
+        for rank, name in loras.items():
+            yield _over(stages, name, lambda task, rank=rank: stages.lora(task, rank))
+
+    entries, swept = process.collect(plan), [*names.values(), *loras.values()]
+    share = {
+        entry.name: sum(100 * r.trained_parameters / r.parameters for r in entry.results) / len(entry.results)
+        for entry in entries
+        if entry.name in swept
+    }
+    extra = {"x": share, "x_label": "parameters that are trained, % of the base's", "x_log": True}
+    return {"entries": entries, "reference": FFT, "summary": best(swept), "extra": extra}
+
+
+def _shared_grid(process: Run, score: str) -> dict:
+    def result(stages: Stages, experts: str, shared: bool, others: bool, task: str) -> Tuned:
+        if experts == "all":
+            return stages.fft(task)
+        selection = stages.selection(task, score, shared_experts=shared, non_expert_modules=others)
+        if experts == "none":
+            selection = esft.ExpertSelection(experts={}, shared_experts=shared, non_expert_modules=others)
+        return stages.esft(task, selection, scored=experts == "relevant")
+
+    def plan(stages: Stages):
+        for name, (experts, shared, others) in GRID.items():
+            if not (shared or others or experts != "none"):
+                yield name, stages.base()
+                continue
+            row = experts, shared, others
+            yield _over(stages, name, lambda task, row=row: result(stages, *row, task))
+
+    def summary(report: EsftReport) -> list[str]:
+        both = ("On the tasks", report), ("On general text", report.general)
+        return [f"{where}, {one}" for where, of in both for one in each(of)]
+
+    return {"entries": process.collect(plan), "reference": "relevant", "summary": summary}
+
+
+def _random_experts(process: Run) -> dict:
+    drawn = {score: f"{name}, random experts" for score, name in OF_SCORE.items()}
+
+    def draw(stages: Stages, score: str, task: str) -> Tuned:
+        selection, scores = stages.selection(task, score), stages.scores(task).scores
+        seed = 1000 * stages.seed + list(stages.recipe.tasks).index(task)
+        chosen = esft.random_experts(selection, scores.num_experts, seed, num_shared=scores.num_shared)
+        return stages.esft(task, chosen, scored=False)
+
+    def plan(stages: Stages):
+        yield BASE, stages.base()
+        for score, name in drawn.items():
+            yield _esft(stages, score)
+            yield _over(stages, name, lambda task, score=score: draw(stages, score, task))
+
+    def summary(report: EsftReport) -> list[str]:
+        tokens, said = report.entries[0].results[0].tokens, []
+        for score, name in drawn.items():
+            pair = {of: [r.losses for r in report.entry(of).results] for of in (OF_SCORE[score], name)}
+            said += [f"{one}." for one in compare(pair, OF_SCORE[score], tokens)]
+        return said
+
+    return {"entries": process.collect(plan), "reference": GATE, "summary": summary}
+
+
+def _group_size(process: Run, sizes: Sequence[int]) -> dict:
+    names = {(method, size): f"{method}, groups of {size}" for size in sizes for method in (FFT, TOKEN, GATE)}
+
+    def plan(stages: Stages):
+        for size in sizes:
+            yield _over(stages, names[FFT, size], lambda task, size=size: stages.fft(task, group_size=size))
+            for score, method in OF_SCORE.items():
+                yield _esft(stages, score, names[method, size], group_size=size)
+
+    def summary(report: EsftReport) -> list[str]:
+        said = []
+        for method in (FFT, TOKEN, GATE):
+            first, last = (report.entry(names[method, size]).loss for size in (min(sizes), max(sizes)))
+            said.append(f"{method}: {last - first:+.4f} from groups of {min(sizes)} to groups of {max(sizes)}.")
+        return said
+
+    extra = {"x": {name: size for (_, size), name in names.items()}, "x_label": "experts of a group"}
+    return {"entries": process.collect(plan), "reference": names[FFT, sizes[0]], "summary": summary, "extra": extra}
+
+
+def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
+    names = {(method, mix): f"{method}, mix {mix:g}" for method in (FFT, LORA, TOKEN, GATE) for mix in ratios}
+
+    def plan(stages: Stages):
+        for (method, mix), name in names.items():
+            if method in (FFT, LORA):
+                make = stages.fft if method == FFT else stages.lora
+                yield _over(stages, name, lambda task, make=make, mix=mix: make(task, mix=mix))
+            else:
+                yield _esft(stages, method.rpartition("-")[2].lower(), name, mix=mix)
+
+    def summary(report: EsftReport) -> list[str]:
+        said = []
+        for method in (FFT, LORA, TOKEN, GATE):
+            first, last = (names[method, mix] for mix in (min(ratios), max(ratios)))
+            change = [table.entry(last).loss - table.entry(first).loss for table in (report, report.general)]
+            said.append(
+                f"{method}, from mix {min(ratios):g} to {max(ratios):g}: {change[0]:+.4f} on the tasks, {change[1]:+.4f} on "
+                "general text."
+            )
+        return said
+
+    extra = {
+        "x": {name: mix for (_, mix), name in names.items()},
+        "x_label": "rows of general text per row of the task",
+    }
+    return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}
+
+
+def _different(name: str, values: Sequence, check: Callable) -> tuple:
+    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
+    values = tuple(values)
+    if not values or len(set(values)) < len(values):
+        given = ", ".join(f"{value:g}" for value in values) or "not given"
+        raise ValueError(f"{name} is {given}; want different numbers")
+    for value in values:
+        check(value)
+    return values
+
+
+def _check_sweep(
+    recipe: EsftRecipe, ps: Sequence[float] = PS, score: str = "both", ranks: Sequence[int] | None = None
+) -> dict:
+    check_choice("score", score, (*SCORES, "both"))
+    if ranks is None:
+        ranks = sorted({1, recipe.lora.rank, 4 * recipe.lora.rank})
+    ps = _different("p", map(float, ps), check_p)
+    ranks = _different("rank", ranks, lambda rank: check_positive("rank", rank)) if ranks else ()
+    return {"ps": ps, "scores": ("token", "gate") if score == "both" else (score,), "ranks": ranks}
+
+
+def _check_grid(recipe: EsftRecipe, score: str = "token") -> dict:
+    check_choice("score", score, SCORES)
+    return {"score": score}
+
+
+def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dict:
+    """Check the sizes given; without any take those of GROUP_SIZES that go into the base's numbers of experts."""
+    small = recipe.pretrain
+    E, K = (small.num_experts, small.top_k) if small else routing_of(recipe.base_model)
+
+    def fits(size: int) -> bool:
+        return not ((K or 0) % size or (E or 0) % size)
+
+    if sizes is not None:
+        sizes = _different("group_size", sizes, lambda size: check_positive("group_size", size))
+    bad = [size for size in sizes or () if not fits(size)]
+    if bad:
+        raise ValueError(f"group_size is {bad[0]}, num_experts is {E}, top_k is {K}; want a size that goes into both")
+    return {"sizes": sizes or tuple(filter(fits, GROUP_SIZES))}
+
+
+def _check_mix(recipe: EsftRecipe, ratios: Sequence[float] = RATIOS) -> dict:
+    return {"ratios": _different("mix", map(float, ratios), lambda mix: check_number("mix", mix))}
+
+
+def _losses(
+    title: str, source: str, make: Callable, draw: Callable = plots.dots, check: Callable | None = None
+) -> Command:
+    return Command(title, f"ESFT, {source}", make, draw, check or (lambda recipe: {}), EsftReport)
+
+
+COMMANDS = {
+    "main": _losses("ESFT and its baselines", "Tables 1 and 2", _main),
+    "sweep-p": _losses("How much is trained", "Figure 6", _sweep_p, plots.sweep, _check_sweep),
+    "shared-grid": _losses("Which modules train", "Table 3", _shared_grid, check=_check_grid),
+    "random-experts": _losses("Relevant and random experts", "Table 4", _random_experts),
+    "group-size": _losses("Coarser experts", "Figure 7", _group_size, plots.sweep, _check_groups),
+    "mix-data": _losses("General data mixed in", "Tables 9 and 10", _mix_data, plots.sweep, _check_mix),
+    **figures.COMMANDS,
+}

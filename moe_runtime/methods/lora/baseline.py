@@ -1,0 +1,84 @@
+"""LoRA by peft: on a MoE model, experts too, which ESFT is compared with; on a dense model's MLPs, as UpIT's experts begin."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
+from moe_runtime.hf.models.families import family_of
+from moe_runtime.io.rows import require
+
+# peft takes linear layers of these names for the experts of old checkpoints, and leaves those of dense and shared MLPs out
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.Module:
+    """Return `model` with low-rank matrices that alone train, on all linear layers and expert stacks of it.
+
+    Embeddings and head have none (ESFT, Sec. 4.3), and neither have routers, which are no linear layers. Every expert has
+    matrices of its own, one pair for each stack. `scaling` is alpha / rank. Raises ValueError if peft leaves a layer out.
+    """
+    peft = require("peft")
+    head, names = model.get_output_embeddings(), {module: name for name, module in model.named_modules()}
+    linear = [name for module, name in names.items() if isinstance(module, nn.Linear) and module is not head]
+    modules = [name for name in linear if not name.endswith(OF_EXPERTS)]
+    parameters = [f"{name}.weight" for name in linear if name not in modules]
+    for layer in numbered_layers(model).values():
+        module = experts_module(model, layer)
+        parameters += [f"{names[module]}.{name}" for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=scaling * rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
+    )
+    adapted = _adapted(model, config, seed)
+    pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
+    if pairs != len(modules) + len(parameters):
+        raise ValueError(
+            f"model is {type(model).__name__}, of whose {len(modules) + len(parameters)} weights peft adapted {pairs}; want all"
+        )
+    return adapted
+
+
+def add_mlp_lora(
+    model: nn.Module, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] | None = None, seed: int = 0
+) -> nn.Module:
+    """Return a dense `model` with low-rank matrices that alone train, on the linear layers of its MLPs, all unless named.
+
+    What peft saves of it is an expert to `methods.lora.to_lora_moe`. Raises ValueError for a name that its MLPs do not have.
+    """
+    family = family_of(model)
+    names = (*family.up, family.down)
+    if targets is not None and (isinstance(targets, str) or not targets or set(targets) - set(names)):
+        raise ValueError(f"targets is {targets!r}; want some of {', '.join(names)}")
+    paths = [family.path.format(layer) for layer in range(model.config.num_hidden_layers)]
+    modules = [f"{path}.{name}" for path in paths for name in (names if targets is None else targets)]
+    config = require("peft").LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    return _adapted(model, config, seed)
+
+
+def _adapted(model: nn.Module, config, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    with quiet_peft():
+        return require("peft").get_peft_model(model, config)
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Keep quiet that peft reads an old name of transformers'."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = None) -> None:
+    """Write the matrices alone; `state_dict` stands for the weights of a model that is split."""
+    model.save_pretrained(str(folder), state_dict=state_dict)
+
+
+def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Return `model` with the matrices of a folder."""
+    with quiet_peft():
+        return require("peft").PeftModel.from_pretrained(model, str(folder))

@@ -1,0 +1,395 @@
+"""Folders of an UltraFuser: what it is, its gate, and its specialists, by name or copied.
+
+fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
+                        each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
+gate.safetensors        the gate's parameters, float32
+generation_config.json  what generate does by default
+specialists/<name>      a copied specialist: a folder of transformers with its tokenizer; its path is this
+tokenizers/<name>       the tokenizer of one that is not copied
+
+The gate and the heads of an UltraFuser without its specialists: for engines that run these elsewhere.
+
+UltraFuser, App. B: each specialist runs in an engine of its own with its own prompt; per token the engines' last hidden
+states are mixed to logits, one token is drawn, and all engines go on from it.
+
+UltraFuser from folders: what the command line's verbs do, each with one call.
+
+fuse_folders   specialists' folders -> a fused model's folder, its gate not trained yet
+link           a stage's folder -> a path that stays
+answer         a fused model's folder and prompts -> answers
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from moe_runtime.config import check_choice
+from moe_runtime.hf.models.folders import skeleton, to_saved
+from moe_runtime.hf.models.rope import write_legacy_rope
+from moe_runtime.hf.training import ranks
+from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
+from moe_runtime.io.console import bar
+from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, is_plain_name, read_json
+from moe_runtime.methods import ultrafuser
+from moe_runtime.methods.ultrafuser.heads import Head, gate_weight, head_of, logits_of
+from moe_runtime.methods.ultrafuser.inputs import Encoder, check_tokenizers
+from moe_runtime.methods.ultrafuser.model import UltraFuser
+from moe_runtime.methods.ultrafuser.specialists import (
+    check_reference,
+    encoder_of,
+    fingerprint,
+    has_changed,
+    one_each,
+    open_model,
+    tokenizers_of,
+)
+from moe_runtime.modules.fuser import GATES, FuserGate
+
+CONFIG, GATE, COPIES, TOKENIZERS = "fuser_config.json", "gate.safetensors", "specialists", "tokenizers"
+FORMAT = 1
+MODES = ("reference", "copy")
+
+
+def save(
+    fuser: UltraFuser,
+    folder: str | os.PathLike,
+    specialists: str = "reference",
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a folder that `load` reads: the gate and, by "reference", where the specialists are; by "copy" they too.
+
+    Of several processes that hold the whole model, one calls. `progress(done, total)` counts the bytes of what is copied.
+    Raises ValueError, with nothing written, for a specialist with an adapter, and for a reference to one that has no path,
+    is not as its folder has it, or is inside `folder`, which is replaced; and for a copy of what is inside it elsewhere than
+    among its copies.
+    """
+    check_choice("specialists", specialists, MODES)
+    paths = [one["path"] for one in fuser.config.specialists]
+    # what lies among its own copies is written there again
+    others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
+    folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
+    for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
+        if any(hasattr(module, "base_layer") for module in model.modules()):
+            raise ValueError(
+                f"specialist {name!r} has an adapter; want it merged; peft's merge_and_unload does it in place"
+            )
+        if specialists == "reference":
+            check_reference(fuser, s, folder)
+    sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists]
+    with atomic_folder(folder, overwrite) as tmp:
+        described = []
+        for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
+            path, place = paths[s], tmp / TOKENIZERS / name
+            if specialists == "copy":
+                path, place = f"{COPIES}/{name}", tmp / COPIES / name
+                model.save_pretrained(place, max_shard_size=max_shard_size)
+                write_legacy_rope(place)
+                if progress is not None:
+                    progress(sum(sizes[: s + 1]), sum(sizes))
+            if fuser.encoder is not None:
+                fuser.encoder.tokenizers[s].save_pretrained(place)
+            template, dtype = fuser.templates[s], str(model.dtype).removeprefix("torch.")
+            weights = fingerprint(model) if specialists == "copy" else fuser.fingerprints[s]
+            described.append({"name": name, "path": path, "template": template, "dtype": dtype, "weights": weights})
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in fuser.gate.state_dict().items()}
+        write_tensors(tmp / GATE, tensors)
+        gate = {"kind": fuser.gate.kind, "joint": fuser.gate.joint, "hidden_sizes": list(fuser.gate.hidden_sizes)}
+        fuser.generation_config.save_pretrained(tmp)
+        values = {"format": FORMAT, "gate": gate, "loss_reduction": fuser.config.loss_reduction}
+        atomic_write_json(tmp / CONFIG, values | {"specialists": described})
+    return folder
+
+
+def load(
+    folder: str | os.PathLike,
+    *,
+    specialists: Mapping[str, str | os.PathLike] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: torch.device | str | Sequence | None = None,
+) -> UltraFuser:
+    """Load what `save` wrote. `specialists` says where some of those that are named, by name, are now.
+
+    `dtype` is by default as saved; `device` is one for all or one for each. Raises ValueError for a folder or a specialist
+    that is missing, for other weights than the gate was saved with, another tokenizer, another gate.
+    """
+    config = read(folder)
+    parts = locate(folder, config, specialists or {})
+    devices, tokenizers = one_each("device", device, len(parts)), [saved_tokenizer(part) for part in parts]
+    models = [open_model(part.path, dtype=dtype or part.dtype) for part in parts]
+    models = [model if where is None else model.to(where) for model, where in zip(models, devices, strict=True)]
+    fuser = UltraFuser(
+        models,
+        [part.template for part in parts],
+        tokenizer=tokenizers,
+        names=[part.name for part in parts],
+        gate=config["gate"]["kind"],
+        joint=config["gate"]["joint"],
+        loss_reduction=config["loss_reduction"],
+    )
+    fuser.opened = set(range(len(parts)))
+    _check_weights(fuser, parts)
+    load_gate(fuser, folder)
+    if Path(folder, GENERATION_CONFIG_NAME).is_file():
+        fuser.generation_config = GenerationConfig.from_pretrained(folder)
+    return fuser.eval()
+
+
+class Part(NamedTuple):
+    """A specialist as a folder names it."""
+
+    name: str
+    path: str
+    template: str | None
+    dtype: str
+    weights: str | None
+    tokenizer: Path | None  # its folder
+
+
+def read(folder: str | os.PathLike) -> dict[str, Any]:
+    """Return a folder's fuser_config.json; raises ValueError for another folder or another format."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"folder is {str(folder)!r}, which has no {CONFIG}; want one that ultrafuser.save wrote")
+    values = read_json(path)
+    if values.get("format") != FORMAT:
+        raise ValueError(f"format of {path} is {values.get('format')}; want {FORMAT}; upgrade moe_runtime")
+    keys = {"name", "path", "template", "dtype", "weights"}
+    wrong = [key for key in ("gate", "loss_reduction", "specialists") if key not in values]
+    parts = values.get("specialists")
+    if wrong or not isinstance(parts, list) or any(not isinstance(one, dict) or keys - one.keys() for one in parts):
+        raise ValueError(f"{path} lacks {', '.join(wrong) or 'fields of a specialist'}; want a file that save wrote")
+    for one in parts:
+        odd = [key for key in keys if not isinstance(one[key], str if key in ("name", "path", "dtype") else str | None)]
+        if odd or not is_plain_name(one["name"]):
+            raise ValueError(f"{(odd or ['name'])[0]} of a specialist in {path} is none; want a file that save wrote")
+    gate = values["gate"]
+    if not isinstance(gate, dict) or not {"kind", "joint"} <= gate.keys():
+        raise ValueError(f"gate of {path} is {str(gate)[:80]}; want an object with kind and joint, as save wrote it")
+    return values
+
+
+def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]) -> list[Part]:
+    """Return the specialists of a folder; raises ValueError for one that is missing and for a name that is none's."""
+    names = [one["name"] for one in values["specialists"]]
+    if unknown := sorted(set(moved) - set(names)):
+        raise ValueError(f"specialists has {', '.join(unknown)}; want names among {', '.join(names)}")
+    parts = []
+    for one in values["specialists"]:
+        name, path = one["name"], os.fspath(moved.get(one["name"], one["path"]))
+        copied = Path(folder, COPIES, name)
+        if name not in moved and path == f"{COPIES}/{name}":
+            path = str(copied)
+        is_local = os.path.isabs(path) or name in moved or path == str(copied)
+        if is_local and not Path(path, "config.json").is_file():
+            raise ValueError(
+                f"specialist {name!r} of {str(folder)!r} is {path}, which is no model's folder; want it there; or pass "
+                f"specialists={{{name!r}: its folder}}"
+            )
+        kept = next(
+            (p for p in (copied, Path(folder, TOKENIZERS, name)) if (p / "tokenizer_config.json").is_file()), None
+        )
+        parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], kept))
+    return parts
+
+
+def saved_tokenizer(part: Part):
+    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder has another by now."""
+    if part.tokenizer is None:
+        return None
+    tokenizer = tokenizers_of([part.tokenizer], [None])[0]
+    own = tokenizers_of([part.path], [None])[0] if os.path.isdir(part.path) else None
+    if own is not None:
+        check_tokenizers([tokenizer, own], [str(part.tokenizer), part.path], min(len(tokenizer), len(own)))
+    return tokenizer
+
+
+def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
+    """Raise ValueError for a specialist with other weights than it was saved with; in another dtype nobody can tell."""
+    for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
+        if part.weights is not None and str(model.dtype) == f"torch.{part.dtype}" and weights != part.weights:
+            raise ValueError(
+                f"specialist {part.name!r} at {part.path} has other weights than the gate was saved with; want the same; "
+                "give its folder as specialists, or train the gate anew"
+            )
+
+
+@torch.no_grad()
+def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
+    """Read gate.safetensors into a fuser's gate; raises ValueError for other names or shapes."""
+    with Checkpoint(folder, GATE) as checkpoint:
+        own = fuser.gate.state_dict()
+        want = {name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in own.items()}
+        check_keys(checkpoint.specs(), want, source=Path(folder) / GATE)
+        for name, tensor in own.items():
+            tensor.copy_(checkpoint.get(name))
+
+
+@torch.no_grad()
+def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
+    """Read a checkpoint of a training, which `save_pretrained` wrote, into a fuser of the same specialists, in place.
+
+    Tensor by tensor. Raises ValueError, with nothing read, for tensors that do not fit, and if the checkpoint has not the
+    specialist that has changed here.
+    """
+    own = fuser.state_dict()
+    with Checkpoint(checkpoint) as saved:
+        specs, tied = saved.specs(), set(fuser.all_tied_weights_keys)
+        absent = {int(key.split(".")[1]) for key in own.keys() - specs.keys() - tied if key.startswith("specialists.")}
+        held = {s for s in absent if any(key.startswith(f"specialists.{s}.") for key in specs)}
+        for s in sorted(absent - held):
+            if has_changed(fuser, s):
+                raise ValueError(
+                    f"checkpoint is {str(checkpoint)!r}, without specialist {fuser.names[s]!r}, which has changed here; want "
+                    "a fuser of the specialists as they were"
+                )
+        missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
+        want = {
+            key: TensorSpec(tuple(tensor.shape), specs[key].dtype if key in specs else tensor.dtype)
+            for key, tensor in own.items()
+            if key in specs or key not in missing | tied
+        }
+        check_keys(specs, want, source=checkpoint)
+        for key in specs:
+            own[key].copy_(saved.get(key))
+    return fuser
+
+
+class Mixed(NamedTuple):
+    """What the next token is drawn from."""
+
+    logits: torch.Tensor  # [..., V] float32
+    weight: torch.Tensor  # [..., S] float32
+
+
+class FusedHead(nn.Module):
+    """Last hidden states to mixed logits; `encoder`, if the folder has tokenizers, makes each engine's prompt."""
+
+    def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
+        super().__init__()
+        self.gate, self.linears, self.encoder = gate, nn.ModuleList(head.linear for head in heads), encoder
+        self._heads = list(heads)
+
+    @torch.no_grad()
+    def forward(self, hidden: Sequence[torch.Tensor]) -> Mixed:
+        """Mix the logits of states S of [..., H_s], each after its model's final norm; on the gate's device."""
+        dtypes = [linear.weight.dtype for linear in self.linears]
+        hidden = [h.to(dtype) for h, dtype in zip(hidden, dtypes, strict=True)]
+        weight = gate_weight(self.gate, hidden)
+        return Mixed(logits_of(self._heads, hidden, weight), weight)
+
+
+def load_head(
+    folder: str | os.PathLike,
+    *,
+    specialists: Mapping[str, str | os.PathLike] | None = None,
+    device: torch.device | str | None = None,
+) -> FusedHead:
+    """Load from a folder that `ultrafuser.save` wrote what is behind the specialists' last states; nothing else is read.
+
+    `specialists` is `load`'s. Raises ValueError for what load refuses, but for changed specialists, which this cannot see.
+    """
+    values = read(folder)
+    parts = locate(folder, values, specialists or {})
+    tokenizers = [saved_tokenizer(part) for part in parts]
+    heads = [_open(part) for part in parts]
+    vocab_size = min(head.linear.out_features for head in heads)
+    encoder = encoder_of(tokenizers, [part.template for part in parts], [part.name for part in parts], vocab_size)
+    sizes = [head.linear.in_features for head in heads]
+    gate = FuserGate(sizes, kind=values["gate"]["kind"], joint=values["gate"]["joint"])
+    fused = FusedHead(gate, heads, encoder)
+    load_gate(fused, folder)
+    return fused.to(device).eval() if device is not None else fused.eval()
+
+
+@torch.no_grad()
+def _open(part: Part) -> Head:
+    """Return a specialist's head with its weights, its model being an empty shell."""
+    if not os.path.isdir(part.path):
+        raise ValueError(f"specialist {part.name!r} is {part.path}; want a folder here; hf download makes it")
+    model = skeleton(ranks.load_config(part.path, f"specialist {part.name!r}"))
+    head = head_of(model, part.name)
+    prefix = next(name for name, module in model.named_modules() if module is head.linear)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    with Checkpoint(part.path) as checkpoint:
+        for name, parameter in list(head.linear.named_parameters()):
+            key = f"{prefix}.{name}"
+            saved = next(iter(to_saved(model, {key: parameter})))
+            if saved not in checkpoint:
+                key = tied.get(key, key)
+                saved = next(iter(to_saved(model, {key: parameter})))
+            tensor = checkpoint.get(saved).to(getattr(torch, part.dtype))
+            setattr(head.linear, name, nn.Parameter(tensor, requires_grad=False))
+    return head
+
+
+class FuseReceipt(NamedTuple):
+    """What `fuse_folders` did."""
+
+    path: Path
+    names: tuple[str, ...]
+    gate_parameters: int
+
+
+def fuse_folders(
+    specialists: Sequence[str | Path],
+    out: str | Path,
+    *,
+    templates: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    gate: str = "mlp",
+    joint: bool = False,
+    copy: bool = False,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> FuseReceipt:
+    """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate that `seed` draws.
+
+    `templates` and `names` as UltraFuser's, a single template for all. `copy` puts the specialists in it. Raises
+    ValueError, with nothing written, for specialists that do not fit together and for an existing target.
+    """
+    check_choice("gate", gate, GATES)
+    check_out_dir(out, overwrite, specialists if copy else ())
+    templates = templates[0] if templates and len(templates) == 1 else templates or None
+    torch.manual_seed(seed)
+    fuser = ultrafuser.UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
+    with bar("copying", "B") as update:
+        path = ultrafuser.save(
+            fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite, progress=update
+        )
+    return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
+
+
+def link(path: str | Path, target: str | Path) -> None:
+    """Have the link `path` lead to a folder `target` below its own, in the place of what it led to."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(Path(target).relative_to(path.parent))
+    os.replace(beside, path)
+
+
+def answer(
+    folder: str | Path, prompts: Sequence[str], *, system: str | None = None, seed: int = 0, **settings
+) -> list[str]:
+    """Return the answers of a folder's fused model to prompts; `settings` are generate()'s."""
+    fuser = ultrafuser.load(folder, device=ranks.state().device)
+    torch.manual_seed(seed)
+    made, most = 0, settings.get("max_new_tokens", 0)
+    with bar("answering", "token") as update:
+
+        def count(ids: torch.Tensor, scores, **_) -> torch.Tensor:
+            nonlocal made
+            made += 1
+            update(made, most)
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # of no answer the end
+
+        return fuser.complete(list(prompts), system=system, stopping_criteria=[count], **settings)

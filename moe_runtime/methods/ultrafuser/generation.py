@@ -1,0 +1,161 @@
+"""generate() for several language models at once: a cache for each, its own prompt, one token for all.
+
+UltraFuser, App. B: per token S forward passes; the logits are mixed, one token is drawn and given to all.
+transformers' loop sees the answer alone: its logits processors and stopping criteria get the ids after the prompts, and
+so does the caller. What the loop grows, prunes and copies per row (beams, several sequences) are the caches together.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import Cache, DynamicCache, GenerationMixin
+from transformers.generation import GenerationMode
+
+from moe_runtime.methods.ultrafuser.heads import device_of
+from moe_runtime.methods.ultrafuser.inputs import check_answers
+
+# what transformers' generate takes and ours makes
+_TAKEN = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values"}
+# what needs the prompts or the states of one model
+_PLAIN = {"guidance_scale": 1, "output_hidden_states": False, "output_attentions": False}
+
+
+class FuserCache(Cache):
+    """One cache per specialist, the layers of all being its layers; or none, where nothing is to be kept."""
+
+    def __init__(self, caches: Sequence[Cache]):
+        self.caches = list(caches)
+        super().__init__(layers=[])
+
+    @property
+    def layers(self) -> list:
+        """Return the layers of all caches, which grow while the models run."""
+        return [layer for cache in self.caches for layer in cache.layers]
+
+    @layers.setter
+    def layers(self, value: list) -> None:
+        if value:
+            raise AttributeError("layers belong to the caches of the specialists")
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether transformers may compile the decoding step by itself: no, the caches grow."""
+        return False
+
+
+class FuserGeneration(GenerationMixin):
+    """What the model adds to transformers' loop."""
+
+    _supported_generation_modes = [
+        GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
+    ]  # fmt: skip
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Sequence[torch.Tensor] | None = None,
+        prompt_mask: Sequence[torch.Tensor] | None = None,
+        response_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs,
+    ):
+        """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what transformers returns.
+
+        `response_ids` [B, n] are beginnings of the answers, without padding; the result starts with them. `kwargs` are
+        transformers': max_new_tokens, do_sample, num_beams, streamer, ... Raises ValueError for what needs another model,
+        one model's states or the prompts' ids (assisted generation, guidance, prompt lookup), and for a specialist whose
+        cache does not count tokens (Mamba) unless use_cache is False.
+        """
+        if given := sorted(_TAKEN & kwargs.keys()):
+            raise ValueError(f"{', '.join(given)} is given; want prompt_ids and prompt_mask; fuser.encode makes them")
+        prompts = self._prompts(prompt_ids, prompt_mask)
+        rows, device = len(prompts[0][0]), self.gate.score.weight.device
+        start = prompts[0][0].new_empty(rows, 0) if response_ids is None else response_ids
+        check_answers(start, rows, self.config.vocab_size, least=0)
+        if labels is not None and (labels == -100).any():
+            raise ValueError("response_ids is padded; want beginnings of one length; or answers one at a time")
+        settings = kwargs.get("generation_config") or self.generation_config
+        for name, plain in _PLAIN.items():
+            value = kwargs.get(name, getattr(settings, name, None))
+            if value is not None and value != plain:
+                raise ValueError(f"{name} is {value}; want {plain}: each specialist has prompts and states of its own")
+        caches = self._new_caches() if kwargs.pop("use_cache", settings.use_cache) is not False else []
+        places = [device_of(model.get_input_embeddings()) for model in self.specialists]
+        ids, mask = zip(*((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True)
+        return super().generate(
+            start.to(device),
+            # of no width: what lets transformers' loop begin with no ids at all, and without a guess at their padding
+            inputs_embeds=torch.empty(*start.shape, 0, device=device),
+            attention_mask=torch.ones_like(start, device=device),
+            prompt_ids=list(ids),
+            prompt_mask=list(mask),
+            past_key_values=FuserCache(caches),
+            **kwargs,
+        )
+
+    def generate_batch(self, *_, **__):
+        """Raise ValueError: transformers' continuous batching runs one model with one prompt."""
+        raise ValueError("generate_batch runs one model; want generate, which takes prompts of any lengths at once")
+
+    def _collect_settings(self) -> None:
+        """Set the ids that end, begin and pad an answer: every specialist's ends, as far as all have them."""
+        settings, ends = self.generation_config, []
+        for model in self.specialists:
+            end = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+            ends += end if isinstance(end, list) else [end]
+        if self.encoder is not None:
+            ends.append(self.encoder.tokenizer.eos_token_id)
+            settings.pad_token_id = self.encoder.pad_token_id
+            settings.bos_token_id = self.encoder.tokenizer.bos_token_id
+        ends = sorted({end for end in ends if end is not None and end < self.config.vocab_size})
+        settings.eos_token_id = ends or None
+        if settings.pad_token_id is None and ends:
+            settings.pad_token_id = ends[0]
+
+    def _new_caches(self) -> list[Cache]:
+        """Return an empty cache for each specialist; raises ValueError for one that would not count its tokens."""
+        caches = []
+        for name, model in zip(self.names, self.specialists, strict=True):
+            caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
+            try:
+                caches[-1].get_seq_length()
+            except ValueError as error:
+                raise ValueError(
+                    f"specialist {name!r} is {type(model).__name__}, whose cache counts no tokens; want use_cache=False"
+                ) from error
+        return caches
+
+    def complete(self, prompts: Sequence, *, system: str | None = None, **kwargs) -> list[str]:
+        """Return the answers to prompts, texts or chats, as text without special tokens; `kwargs` are generate's."""
+        inputs = self.encode(prompts, system=system)
+        out = self.generate(**inputs, **{"tokenizer": self.encoder.tokenizer} | kwargs)
+        ids = out if isinstance(out, torch.Tensor) else out.sequences
+        return self.encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        prompt_ids=None,
+        prompt_mask=None,
+        **kwargs,
+    ) -> dict:
+        """Return what forward takes for the next token: the whole answers, of which the caches know all but the last."""
+        return {
+            "input_ids": input_ids,
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "past_key_values": past_key_values,
+        }
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        """Repeat the prompts too, which transformers' own passes over: they are lists."""
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+        for name in ("prompt_ids", "prompt_mask"):
+            model_kwargs[name] = [tensor.repeat_interleave(expand_size, 0) for tensor in model_kwargs[name]]
+        return input_ids, model_kwargs

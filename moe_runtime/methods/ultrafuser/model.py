@@ -1,0 +1,301 @@
+"""UltraFuser: causal language models with one tokenizer, mixed token by token by a gate.
+
+UltraFuser, Sec. 3.2:  h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s)),  o = sum_s w_s o_s,  L = sum_i CE(o_i, y_i)
+
+Symbols: `modules.fuser` (g), `ops.fusion` (o, L), `methods.ultrafuser.inputs` (templates). A specialist's sequence is its
+prompt, padded on the left, and the answer; token i of the answer comes from the state at P_s - 1 + i. Each specialist's
+inner model runs once, and its head never runs alone over all positions (`methods.ultrafuser.heads`). Stage 1 trains the gate
+with the specialists under no_grad and in eval mode (`freeze_specialists`), stage 2 all (`train_all`).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from moe_runtime.config import check_choice
+from moe_runtime.methods.ultrafuser.generation import FuserGeneration
+from moe_runtime.methods.ultrafuser.heads import device_of, gate_weight, head_of, logits_of, loss_of, run
+from moe_runtime.methods.ultrafuser.inputs import check_answers, check_prompts, check_template
+from moe_runtime.methods.ultrafuser.specialists import (
+    check_specialists,
+    device_map,
+    encoder_of,
+    fingerprint,
+    names_of,
+    one_each,
+    open_models,
+    paths_of,
+    tokenizers_of,
+    trains,
+    unchanged_keys,
+)
+from moe_runtime.modules.fuser import FuserGate
+
+REDUCTIONS = ("mean", "sample")
+
+
+@strict
+class UltraFuserConfig(PreTrainedConfig):
+    """What the model is made of; `specialists` holds each one's name, path, template and model_type."""
+
+    model_type = "moe_runtime_ultrafuser"
+    # what an evaluation loop should not gather
+    keys_to_ignore_at_inference = ["gate_weight", "past_key_values"]
+
+    specialists: list | None = None
+    gate: str = "mlp"
+    joint: bool = False
+    loss_reduction: str = "mean"
+    vocab_size: int = 0
+    hidden_size: int = 0
+
+
+@dataclass
+class UltraFuserOutput(ModelOutput):
+    """`loss` []; `gate_weight` [B, R, S] float32 without a gradient; `logits` [B, R, V] float32 where wanted."""
+
+    loss: torch.FloatTensor | None = None
+    logits: torch.FloatTensor | None = None
+    gate_weight: torch.FloatTensor | None = None
+    past_key_values: Any = None
+
+
+class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
+    """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for Trainer and generate().
+
+    `templates` are one for each or one for all: a text with {prompt} and, if you like, {system}, a name of
+    ultrafuser_inputs.TEMPLATES, or "chat", the specialist's own; by default that where it has one, else the prompt as it is.
+    `tokenizer` is one for all or one for each; by default those in the specialists' folders. Vocabularies of several sizes
+    are cut to the ids that all have; `joint` is the gate for several hidden sizes. `loss_reduction`: "mean" over tokens,
+    or "sample", the paper's sum over tokens and mean over samples. Raises ValueError for what does not fit together.
+    """
+
+    config_class = UltraFuserConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+
+    def __init__(
+        self,
+        specialists: Sequence[PreTrainedModel | str | os.PathLike],
+        templates: str | Sequence[str] | None = None,
+        *,
+        tokenizer=None,
+        gate: str = "mlp",
+        joint: bool = False,
+        names: Sequence[str] | None = None,
+        loss_reduction: str = "mean",
+        dtype: str | torch.dtype = "auto",
+    ):
+        check_choice("loss_reduction", loss_reduction, REDUCTIONS)
+        check_specialists(specialists)
+        paths, names = paths_of(specialists), names_of(specialists, names)
+        templates = one_each("templates", templates, len(names))
+        tokenizers = tokenizers_of(specialists, one_each("tokenizer", tokenizer, len(names)))
+        models = open_models(specialists, names, dtype=dtype)
+        heads = [head_of(model, name) for model, name in zip(models, names, strict=True)]
+        vocab_size = min(head.linear.out_features for head in heads)
+        hidden_sizes = [head.linear.in_features for head in heads]
+        encoder = encoder_of(tokenizers, templates, names, vocab_size)
+        templates = encoder.templates if encoder else tuple(t and check_template(t) for t in templates)
+        of = zip(names, paths, templates, models, strict=True)
+        described = [{"name": n, "path": p, "template": t, "model_type": m.config.model_type} for n, p, t, m in of]
+        super().__init__(
+            UltraFuserConfig(
+                specialists=described, gate=gate, joint=joint, loss_reduction=loss_reduction, vocab_size=vocab_size,
+                hidden_size=max(hidden_sizes),
+            )
+        )  # fmt: skip
+        self.specialists = nn.ModuleList(models)
+        self.gate = FuserGate(hidden_sizes, kind=gate, joint=joint, device=device_of(heads[0].linear))
+        self.names, self.templates, self.encoder, self._heads = names, templates, encoder, heads
+        self.fingerprints = [fingerprint(model) for model in models]
+        # those that were read from their folders here: their weights need no proof
+        self.opened = {s for s, one in enumerate(specialists) if not isinstance(one, nn.Module)}
+        self.touched: set[int] = set()  # specialists that have been run for a gradient
+        self._keys_to_ignore_on_save = {key for key in self.state_dict() if key.startswith("specialists.")}
+        self._collect()
+
+    def _collect(self) -> None:
+        """Take over what transformers asks of the outer model; its own post_init would initialise the specialists anew."""
+        self.all_tied_weights_keys = {}
+        for s, model in enumerate(self.specialists):
+            tied = getattr(model, "all_tied_weights_keys", None) or {}
+            self.all_tied_weights_keys |= {f"specialists.{s}.{a}": f"specialists.{s}.{b}" for a, b in tied.items()}
+        self._no_split_modules = sorted({name for m in self.specialists for name in m._no_split_modules or ()})
+        self._collect_settings()
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where the parts are, as accelerate says it; absent, as on any model, where all are on one device.
+
+        Trainer then leaves them there and accelerate refuses to copy the model to several processes.
+        """
+        places = device_map(self)
+        if len(set(places.values())) == 1:
+            raise AttributeError("hf_device_map")
+        return places
+
+    def freeze_specialists(self) -> "UltraFuser":
+        """Train the gate alone (stage 1): the specialists run without gradients or dropout and stay as they are."""
+        self.specialists.requires_grad_(False)
+        self.gate.requires_grad_(True)
+        return self.train(self.training)
+
+    def train_all(self) -> "UltraFuser":
+        """Train the gate and the specialists (stage 2): every parameter that can have a gradient."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return self.train(self.training)
+
+    def train(self, mode: bool = True) -> "UltraFuser":
+        """Set the mode as nn.Module does; a specialist of which nothing trains stays in eval mode."""
+        super().train(mode)
+        for model in self.specialists:
+            if not trains(model):
+                model.eval()
+        return self
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether Trainer may give the tokens of a whole step; a mean over samples it divides itself."""
+        return self.config.loss_reduction == "mean"
+
+    def forward(
+        self,
+        prompt_ids: Sequence[torch.Tensor] | None = None,
+        prompt_mask: Sequence[torch.Tensor] | None = None,
+        response_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        want_logits: bool = False,
+        reduction: str | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        backend: str | None = None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> UltraFuserOutput:
+        """Run `prompt_ids` and `prompt_mask`, S of [B, P_s], with answers `response_ids` and `labels` [B, R].
+
+        Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers right. `reduction` is
+        the config's loss_reduction, or "sum", or "none" for a loss [B, R]; `num_items_in_batch` divides the sum. With
+        `input_ids` [B, n], answers so far, in place of response_ids: the logits [B, 1, V] of the next token, which
+        generate() asks for; its attention_mask is not needed. Specialists may be on devices of their own; what comes out
+        is on the first one's.
+        """
+        if getattr(self, "_is_replica", False):
+            raise ValueError(
+                "model is a replica of torch.nn.DataParallel; want a process per device, which torchrun starts; or a device "
+                "per specialist"
+            )
+        if input_ids is not None:
+            if response_ids is not None or labels is not None:
+                raise ValueError(
+                    "input_ids is given with response_ids or labels; want response_ids and labels for a loss"
+                )
+            out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)
+        else:
+            prompts, items = self._prompts(prompt_ids, prompt_mask), num_items_in_batch
+            reduction = "sum" if items is not None else reduction or self.config.loss_reduction
+            out = self._answers(prompts, response_ids, labels, want_logits, reduction, backend)
+            if out.loss is not None and items is not None:
+                out.loss = out.loss / (items.to(out.loss.device) if isinstance(items, torch.Tensor) else items)
+        return out if return_dict is not False else out.to_tuple()
+
+    def _prompts(self, ids, mask) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each specialist's prompts, padded on the left, and their masks; raises ValueError unless they fit."""
+        return check_prompts(ids, mask, [model.get_input_embeddings().weight.shape[0] for model in self.specialists])
+
+    def _answers(self, prompts, response_ids, labels, want_logits, reduction, backend) -> UltraFuserOutput:
+        check_answers(response_ids, len(prompts[0][0]), self.config.vocab_size)
+        if labels is None and self.training and torch.is_grad_enabled() and not want_logits:
+            raise ValueError(
+                "labels is None, in training mode; want labels [B, R]; of a Trainer's settings, label_smoothing_factor=0"
+            )
+        if labels is not None and labels.shape != response_ids.shape:
+            raise ValueError(
+                f"labels is {tuple(labels.shape)}, response_ids {tuple(response_ids.shape)}; want one shape"
+            )
+        hidden = []
+        for s, (model, (ids, mask)) in enumerate(zip(self.specialists, prompts, strict=True)):
+            wants_gradient = torch.is_grad_enabled() and trains(model)
+            self.touched |= {s} if wants_gradient else set()
+            with torch.set_grad_enabled(wants_gradient):
+                state = run(model, ids, mask, response_ids)
+                # the state before each token of the answer
+                hidden.append(state[:, ids.shape[1] - 1 : -1])
+        loss = weight = logits = None
+        if labels is not None:
+            labels = labels.to(self.gate.score.weight.device)
+            loss, weight = loss_of(self.gate, self._heads, hidden, labels, reduction=reduction, backend=backend)
+        if labels is None or want_logits:
+            gate = gate_weight(self.gate, hidden)
+            logits = logits_of(self._heads, hidden, gate) if want_logits else None
+            weight = gate.detach()
+        return UltraFuserOutput(loss=loss, logits=logits, gate_weight=weight)
+
+    def _next_token(self, prompt_ids, prompt_mask, input_ids, caches) -> UltraFuserOutput:
+        kept = caches.caches if caches is not None and caches.caches else [None] * len(self.specialists)
+        # where the caches hold something, generate() has been here with these prompts
+        known = kept[0] is not None and kept[0].get_seq_length()
+        prompts = zip(prompt_ids, prompt_mask, strict=True) if known else self._prompts(prompt_ids, prompt_mask)
+        hidden = []
+        for model, (ids, mask), cache in zip(self.specialists, prompts, kept, strict=True):
+            hidden.append(run(model, ids, mask, input_ids, cache)[:, -1:])
+        weight = gate_weight(self.gate, hidden)
+        logits = logits_of(self._heads, hidden, weight)
+        return UltraFuserOutput(logits=logits, gate_weight=weight.detach(), past_key_values=caches)
+
+    def encode(
+        self,
+        prompts: Sequence[str | Sequence[Mapping]],
+        responses: Sequence[str] | None = None,
+        *,
+        system: str | None = None,
+        end: bool = True,
+    ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        """Return what forward and generate take of prompts, texts or chats, and of their answers: `Encoder.batch`."""
+        if self.encoder is None:
+            raise ValueError("tokenizer is None; want a tokenizer to encode with; pass it, or folders that have one")
+        return self.encoder.batch(prompts, responses, system=system, end=end)
+
+    def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
+        """Return what Trainer logs: 2 per parameter and token forward, twice that backward where a specialist trains."""
+        total = 0
+        for model, ids in zip(self.specialists, inputs["prompt_ids"], strict=True):
+            tokens, passes = ids.numel() + inputs["response_ids"].numel(), 3 if trains(model) else 1
+            total += 2 * passes * tokens * model.num_parameters(exclude_embeddings=exclude_embeddings)
+        return total
+
+    def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:
+        """Write a checkpoint for Trainer, which goes on from it: the gate, and the specialists that have changed.
+
+        `ultrafuser.save` makes the folder that `load` reads, `restore` reads this one.
+        """
+        self._keys_to_ignore_on_save = unchanged_keys(self)
+        # a state dict that is given is Trainer's, and all in it stays
+        state_dict = None if state_dict is None else dict(state_dict)
+        kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, folder, **kwargs) -> "UltraFuser":
+        """Load a folder as `ultrafuser.load` does."""
+        from moe_runtime.methods.ultrafuser.folders import load
+
+        if unknown := sorted(kwargs.keys() - {"specialists", "dtype", "device"}):
+            raise ValueError(
+                f"{', '.join(unknown)} is given; want specialists, dtype, device, as ultrafuser.load takes"
+            )
+        return load(folder, **kwargs)

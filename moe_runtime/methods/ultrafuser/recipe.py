@@ -1,0 +1,198 @@
+"""A whole UltraFuser study as one YAML file: the domains, a specialist of each, and how they are fused.
+
+    domains: {code: {train: code, limit: 900}, ...}         rows of each domain, to train on and held out
+    specialists: {code: {model: ..., template: codellama}}  a folder or the Hub's id; without one, made of the base
+    base_model | pretrain, specialist: {...}                what such specialists are made of, and how they are tuned
+    stage1, stage2: {steps, learning_rate, batch_size}      the gate alone, then all parameters
+
+The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages, batches with as many
+rows of every domain, the loss on responses.
+
+What an UltraFuser study needs of its models and processes, checked before anything is made: from configs, not weights.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.experiments import recipe as recipes
+from moe_runtime.experiments.corpora import Domain
+from moe_runtime.experiments.recipe import DTYPES, Node, Pretrain, Training, check_names
+from moe_runtime.hf.training import ranks
+from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
+from moe_runtime.methods.ultrafuser.model import REDUCTIONS
+from moe_runtime.methods.ultrafuser.training import hidden_size
+from moe_runtime.modules.fuser import GATES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Specialist(Node):
+    """One of the models that are fused, and the template that its prompts are put in."""
+
+    template: str  # ultralm, codellama, wizardmath, chat, or a text with {prompt}
+    model: str | None = None  # a folder or the Hub's id; None: the base, tuned on `domain`
+    domain: str | None = None  # its own; None: the one of the specialist's name, if there is such
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage(Training):
+    """A training of so many steps: AdamW, a cosine schedule without warmup."""
+
+    warmup_steps: int | None = 0
+    optimizer: str = "adamw_torch"
+    schedule: str = "cosine"
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        Training.__post_init__(self)
+        if self.epochs is not None:
+            raise ValueError(f"epochs is {self.epochs}; want steps: what an epoch is depends on how batches are drawn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FuserRecipe(Node):
+    """A whole study."""
+
+    method: str = "ultrafuser"
+    name: str = "recipe"
+    base_model: str | None = None
+    pretrain: Pretrain | None = None
+    dtype: str = "float32"
+    max_length: int = 1024  # of the longest prompt and the response
+    domains: dict[str, Domain]
+    specialists: dict[str, Specialist]
+    gate: str = "mlp"
+    joint: bool = False  # the gate sees all specialists' states at once: for those of several hidden sizes
+    specialist: Training | None = None  # of the specialists that are made here
+    stage1: Stage
+    stage2: Stage
+    further: Stage | None = None  # of specialists tuned on all domains; None: stage2's, for the steps of both stages
+    two_stage: bool = True  # False: stage 2 alone, on a gate that is drawn at random
+    balanced: bool = True
+    replacement: bool = False  # of the rows that the balanced sampler draws
+    reduction: str = "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples
+    evaluations: int = 4  # times that a training takes the held-out loss
+    seed: int = 0
+
+    def __post_init__(self):
+        check_choice("method", self.method, ("ultrafuser",))
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("gate", self.gate, GATES)
+        check_choice("reduction", self.reduction, REDUCTIONS)
+        for name in ("max_length", "evaluations"):
+            check_positive(name, getattr(self, name))
+        for of in ("domains", "specialists"):
+            if len(getattr(self, of)) < 2:
+                raise ValueError(f"{of} is {', '.join(getattr(self, of)) or 'empty'}; want at least two")
+            check_names(of, getattr(self, of))
+        self._check_specialists()
+        for name in ("stage1", "stage2", *(["further"] if self.further else [])):
+            size = getattr(self, name).batch_size
+            if size % len(self.domains):
+                raise ValueError(
+                    f"{name}.batch_size is {size}, there are {len(self.domains)} domains; want a multiple, with as many rows "
+                    "of each"
+                )
+
+    def _check_specialists(self) -> None:
+        made = [name for name, one in self.specialists.items() if one.model is None]
+        bases = (self.base_model is not None) + (self.pretrain is not None)
+        if bases != bool(made):
+            what = f"{', '.join(made)} without a model" if made else "each with a model"
+            given = [name for name in ("base_model", "pretrain") if getattr(self, name) is not None]
+            want = (
+                "one of base_model and pretrain, of which they are made" if made else "neither base_model nor pretrain"
+            )
+            raise ValueError(f"specialists are {what}, given is {' and '.join(given) or 'no base'}; want {want}")
+        if bool(made) != (self.specialist is not None):
+            raise ValueError(f"specialist is {'null' if made else 'given'}; want it where a specialist has no model")
+        for name, one in self.specialists.items():
+            if one.domain is not None or one.model is None:
+                check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
+
+    def domain_of(self, specialist: str) -> str | None:
+        """Return the domain that a specialist is one of; None where the recipe does not say."""
+        named = self.specialists[specialist].domain or specialist
+        return named if named in self.domains else None
+
+    @property
+    def templates(self) -> list[str]:
+        """The specialists' templates, in their order."""
+        return [one.template for one in self.specialists.values()]
+
+    @property
+    def further_stage(self) -> Stage:
+        """The training of a specialist that is tuned further, on all domains."""
+        steps = self.stage1.steps + self.stage2.steps
+        return self.further or self.stage2.change(steps=steps)
+
+
+def shipped_recipes() -> list[str]:
+    """Return the names of the studies that come with the package."""
+    return recipes.shipped_recipes("ultrafuser")
+
+
+def load_recipe(path_or_name: str | Path) -> FuserRecipe:
+    """Read a YAML file, or a shipped study by its name; raises ValueError with the file and the key of a mistake."""
+    return recipes.load_recipe(path_or_name, FuserRecipe)
+
+
+def check_engine() -> None:
+    """Raise ValueError where accelerate would split a model, or wrap it in anything but DDP."""
+    engine = ranks.engine()
+    if engine != "NO" and not engine.startswith("MULTI_"):
+        raise ValueError(
+            f"accelerate's distributed_type is {engine}; want NO or MULTI_GPU (DDP): fused models are not sharded"
+        )
+
+
+def check_models(recipe: FuserRecipe) -> None:
+    """Raise ValueError, with the key, for models that are not there or do not fit together.
+
+    A tokenizer that is trained here is checked when it is there, before any model is trained.
+    """
+    given = {
+        f"specialists.{name}.model": one.model for name, one in recipe.specialists.items() if one.model is not None
+    }
+    named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
+    for name, source in named.items():
+        check_source(name, source)
+    if not given:
+        return  # all are of one base
+    sizes = {name: hidden_size(source, name) for name, source in named.items()}
+    if recipe.pretrain is not None:
+        sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
+    if not recipe.joint and len(set(sizes.values())) > 1:
+        said = ", ".join(f"{size} of {name}" for name, size in sizes.items())
+        raise ValueError(f"joint is False, the hidden sizes are {said}; want joint: true, or models of one size")
+    if recipe.pretrain is None:
+        encoder_of(recipe, None if recipe.base_model is None else ranks.load_tokenizer(recipe.base_model))
+
+
+def check_source(name: str, source: str) -> None:
+    """Raise ValueError for a folder that is no model's, or is not there: the Hub would be asked for it, again and again."""
+    path, want = Path(source), "want a model's folder, or an id of the Hub"
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{name} is {source!r}, which has no config.json; {want}")
+        return
+    is_id = len(path.parts) <= 2 and source[0] not in f".~{os.sep}" and not source.endswith(os.sep)
+    if not is_id or (len(path.parts) == 2 and path.parent.is_dir()):
+        raise ValueError(f"{name} is {source!r}, which does not exist; {want}")
+
+
+def encoder_of(recipe: FuserRecipe, own) -> Encoder:
+    """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models.
+
+    Raises ValueError for other ids than the first one's, and for templates that do not fit.
+    """
+    names, specialists = list(recipe.specialists), recipe.specialists.values()
+    tokenizers = [
+        own if one.model is None else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
+        for name, one in recipe.specialists.items()
+    ]
+    vocab_size = min(map(len, tokenizers))
+    check_tokenizers(tokenizers, names, vocab_size)
+    templates = [check_template(one.template, of) for one, of in zip(specialists, tokenizers, strict=True)]
+    return Encoder(tokenizers, templates, vocab_size)

@@ -1,0 +1,189 @@
+"""The specialists of an UltraFuser before they are fused: opened, named, checked against each other, recognised later."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.io.files import is_plain_name
+from moe_runtime.methods.ultrafuser.inputs import CHAT, Encoder, check_template, check_tokenizers
+
+CHUNK = 1 << 23  # bytes that are looked at together, a cache's worth
+
+
+def check_specialists(specialists: Sequence) -> None:
+    """Raise ValueError for anything but a list of two or more."""
+    if isinstance(specialists, (str, os.PathLike, nn.Module)) or len(specialists) < 2:
+        said = type(specialists).__name__ if isinstance(specialists, nn.Module) else f"{len(specialists)} long"
+        raise ValueError(f"specialists is {said}; want a list of at least two models or folders")
+
+
+def paths_of(specialists: Sequence) -> list[str | None]:
+    """Return where each specialist was loaded from, if from anywhere."""
+    paths = [
+        getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one) for one in specialists
+    ]
+    return [os.path.abspath(path) if path and os.path.isdir(path) else path or None for path in paths]
+
+
+def open_model(source, dtype="auto") -> PreTrainedModel:
+    """Load a specialist from its folder; a loaded one is returned as it is."""
+    if isinstance(source, nn.Module):
+        return source
+    try:
+        check_folder(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".:")
+        raise ValueError(
+            f"specialist is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
+        ) from error
+
+
+def open_models(specialists: Sequence, names: Sequence[str], dtype="auto") -> list[PreTrainedModel]:
+    """Load the specialists that are folders; raises ValueError for what is no model of transformers' own, or one twice."""
+    models = [open_model(one, dtype=dtype) for one in specialists]
+    for name, model in zip(names, models, strict=True):
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"specialist {name!r} is {type(model).__name__}; want a causal LM; of peft's, get_base_model()"
+            )
+    if len(set(map(id, models))) < len(models):
+        raise ValueError("specialists holds one model twice; want a model for each; load it again")
+    return models
+
+
+def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
+    """Return a tokenizer for each specialist: the one given, else the one in its folder, else None."""
+    found = []
+    for one, path, tokenizer in zip(specialists, paths_of(specialists), tokenizers, strict=True):
+        is_folder = path is not None and Path(path, "tokenizer_config.json").is_file()
+        # an id of the Hub is asked for if it was given, not for a model that may have come from anywhere
+        is_id = not isinstance(one, nn.Module) and not os.path.isabs(path)
+        if tokenizer is None and (is_folder or is_id):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path)
+            except (OSError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0].rstrip(".:")
+                raise ValueError(f"tokenizer of {path!r} cannot be loaded: {reason}; pass tokenizer") from error
+        found.append(tokenizer)
+    return found
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> str | None:
+    """Return what tells a model's weights from changed ones, in one pass over them where they are; None without weights.
+
+    Of each tensor's bytes, eight as one integer: the sum and the sum weighted by place, modulo 2^64.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if tensor.device.type == "meta":
+            return None
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        place = torch.arange(1, min(flat.numel(), CHUNK) // 8 + 2, device=flat.device)
+        for start in range(0, flat.numel(), CHUNK):
+            part = flat[start : start + CHUNK]
+            if part.numel() % 8 or part.storage_offset() % 8:
+                part = F.pad(part, (0, -part.numel() % 8))
+            part = part.view(torch.int64)
+            digest.update(str((int(part.sum()), int((part * place[: len(part)]).sum()))).encode())
+    return digest.hexdigest()
+
+
+def has_changed(fuser, s: int) -> bool:
+    """Whether specialist `s` has other weights than when the fuser was made.
+
+    Of one that is split over processes or offloaded, whether it was run for a gradient since: looking would need all
+    processes, or all its weights.
+    """
+    model = fuser.specialists[s]
+    is_split = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    now = None if is_split else fingerprint(model)
+    return s in fuser.touched if now is None else now != fuser.fingerprints[s]
+
+
+def unchanged_keys(fuser) -> set[str]:
+    """Return the keys of specialists that are as they were and stay so: a checkpoint need not hold them.
+
+    One that trains is held before it has moved: who goes back to this checkpoint wants it as it was.
+    """
+    at_rest = [s for s, model in enumerate(fuser.specialists) if not trains(model) and s not in fuser.touched]
+    same = [s for s in at_rest if not has_changed(fuser, s)]
+    return {f"specialists.{s}.{key}" for s in same for key in fuser.specialists[s].state_dict()}
+
+
+def check_reference(fuser, s: int, folder: Path) -> None:
+    """Raise ValueError unless specialist `s` can be read again from where it came once `folder` has been written.
+
+    One that was given as a model is read from its folder here, to compare.
+    """
+    name, path, model = fuser.names[s], fuser.config.specialists[s]["path"], fuser.specialists[s]
+    if path is not None and os.path.isabs(path) and Path(os.path.realpath(path)).is_relative_to(folder):
+        raise ValueError(
+            f"folder is {folder}, in which specialist {name!r} is, at {path}; want specialists='copy' or another folder"
+        )
+    if path is None:
+        reason = "was loaded from no folder"
+    elif has_changed(fuser, s):
+        reason = "has changed since it was loaded"
+    elif s not in fuser.opened and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]:
+        reason = f"has other weights than {path}"
+    else:
+        fuser.opened.add(s)
+        return
+    raise ValueError(f"specialists is 'reference', and {name!r} {reason}; want specialists='copy'")
+
+
+def device_map(fuser) -> dict[str, str]:
+    """Return the devices of a fuser's gate and specialists, of one that accelerate has spread those of its parts."""
+    places = {"gate": fuser.gate.score.weight.device}
+    for s, model in enumerate(fuser.specialists):
+        own = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
+        places |= {f"specialists.{s}.{part}".rstrip("."): device for part, device in own.items()}
+    # accelerate writes a number for one of the accelerator's devices
+    kind = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
+    return {part: f"{kind}:{d}" if isinstance(d, int) else str(d) for part, d in places.items()}
+
+
+def one_each(name: str, value, count: int) -> list:
+    """Return a list of `count`; raises ValueError for a list of another length."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} items, specialists {count}; want one for each, or one for all")
+    return values
+
+
+def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the specialists' names: those given, else their folders' last parts where these differ."""
+    if names is None:
+        found = [Path(path).name if path else "" for path in paths_of(specialists)]
+        unique = len(set(found)) == len(found) and all(map(is_plain_name, found))
+        names = found if unique else [f"specialist-{s}" for s in range(len(found))]
+    names = tuple(names)
+    if len(names) != len(specialists) or len(set(names)) < len(names) or not all(map(is_plain_name, names)):
+        raise ValueError(f"names is {names}, with {len(specialists)} specialists; want different words, one for each")
+    return names
+
+
+def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:
+    """Return the encoder, its templates checked; None where a tokenizer is missing."""
+    if any(tokenizer is None for tokenizer in tokenizers):
+        return None
+    check_tokenizers(tokenizers, names, vocab_size)
+    chosen = [t or (CHAT if own.chat_template else "{prompt}") for t, own in zip(templates, tokenizers, strict=True)]
+    return Encoder(tokenizers, [check_template(t, own) for t, own in zip(chosen, tokenizers, strict=True)], vocab_size)
+
+
+def trains(model: nn.Module) -> bool:
+    """Whether anything of a model wants a gradient."""
+    return any(parameter.requires_grad for parameter in model.parameters())

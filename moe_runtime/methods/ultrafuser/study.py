@@ -1,0 +1,373 @@
+"""The rows of a fuser study's domains, encoded for every specialist.
+
+An UltraFuser study by stages that are kept: specialists of the domains, then models fused of them.
+
+    base --specialist-->                  the base, tuned on one domain; or a given model, as it is
+         specialist --further-->          tuned on all domains, as the fused models are: the baseline
+         specialists --gate-->            fused, the gate alone trained (stage 1)
+                     --fused-->           fused, all trained (stage 2), after stage 1 or directly
+
+Every model is judged on the same held-out rows of every domain, each specialist in its own template. How stages are kept,
+and what a hash is over: `stages`.
+"""
+
+import contextlib
+import functools
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from moe_runtime.experiments import stages as stage_rows
+from moe_runtime.experiments.corpora import DOMAINS, Domain, domains_key
+from moe_runtime.experiments.domains import Judged, by_domain
+from moe_runtime.experiments.recipe import Training
+from moe_runtime.experiments.stages import KeptStages, course_of, domain_pairs, files_print, hash_of, loss_of, sizes_of
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from moe_runtime.methods import ultrafuser
+from moe_runtime.methods.ultrafuser import folders
+from moe_runtime.methods.ultrafuser import recipe as fuser_checks
+from moe_runtime.methods.ultrafuser import training as fuser_training
+from moe_runtime.methods.ultrafuser.folders import load_gate
+from moe_runtime.methods.ultrafuser.inputs import Encoder
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, Stage, load_recipe
+from moe_runtime.methods.ultrafuser.training import encode_rows
+
+
+def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
+    """Return the rows to train on and those held out, encoded, domain after domain, with the column `domain`.
+
+    No row is trained on whose prompt is held out in any domain: what is cut, of a chat or of a long answer, makes rows
+    alike that were not. Raises ValueError, with the domain, for data that cannot be read or have too few rows.
+    """
+    pairs: dict[str, tuple] = {}
+    parts: dict[str, list] = {"train": [], "held_out": []}
+    prompts: list = []
+    for name, domain in recipe.domains.items():
+        with _named(name):
+            pairs[name] = domain_pairs(domain)
+            held_out = _encoded(encoder, recipe, name, pairs[name][1], domain.held_out_rows)
+        prompts += held_out["prompt_ids"]
+        parts["held_out"].append(held_out)
+    for name, domain in recipe.domains.items():
+        with _named(name):
+            parts["train"].append(_encoded(encoder, recipe, name, pairs[name][0], domain.limit, prompts))
+    concatenate = data.require("datasets").concatenate_datasets
+    return {part: concatenate(rows) for part, rows in parts.items()}
+
+
+def _encoded(encoder: Encoder, recipe: FuserRecipe, name: str, rows, limit: int | None, without: Iterable = ()):
+    where = functools.partial(_where, recipe.domains[name])
+    encoded = encode_rows(encoder, rows, recipe.max_length, limit=limit, without=without, where=where)
+    return encoded.add_column("domain", [name] * len(encoded))
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have an error say which domain it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"domains.{name}: {error}") from error
+
+
+def _where(domain: Domain, place: int, row: Mapping) -> str:
+    """Say where a row stands: they have been shuffled, so it is looked for."""
+    for source, split in ((domain.train, domain.split), (domain.held_out, domain.held_out_split)):
+        if source is not None and source not in DOMAINS:
+            for number, one in enumerate(data.read_rows(source, split)):
+                if dict(one) == dict(row):
+                    return f"row {number} of {source!r}, from 0"
+    return f"row {place} of {domain.train!r}"
+
+
+def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
+    """Return how many rows each domain has, in the order in which they come."""
+    counts: dict[str, int] = {}
+    for domain in domains:
+        counts[domain] = counts.get(domain, 0) + 1
+    return counts
+
+
+def sources(recipe: FuserRecipe) -> list[str]:
+    """Return the files and ids that rows are read from, built-in domains left out."""
+    named = (source for domain in recipe.domains.values() for source in (domain.train, domain.held_out))
+    return [source for source in named if source and source not in DOMAINS]
+
+
+MODEL = "model"  # in OUT: a link to the model that `run` made last
+
+
+class Stages(KeptStages):
+    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+
+    `recipe` is a FuserRecipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
+    """
+
+    FORMAT = 1
+    result = Judged
+
+    def __init__(
+        self, recipe: FuserRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
+    ):
+        super().__init__(recipe if isinstance(recipe, FuserRecipe) else load_recipe(recipe), out, seed, say)
+        self.names = tuple(self.recipe.specialists)
+        fuser_checks.check_engine()
+        fuser_checks.check_models(self.recipe)
+
+    def trainings(self) -> tuple[Training, ...]:
+        """Return the recipe's trainings."""
+        r = self.recipe
+        return r.stage1, r.stage2, r.further_stage, *([r.specialist] if r.specialist else [])
+
+    def base(self) -> Judged:
+        """Return the model that specialists are made of: pre-trained here, or the recipe's; judged as the first of them."""
+        pretrain, r = self.recipe.pretrain, self.recipe
+
+        def make(tmp: Path, folder: Path) -> dict:
+            way = {}
+            if pretrain is not None:
+                blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
+                held_out = self._single("held_out", 0)
+                model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
+                way = course_of(trained)
+                self._save(model, trained, tmp / "model")
+            else:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+            return way | self._judged_single(tmp / "model", 0)
+
+        settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
+        return self._made("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0)
+
+    def specialist(self, name: str) -> Judged:
+        """Return the specialist of that name: the base, tuned on its domain, or the model that the recipe gives."""
+        number, one, r = self.names.index(name), self.recipe.specialists[name], self.recipe
+        if one.model is not None:
+            return self._made(
+                "given", name, {"model": [one.model, files_print(one.model)], "number": number, "dtype": r.dtype}, [],
+                lambda tmp, folder: {"source": str(one.model)} | self._judged_single(one.model, number), seed=0,
+            )  # fmt: skip
+        base, domain = self.base(), r.domain_of(name)
+
+        def make(tmp: Path, folder: Path) -> dict:
+            parts = [self._single(part, number, domain) for part in ("train", "held_out")]
+            return self._tuned(name, base.source, number, tmp, folder, r.specialist, *parts)
+
+        settings = self._settings(r.specialist) | {"number": number, "domain": domain}
+        return self._made("specialist", name, settings, [base], make)
+
+    def further(self, name: str) -> Judged:
+        """Return a specialist tuned on all domains, on as many rows of each as the recipe's batches have."""
+        number, parent, training = self.names.index(name), self.specialist(name), self.recipe.further_stage
+
+        def make(tmp: Path, folder: Path) -> dict:
+            parts = [self._single(part, number) for part in ("train", "held_out")]
+            sampler = self._sampler(training, self.recipe.balanced)
+            trainer = partial(fuser_training.SampledTrainer, sampler=sampler)
+            return self._tuned(
+                f"{name}, further", parent.source, number, tmp, folder, training, *parts, trainer=trainer
+            )
+
+        settings = self._settings(training) | {"number": number} | self._drawn(self.recipe.balanced)
+        return self._made("further", f"{name}, further", settings, [parent], make)
+
+    def gate(self, balanced: bool | None = None) -> Judged:
+        """Return the specialists fused, the gate trained alone: stage 1."""
+        balanced = self.recipe.balanced if balanced is None else balanced
+        specialists = [self.specialist(name) for name in self.names]
+
+        def make(tmp: Path, folder: Path) -> dict:
+            model = self._fuser([one.source for one in specialists], self.recipe.dtype).freeze_specialists()
+            return self._fused("gate", model, tmp, folder, self.recipe.stage1, balanced, "reference")
+
+        return self._made("gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make)
+
+    def fused(
+        self, two_stage: bool | None = None, balanced: bool | None = None, checkpoints: Sequence[int] = ()
+    ) -> Judged:
+        """Return the fused model, all of it trained: stage 2, after stage 1 or, without `two_stage`, directly.
+
+        It trains in float32, in which small steps count, and is saved in the recipe's dtype. With `checkpoints` it is
+        judged after those steps, as it is then, in the place of the recipe's `evaluations`.
+        """
+        two_stage = self.recipe.two_stage if two_stage is None else two_stage
+        balanced = self.recipe.balanced if balanced is None else balanced
+        parents = [self.gate(balanced)] if two_stage else [self.specialist(name) for name in self.names]
+
+        def make(tmp: Path, folder: Path) -> dict:
+            sources = [self.specialist(name).source for name in self.names]
+            model = self._fuser(sources, "float32", parents[0].folder if two_stage else None).train_all()
+            return self._fused("fused", model, tmp, folder, self.recipe.stage2, balanced, "copy", checkpoints)
+
+        settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
+        settings |= {"checkpoints": list(checkpoints)} if checkpoints else {}
+        return self._made("fused", "fused", settings, parents, make)
+
+    def weights(self, fused: Judged) -> list[list[list[float]]]:
+        """Return the weights [R, S] that a fused model's gate gives on each held-out row's response."""
+        model = ultrafuser.load(fused.folder).to(ranks.state().device)
+        return fuser_training.gate_weights(model, self.part("held_out"), collator=self.encoder.collate, **self._judging)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """What puts prompts in the specialists' templates."""
+        return fuser_checks.encoder_of(self.recipe, self.tokenizer)
+
+    def _fuser(self, sources: list[str], dtype: str, trained: Path | None = None) -> ultrafuser.UltraFuser:
+        """Return the specialists fused, with a fresh gate that the seed draws, or that of the folder `trained`."""
+        torch.manual_seed(self.seed)
+        models = [ranks.load_model(source, dtype, ranks.state().device) for source in sources]
+        fuser = ultrafuser.UltraFuser(
+            models, self.recipe.templates, tokenizer=self.encoder.tokenizers, gate=self.recipe.gate,
+            joint=self.recipe.joint, names=self.names, loss_reduction=self.recipe.reduction,
+        )  # fmt: skip
+        if trained is not None:
+            load_gate(fuser, trained)
+        return fuser
+
+    def _fused(
+        self, name: str, model, tmp: Path, folder: Path, training: Stage, balanced: bool, copy: str,
+        checkpoints: Sequence[int] = (),
+    ) -> dict:  # fmt: skip
+        """Train a fused model as it is set, save it in the recipe's dtype and judge it as it was saved."""
+        rows = self.part("held_out")
+        how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
+        more = {"evaluations": tuple(checkpoints)} if checkpoints else {}
+        trained = self._train(name, model, self.part("train"), rows, training, folder, **how, **more)
+        is_as_trained = self._is_saved_as_trained(model.specialists)
+        if not is_as_trained:
+            fuser_training.cast(model.specialists, self.recipe.dtype)
+        with ranks.leading() as main:
+            if main:
+                ultrafuser.save(model, tmp / "model", specialists=copy)
+        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
+        if not is_as_trained:
+            found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
+        course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
+        return course_of(trained) | self._costs(trained) | self._loss(*found) | sizes_of(model) | {"course": course}
+
+    def _tuned(
+        self, name: str, source: str, number: int, tmp: Path, folder: Path, training: Training, rows, held_out, **more
+    ) -> dict:
+        """Train one model as a specialist reads its rows, in float32; save it and judge it on all domains."""
+        model = ranks.load_model(source, "float32")
+        trained = self._train(name, model, rows, held_out, training, folder, **more)
+        self._save(model, trained, tmp / "model")
+        way = course_of(trained) | self._costs(trained)
+        del model, trained
+        ranks.free_memory()
+        return way | self._judged_single(tmp / "model", number)
+
+    def _judged_single(self, source: str | Path, number: int) -> dict:
+        """Judge one model in the template of a specialist."""
+        model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
+        rows = self._single("held_out", number)
+        return self._loss(*trainers.row_losses(model, rows, self.tokenizer, **self._judging)) | sizes_of(model)
+
+    def _costs(self, trained: trainers.Trained) -> dict:
+        return {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+
+    def _loss(self, losses: list[float], tokens: list[int]) -> dict:
+        return loss_of(losses, tokens) | {"rows": self.counts}
+
+    @property
+    def _base_text(self) -> list[str]:
+        sources = (domain.train for domain in self.recipe.domains.values())
+        return stage_rows.domain_documents(self.recipe.pretrain, sources)
+
+    @property
+    def _judging(self) -> dict:
+        """How a model is judged: with as many rows at once as stage 2 takes."""
+        stage = self.recipe.stage2
+        batch_size, _ = trainers.split_batch(stage.batch_size, stage.per_device_batch_size)
+        return {"batch_size": batch_size, "bf16": stage.bf16}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The held-out rows of each domain."""
+        return rows_by_domain(self.part("held_out")["domain"])
+
+    def _single(self, part: str, number: int, domain: str | None = None):
+        """Return the rows of a part as one specialist alone reads them, of one domain or of all."""
+        rows = self.part(part)
+        if domain is not None:
+            rows = rows.select([place for place, own in enumerate(rows["domain"]) if own == domain])
+        return fuser_training.single_rows(rows, number)
+
+    def _sampler(self, training: Stage, balanced: bool):
+        return fuser_training.sampler_for(
+            self.part("train")["domain"], steps=training.steps, batch_size=training.batch_size, balanced=balanced,
+            replacement=self.recipe.replacement, seed=self.seed,
+        )  # fmt: skip
+
+    def _drawn(self, balanced: bool) -> dict:
+        """What the drawing of rows adds to a stage's hash."""
+        return {"balanced": balanced, "replacement": self.recipe.replacement and balanced}
+
+    def _of_fused(self, training: Stage, balanced: bool) -> dict:
+        more = {"gate": self.recipe.gate, "reduction": self.recipe.reduction}
+        more |= {"joint": True} if self.recipe.joint else {}
+        return self._settings(training) | self._drawn(balanced) | more
+
+    def _made(self, kind: str, name: str, *arguments, **settings) -> Judged:
+        """Return a stage, its source said where it is not its own folder."""
+        result = self._stage(kind, name, *arguments, **settings)
+        return result if result.source else result._replace(source=str(result.folder))
+
+    def data_key(self) -> str:
+        """Return a hash of the tokenizer, the templates, all rows and the Python that built-in text is of."""
+        r, python = self.recipe, platform.python_version()
+        base = [python, r.pretrain.to_dict()] if r.pretrain else r.base_model and files_print(r.base_model)
+        given = [one.model and files_print(one.model) for one in r.specialists.values()]
+        built_in = domains_key() if r.pretrain or any(d.train in DOMAINS for d in r.domains.values()) else None
+        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        rows = [r.max_length, r.templates, domains, built_in, [files_print(source) for source in sources(r)]]
+        return hash_of({"format": self.FORMAT, "method": "ultrafuser", "base": base, "given": given, "rows": rows})
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer and the rows of all domains, to train on and held out, encoded for every specialist."""
+        r = self.recipe
+        if r.pretrain is not None:
+            tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size)
+        else:
+            given = (one.model for one in r.specialists.values() if one.model is not None)
+            tokenizer = ranks.load_tokenizer(r.base_model or next(given))
+        tokenizer.save_pretrained(folder / "tokenizer")
+        encoder = fuser_checks.encoder_of(r, tokenizer)
+        self.say(f"reading and encoding {', '.join(r.domains)} for {', '.join(self.names)}")
+        counts = {}
+        for part, rows in study_rows(encoder, r).items():
+            data.save_rows(rows, folder / part)
+            counts[part] = rows_by_domain(rows["domain"])
+            said = ", ".join(f"{count:,} of {domain}" for domain, count in counts[part].items())
+            self.say(f"rows {'to train on' if part == 'train' else 'held out'}: {said}")
+        return counts
+
+
+def run(recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:
+    """Run the whole method and say what came out; return the specialists, the model after stage 1 and the fused one.
+
+    `seed` is the recipe's unless given. The last result's folder is the fused model; OUT/model leads there.
+    """
+    recipe = recipe if isinstance(recipe, FuserRecipe) else load_recipe(recipe)
+    model = Path(out) / MODEL
+    if model.exists() and not model.is_symlink():
+        raise ValueError(f"out is {str(out)!r}, in which {MODEL} exists and is no link; want another folder")
+    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    results = [*map(stages.specialist, stages.names), *([stages.gate()] if recipe.two_stage else []), stages.fused()]
+    stages.say(f"{'':16s}" + "".join(f"{domain:>12s}" for domain in recipe.domains) + f"{'all':>12s}{'train s':>9s}")
+    for one in results:
+        losses = "".join(f"{loss:12.4f}" for loss in (*one.domains.values(), one.loss))
+        stages.say(f"{one.name:16s}{losses}{one.total_seconds:9.0f}")
+    if stages.is_main:
+        folders.link(model, results[-1].folder)
+    stages.say(f"the fused model: {model}, which is {results[-1].folder}")
+    return results

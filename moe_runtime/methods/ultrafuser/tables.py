@@ -1,0 +1,193 @@
+"""The tables and figures of the UltraFuser paper (arXiv 2403.08281), one command each, on the stages of `fuser_stages`.
+
+    ablate     specialists, tuned further, fused: directly, in two stages, balanced     Tables 2 and 4, Figure 5
+    weights    the gate's weights by domain, and token by token                         Table 6, Figures 6 to 8
+    stability  the losses on the way, with the balanced sampler and without             Table 5
+
+The measure is the held-out loss per response token of every domain, in the place of the paper's benchmarks. A stage that
+OUT holds already is read, not trained, whichever command made it; so a command that was killed goes on.
+
+How steady stage 2 is with the balanced sampler and without: UltraFuser's Table 5.
+
+The held-out losses of the fused model at checkpoints that lie evenly over the last seven ninths of stage 2, as the paper's
+lie from step 2000 to 9000; of each domain their mean and standard deviation over the checkpoints.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_runtime.config import check_positive
+from moe_runtime.experiments import tables
+from moe_runtime.experiments.domains import DomainReport, said
+from moe_runtime.experiments.tables import Command, Run, each, environment, finite
+from moe_runtime.methods.ultrafuser import weights_study
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe
+from moe_runtime.methods.ultrafuser.study import Stages
+
+CHECKPOINTS = 12
+VARIANTS = {"no balance": False, "balanced": True}
+ALL = "all"
+
+
+@dataclass
+class Stability:
+    """Losses on the way, of every variant, seed and checkpoint."""
+
+    command: str
+    title: str
+    source: str
+    settings: dict
+    seeds: tuple[int, ...]
+    course: dict[str, list]  # variant -> [seeds][(step, {domain or "all": loss})]
+    folders: dict[str, list[str]]
+    summary: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The domains' names, and "all"."""
+        return tuple(next(iter(self.course.values()))[0][0][1])
+
+    def spread(self, variant: str, name: str) -> tuple[list[float], list[float]]:
+        """Return the means and the standard deviations over the checkpoints, a number per seed."""
+        losses = [[at[name] for _, at in way] for way in self.course[variant]]
+        return [*map(statistics.fmean, losses)], [*map(statistics.stdev, losses)]
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        return [("sampling", "left"), *((name, "right") for name in self.names)]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        return [(variant, *(self._cell(variant, name) for name in self.names)) for variant in self.course]
+
+    def _cell(self, variant: str, name: str) -> str:
+        mean, sd = map(statistics.fmean, self.spread(variant, name))
+        return f"{mean:.4f} ± {sd:.4f}"
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in a line."""
+        steps = [step for step, _ in next(iter(self.course.values()))[0]]
+        over = f", the mean over {len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
+        return (
+            f"held-out loss: mean ± sd over {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]} of stage 2{over}."
+        )
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        names = ("command", "title", "source", "settings", "seeds", "folders", "course", "summary")
+        spread = {
+            variant: {name: dict(zip(("mean", "sd"), self.spread(variant, name), strict=True)) for name in self.names}
+            for variant in self.course
+        }
+        return finite({name: getattr(self, name) for name in names} | {"spread": spread, "environment": environment()})
+
+
+def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
+    """Return the options of `measure`; raises ValueError for too few checkpoints, and for more than there are steps."""
+    check_positive("checkpoints", checkpoints)
+    steps = recipe.stage2.steps
+    if not 2 <= checkpoints <= 7 * steps // 9:
+        raise ValueError(
+            f"checkpoints is {checkpoints}, stage 2 has {steps} steps; want at least 2, and no more than the last seven "
+            "ninths of its steps"
+        )
+    return {"checkpoints": checkpoints}
+
+
+def steps_of(total: int, checkpoints: int) -> list[int]:
+    """Return the steps to look at: the last `checkpoints` ends of `total` steps cut into equal parts, 9 for 7 of them."""
+    parts = (9 * checkpoints + 3) // 7
+    return [(2 * total * end + parts) // (2 * parts) for end in range(parts - checkpoints + 1, parts + 1)]
+
+
+def measure(process, checkpoints: int) -> dict:
+    """Train the fused model with and without balance, as the recipe does else, and keep its losses on the way."""
+    steps = steps_of(process.recipe.stage2.steps, checkpoints)
+    course: dict[str, list] = {}
+    folders: dict[str, list[str]] = {}
+    for variant, balanced in VARIANTS.items():
+        for stages in process.all:
+            fused = stages.fused(balanced=balanced, checkpoints=steps)
+            totals = dict(fused.history)
+            way = [(step, losses | {ALL: totals[step]}) for step, losses in fused.course]
+            course.setdefault(variant, []).append(way)
+            folders.setdefault(variant, []).append("/".join(fused.folder.parts[-2:]))
+            process.say(f"seed {stages.seed}: {variant}, held-out loss {fused.loss:.4f}")
+    return {"course": course, "folders": folders, "summary": _summary}
+
+
+def _summary(report: Stability) -> list[str]:
+    first, second = report.course
+    lines = []
+    for name in report.names:
+        (means, sds), (others, apart) = report.spread(second, name), report.spread(first, name)
+        lower = [sum(a < b for a, b in zip(*pair, strict=True)) for pair in ((means, others), (sds, apart))]
+        lines.append(
+            f"{name}: {second} has the lower mean with {lower[0]} of {len(report.seeds)} seeds, the lower deviation with "
+            f"{lower[1]}."
+        )
+    return lines
+
+
+DIRECT, TWO_STAGE, FULL = "direct", "two-stage", "two-stage, balanced"
+GATE = "stage 1 alone, balanced"
+
+
+def run(
+    command: str,
+    recipe: FuserRecipe | str | Path = "tiny",
+    out: str | Path = "runs/ultrafuser",
+    *,
+    seeds: int = 3,
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
+    **options,
+):
+    """Make a table, as `tables.run` says."""
+    return tables.run(
+        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
+    )
+
+
+def _ablate(process: Run) -> dict:
+    names = list(process.recipe.specialists)
+
+    def plan(stages: Stages):
+        for name in names:
+            yield f"specialist {name}", stages.specialist(name)
+        for name in names:
+            yield f"{name}, tuned further", stages.further(name)
+        yield GATE, stages.gate(balanced=True)
+        yield DIRECT, stages.fused(two_stage=False, balanced=False)
+        yield TWO_STAGE, stages.fused(two_stage=True, balanced=False)
+        yield FULL, stages.fused(two_stage=True, balanced=True)
+
+    def summary(report: DomainReport) -> list[str]:
+        lines = []
+        for domain, table in report.of_domains.items():
+            alone = min((f"specialist {name}" for name in names), key=lambda name: table.entry(name).loss)
+            one = table.comparison(alone)
+            lines.append(
+                f"{domain}: the best specialist is {alone.partition(' ')[2]}, {table.entry(alone).loss:.4f}; fused "
+                f"{table.entry(FULL).loss:.4f}; against the fused model {said(one)}."
+            )
+        return [*lines, *each(report)]
+
+    return {"entries": process.collect(plan), "reference": FULL, "summary": summary}
+
+
+COMMANDS = {
+    "ablate": Command(
+        "What fuses specialists", "UltraFuser, Tables 2 and 4", _ablate, weights_study.losses, report=DomainReport
+    ),
+    "weights": Command(
+        "Weights of the specialists", "UltraFuser, Table 6 and Figure 6", weights_study.measure, weights_study.weights,
+        weights_study.check, weights_study.GateWeights,
+    ),
+    "stability": Command(
+        "Stage 2 on the way", "UltraFuser, Table 5", measure, weights_study.stability,
+        check, Stability,
+    ),
+}  # fmt: skip

@@ -1,0 +1,262 @@
+"""Batches with as many rows of every domain: UltraFuser's balanced class sampler.
+
+UltraFuser (arXiv 2403.08281), Algorithm 1:    batch = union over the domains t of S(D_t, n)
+
+S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any comes twice, in an order
+drawn anew for every pass; `replacement=True` draws each row on its own, as the paper writes it. The rows come in rounds, one
+of every domain, so any n rounds in a row are n rows of each: an optimizer step is balanced however it is cut into
+processes and micro-batches, and so is a process's own part where the number of domains divides it.
+
+What trains and judges UltraFuser's models: rows for several templates, balanced batches, the two stages' Trainer.
+
+UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps of all, each on n rows of every domain.
+
+A row has `prompt_ids`, a list of ids per specialist; `response_ids`, the same for all; and `domain`. Encoder.collate makes
+batches of rows. The loss of a step is, over all its processes and micro-batches,
+
+    reduction "mean"     sum of the tokens' losses / response tokens of the step
+    reduction "sample"   the same sum / rows of the step, the paper's Eq. (2)
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.hf.models.folders import skeleton
+from moe_runtime.hf.training.fit import each_row, means_of, sums_of
+from moe_runtime.hf.training.ranks import load_config
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.io.rows import require
+from moe_runtime.methods.ultrafuser.heads import head_of
+from moe_runtime.methods.ultrafuser.inputs import Encoder
+
+EPOCHS = ("largest", "smallest")
+
+
+class BalancedSampler(Sampler[int]):
+    """Yields the places of rows in rounds, one row of every domain; the same for the same seed and epoch, in every process.
+
+    `domains` names the domain of each row. `rounds` is how many an epoch has; unless given, as many as the largest
+    domain has rows (`epoch` "largest": smaller domains are passed again), or the smallest. A training whose sampler has
+    rounds for all of its steps goes on exactly where it was left. Raises ValueError for no rows.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence,
+        *,
+        rounds: int | None = None,
+        epoch: str = "largest",
+        replacement: bool = False,
+        seed: int = 0,
+    ):
+        places: dict = {}
+        for place, domain in enumerate(domains):
+            places.setdefault(domain, []).append(place)
+        if not places:
+            raise ValueError(f"domains is {list(domains)}; want the domain of at least one row")
+        check_choice("epoch", epoch, EPOCHS)
+        if rounds is not None:
+            check_positive("rounds", rounds)
+        self.names = tuple(sorted(places, key=str))
+        self.places = [torch.tensor(places[name]) for name in self.names]
+        of_epoch = max if epoch == "largest" else min
+        self.rounds = rounds or of_epoch(map(len, self.places))
+        self.replacement, self.seed, self._epoch = replacement, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw anew from the next pass on; data loaders of accelerate call it."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rounds * len(self.places)
+
+    def __iter__(self) -> Iterator[int]:
+        # streams of their own: what one domain draws does not depend on how many rows another has
+        streams = [self._stream(number, places) for number, places in enumerate(self.places)]
+        for _ in range(self.rounds):
+            yield from map(next, streams)
+
+    def _stream(self, number: int, places: torch.Tensor) -> Iterator[int]:
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self._epoch) * 1_009 + number)
+        while True:
+            if self.replacement:
+                drawn = torch.randint(len(places), (len(places),), generator=generator)
+            else:
+                drawn = torch.randperm(len(places), generator=generator)
+            yield from places[drawn].tolist()
+
+
+def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:
+    """Return a sampler of all rows alike, whatever their domain: what training without balance takes.
+
+    Each row comes once before any comes twice, as from BalancedSampler; `draws` is how many an epoch has.
+    """
+    return BalancedSampler([0] * rows, rounds=draws, seed=seed)
+
+
+def encode_rows(
+    encoder: Encoder,
+    rows: Iterable[Mapping],
+    max_length: int,
+    limit: int | None = None,
+    *,
+    without: Iterable[Sequence[Sequence[int]]] = (),
+    where: Callable[[int, Mapping], str] = lambda place, row: f"row {place}",
+):
+    """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
+
+    Of a chat, its first answer is the response, what stands before it the prompt. A response is cut where the longest
+    prompt and it reach `max_length`; a row whose prompt alone is as long is dropped, and one whose prompt is among
+    `without`, the prompt_ids of rows that are held out. `where(place, row)` names a row in an error.
+    Raises ValueError for a row that cannot be encoded and if none remains.
+    """
+    columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
+    known = set(map(_key, without))
+    dropped = 0
+    for place, row in enumerate(rows):
+        if len(columns["response_ids"]) == limit:
+            break
+        try:
+            prompt, response = _exchange(row)
+            prompts, answer = encoder.prompt(prompt), encoder.answer(response)
+        except ValueError as error:
+            raise ValueError(f"{where(place, row)}: {error}") from error
+        answer = answer[: max(max_length - max(map(len, prompts)), 0)]
+        if known and _key(prompts) in known:
+            dropped += 1
+        elif answer:
+            columns["prompt_ids"].append(prompts)
+            columns["response_ids"].append(answer)
+    if not columns["response_ids"]:
+        if dropped:
+            raise ValueError(f"no row is left, {dropped} of them for a prompt that is held out; want other prompts too")
+        raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
+    return require("datasets").Dataset.from_dict(columns)
+
+
+def _key(prompts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, prompts))
+
+
+def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
+    """Return the prompt and the response of a row."""
+    if "messages" in row:
+        turns = row["messages"]
+        first = next((i for i, turn in enumerate(turns or ()) if turn["role"] == "assistant"), 0)
+        if not first:
+            raise ValueError(f"messages is {turns!r}; want an answer of the assistant to a user in it")
+        return turns[:first], turns[first]["content"]
+    for name in ("prompt", "completion"):
+        if name not in row:
+            raise ValueError(f"columns are {', '.join(row)}; want prompt and completion, or messages")
+        if not isinstance(row[name], str):
+            raise ValueError(f"{name} is {row[name]!r}; want text")
+    return row["prompt"], row["completion"]
+
+
+@torch.no_grad()
+def cast(model: torch.nn.Module, dtype: str) -> None:
+    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def hidden_size(source: str, name: str) -> int:
+    """Return the size of a model's last hidden states, from its config alone; `name` is the source's in an error."""
+    return head_of(skeleton(load_config(source, name)), name).linear.in_features
+
+
+def single_rows(rows, specialist: int):
+    """Return the rows as one specialist alone reads them: input_ids, and labels on the response."""
+    prompts, responses = rows["prompt_ids"], rows["response_ids"]
+    pairs = [(prompt[specialist], response) for prompt, response in zip(prompts, responses, strict=True)]
+    columns = {
+        "input_ids": [prompt + response for prompt, response in pairs],
+        "labels": [[-100] * len(prompt) + response for prompt, response in pairs],
+    }
+    return require("datasets").Dataset.from_dict(columns)
+
+
+def sampler_for(
+    domains: Sequence[str],
+    *,
+    steps: int,
+    batch_size: int,
+    balanced: bool = True,
+    replacement: bool = False,
+    seed: int = 0,
+) -> Sampler[int]:
+    """Return what draws the rows of a whole training: as many of each domain in every step, or of all rows alike.
+
+    Raises ValueError for a batch that the domains do not share evenly.
+    """
+    if not balanced:
+        return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
+    count = len(set(domains))
+    if batch_size % count:
+        raise ValueError(f"batch_size is {batch_size}, there are {count} domains; want a multiple")
+    return BalancedSampler(domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed)
+
+
+class SampledTrainer(MoETrainer):
+    """A MoETrainer whose rows a sampler of one's own draws; None for transformers' own."""
+
+    def __init__(self, *args, sampler: Sampler[int] | None = None, **kwargs):
+        self.sampler = sampler
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset=None) -> Sampler | None:
+        return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
+
+
+class FuserTrainer(SampledTrainer):
+    """A SampledTrainer for UltraFuser, in both stages; the loss is of whole steps, by the model's `loss_reduction`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # each micro-batch's sum is divided by what the whole step has; no label stands for the token after it
+        self.model_accepts_loss_kwargs, self._loss_shifts_labels = True, False
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+        """Count what the loss is a mean over: label tokens, or rows."""
+        if self.accelerator.unwrap_model(self.model).config.loss_reduction == "sample":
+            batch_samples = [{"labels": batch["labels"].new_zeros(len(batch["labels"]), 1)} for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+
+def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[str, Callable]:
+    """Return the settings with which `fit.train` trains an UltraFuser, on rows as this file says."""
+    return {
+        "trainer": functools.partial(FuserTrainer, sampler=sampler),
+        "collator": encoder.collate,
+        "losses": functools.partial(fuser_losses, collator=encoder.collate),
+    }
+
+
+def fuser_losses(
+    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+) -> tuple[list[float], list[int]]:
+    """Return the mean loss per response token of each row, and its number of response tokens; as `fit.row_losses`."""
+
+    def take(model, batch: dict) -> list[tuple[float, int]]:
+        return sums_of(model(**batch, reduction="none").loss, batch["labels"])
+
+    return means_of(each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16))
+
+
+def gate_weights(
+    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+) -> list[list[list[float]]]:
+    """Return the gate's weights [R, S] for the response tokens of each row; every process must call."""
+
+    def take(model, batch: dict) -> list[list[list[float]]]:
+        counts = (batch.pop("labels") != -100).sum(1).tolist()
+        weight = model(**batch).gate_weight.float().cpu()
+        return [own[:count].tolist() for own, count in zip(weight, counts, strict=True)]
+
+    return each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)

@@ -1,0 +1,319 @@
+"""Which specialist the gate weighs on which domain: UltraFuser's Table 6, Figure 6 and Figures 7 and 8.
+
+    mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
+
+Where every specialist still does what it was trained for, the largest weight on a domain is its own specialist's.
+
+The fuser study's own pictures: losses by domain, the gate's weights, losses on the way.
+
+Responses whose tokens have the colour of the specialist that the gate weighs most: UltraFuser's Figures 7 and 8 as a page.
+
+The farther its weight is above that of all alike, 1/S, the deeper the colour; a token says all weights when pointed at.
+"""
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_runtime.config import check_positive
+from moe_runtime.experiments import html
+from moe_runtime.experiments.domains import places_of
+from moe_runtime.experiments.plots import BLUE, COLOURS, GREY, OF_VERDICT, figure_of
+from moe_runtime.experiments.tables import environment, finite
+from moe_runtime.io.files import atomic_write_text
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
+from moe_runtime.methods.ultrafuser.study import Stages
+
+DARK = 0.55  # of a map's range: beyond it numbers are white
+
+
+def losses(report):
+    """Draw the losses of every method and seed, a panel for each domain and one for all; the reference as a line."""
+    tables = {**report.of_domains, "all domains": report}
+    size = 3.4 + 2.6 * len(tables), 1.7 + 0.42 * len(report.entries)
+    figure, all_axes = figure_of(report, size, columns=len(tables))
+    for number, (axes, (name, table)) in enumerate(zip(all_axes, tables.items())):
+        axes.axvline(table.entry(report.reference).loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+        for y, entry in enumerate(table.entries[::-1]):
+            one = table.comparison(entry.name)
+            colour = BLUE if one is None else OF_VERDICT.get(one.verdict, GREY)
+            axes.plot(entry.losses, [y] * len(entry.losses), "o", markerfacecolor="none", color=colour, alpha=0.7)
+            axes.plot(entry.loss, y, "D", color=colour, markersize=6)
+            axes.annotate(
+                f"{entry.loss:.3f}", (entry.loss, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7
+            )
+        axes.set_yticks(range(len(table.entries)), [e.name for e in table.entries[::-1]] if not number else [])
+        axes.set_ylim(-0.6, len(table.entries) - 0.3)
+        axes.margins(x=0.12)
+        axes.set_title(name, fontsize=10)
+        axes.grid(axis="x", alpha=0.25)
+    figure.supxlabel(
+        "held-out loss per label token; diamonds: mean, rings: seeds; green: lower than the reference, orange: higher",
+        fontsize=9,
+    )
+    return figure
+
+
+def weights(report):
+    """Draw the mean weight by domain and specialist, and the rows' own mean weights beside it (Figure 6)."""
+    figure, (left, right) = figure_of(report, (10.4, 2.2 + 0.6 * len(report.domains)), columns=2)
+    _map(figure, left, report)
+    _of_rows(right, report)
+    return figure
+
+
+def _map(figure, axes, report) -> None:
+    values = report.over_seeds()
+    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", color="white" if value > DARK else "black")
+    axes.set_yticks(range(len(values)), list(report.domains))
+    axes.set_xticks(range(len(report.specialists)), report.specialists)
+    axes.set_xlabel("specialist")
+    figure.colorbar(image, ax=axes, label="mean weight")
+
+
+def _of_rows(axes, report) -> None:
+    """A box for the rows of each domain and specialist, first seed."""
+    S, domains = len(report.specialists), list(report.domains)
+    width = 0.8 / S
+    for s, (name, colour) in enumerate(zip(report.specialists, _cycle(S))):
+        places = [d + (s - (S - 1) / 2) * width for d in range(len(domains))]
+        drawn = axes.boxplot(
+            [[row[s] for row in rows] for rows in report.by_row[0]], positions=places, widths=0.85 * width,
+            patch_artist=True, showfliers=False, manage_ticks=False, medianprops={"color": "black"},
+        )  # fmt: skip
+        for box in drawn["boxes"]:
+            box.set(facecolor=colour, alpha=0.75)
+        axes.plot([], [], "s", color=colour, label=name)
+    axes.axhline(1 / S, color="black", linestyle="--", linewidth=1)
+    axes.set_xticks(range(len(domains)), domains)
+    axes.set_xlim(-0.6, len(domains) - 0.4)
+    axes.set(ylabel="mean weight of a row", ylim=(-0.02, 1.02))
+    axes.grid(axis="y", alpha=0.25)
+    axes.legend(title=f"specialist, seed {report.seeds[0]}", fontsize=8, title_fontsize=8, loc="center right")
+
+
+def stability(report):
+    """Draw the losses over the steps of stage 2, a panel for each domain and one for all, a line per seed."""
+    figure, all_axes = figure_of(report, (3.0 * len(report.names) + 0.6, 3.6), columns=len(report.names))
+    for axes, name in zip(all_axes, report.names):
+        for (variant, ways), colour in zip(report.course.items(), COLOURS):
+            lines = [[at[name] for _, at in way] for way in ways]
+            steps = [step for step, _ in ways[0]]
+            for line in lines:
+                axes.plot(steps, line, color=colour, alpha=0.35, linewidth=0.8)
+            mean = [statistics.fmean(at) for at in zip(*lines, strict=True)]
+            axes.plot(steps, mean, color=colour, marker="o", markersize=3, label=variant)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("step of stage 2")
+        axes.grid(alpha=0.25)
+    all_axes[0].set_ylabel("held-out loss per label token")
+    all_axes[0].legend(fontsize=8)
+    return figure
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+# Okabe and Ito, 2008, as pictures.COLOURS; lighter on a dark page
+LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
+DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
+_NOTE = (
+    "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenWeights:
+    """A response in pieces, one per token, and the gate's weights [R][S] on each."""
+
+    prompt: str
+    pieces: Sequence[str]
+    weights: Sequence[Sequence[float]]
+
+    @property
+    def mean(self) -> list[float]:
+        """The mean weight of each specialist over the tokens."""
+        return [sum(of) / len(self.weights) for of in zip(*self.weights, strict=True)]
+
+
+def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text that each id adds; of a character of several ids, the last one has it."""
+    pieces, before = [], ""
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count])
+        whole = text if count == len(ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        pieces.append(whole[len(before) :])
+        before = whole if len(whole) > len(before) else before
+    return pieces
+
+
+def page(
+    specialists: Sequence[str],
+    texts: Mapping[str, Sequence[TokenWeights]],
+    title: str = "Which specialist writes",
+    note: str = "",
+) -> str:
+    """Return the page of some responses by domain, in HTML."""
+    S = len(specialists)
+    whole = [[float(s == own) for s in range(S)] for own in range(S)]
+    scale = " ".join(_token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True))
+    sections = "\n".join(
+        html.section(domain, [_block(specialists, one) for one in found]) for domain, found in texts.items()
+    )
+    return html.page(
+        title, f"{_NOTE} {note}".strip(), f"Specialists: {scale}", sections, light=_variables(LIGHT, S),
+        dark=_variables(DARK, S), background="rgba(var(--c), calc(0.6 * var(--s)))",
+    )  # fmt: skip
+
+
+def write_page(path: str | os.PathLike, specialists: Sequence[str], texts: Mapping, **options) -> None:
+    """Write `page`, whole or not at all."""
+    atomic_write_text(path, page(specialists, texts, **options))
+
+
+def _variables(colours: Sequence[str], count: int) -> str:
+    return " ".join(f"--c{s}: {colours[s % len(colours)]};" for s in range(count))
+
+
+def _block(specialists: Sequence[str], text: TokenWeights) -> str:
+    def said(weights: Sequence[float]) -> str:
+        return ", ".join(f"{name} {weight:.2f}" for name, weight in zip(specialists, weights, strict=True))
+
+    pairs = zip(text.pieces, text.weights, strict=True)
+    tokens = "".join(_token(piece, weights, said(weights)) for piece, weights in pairs if piece)
+    return html.block(tokens, f"Prompt: {text.prompt} | mean weights: {said(text.mean)}")
+
+
+def _token(piece: str, weights: Sequence[float], said: str) -> str:
+    top, even = max(range(len(weights)), key=weights.__getitem__), 1 / len(weights)
+    depth = max((weights[top] - even) / (1 - even), 0.0)
+    return html.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
+
+
+TEXTS = 3  # of each domain on the page
+PROMPT = 160  # characters of a prompt that are shown
+
+
+@dataclass
+class GateWeights:
+    """The gate's weights on the held-out rows of every domain."""
+
+    command: str
+    title: str
+    source: str
+    settings: dict
+    seeds: tuple[int, ...]
+    domains: dict[str, str | None]  # domain -> its specialist
+    specialists: tuple[str, ...]
+    tokens: dict[str, int]  # domain -> response tokens
+    folders: list[str]  # of the fused models, one per seed
+    mean: list  # [seeds][domains][S], over tokens
+    by_row: list  # [seeds][domains][rows][S], means over a row's tokens
+    page: Path
+    summary: list[str] = field(default_factory=list)
+
+    def over_seeds(self) -> list[list[float]]:
+        """Return [domains][S], the mean over the seeds."""
+        return [[statistics.fmean(cell) for cell in zip(*rows, strict=True)] for rows in zip(*self.mean, strict=True)]
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        return [("domain", "left"), ("tokens", "right"), *((name, "right") for name in self.specialists)]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        of_seeds = zip(self.domains, zip(*self.mean, strict=True), strict=True)
+        return [
+            (domain, f"{self.tokens[domain]:,}", *(_spread(cell) for cell in zip(*seeds, strict=True)))
+            for domain, seeds in of_seeds
+        ]
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in a line."""
+        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        return f"Mean weight of each specialist over the response tokens of held-out rows; {over}; a row sums to 1."
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        names = (
+            "command", "title", "source", "settings", "seeds", "domains", "specialists", "tokens", "folders", "mean", "by_row",
+            "page", "summary",
+        )  # fmt: skip
+        return finite({name: getattr(self, name) for name in names} | {"environment": environment()})
+
+
+def check(recipe: FuserRecipe, rows: int | None = None) -> dict:
+    """Return the options of `measure`; raises ValueError for a number of rows below 1."""
+    if rows is not None:
+        check_positive("rows", rows)
+    return {"rows": rows}
+
+
+def measure(process, rows: int | None) -> dict:
+    """Take the weights of the fused model of each seed, on `rows` held-out rows of each domain, or all."""
+    recipe, folders, mean, by_row = process.recipe, [], [], []
+    first: Stages = process.all[0]
+    places = {domain: list(range(place.start, place.stop))[:rows] for domain, place in places_of(first.counts).items()}
+    for number, stages in enumerate(process.all):
+        fused = stages.fused()
+        process.say(f"seed {process.seeds[number]}: the gate's weights of {fused.folder.parent.name}")
+        found = stages.weights(fused)
+        own = {domain: [found[place] for place in chosen] for domain, chosen in places.items()}
+        mean.append([_mean([token for row in one for token in row]) for one in own.values()])
+        by_row.append([[_mean(row) for row in one] for one in own.values()])
+        folders.append("/".join(fused.folder.parts[-2:]))
+        if number == 0:
+            tokens = {domain: sum(map(len, one)) for domain, one in own.items()}
+            page = process.out / "weights.html"
+            if process.is_main:
+                _write_page(page, first, {domain: chosen[:TEXTS] for domain, chosen in places.items()}, found)
+    specialists = {recipe.domain_of(name): name for name in recipe.specialists}
+    return {
+        "domains": {domain: specialists.get(domain) for domain in places}, "specialists": first.names, "tokens": tokens,
+        "folders": folders, "mean": mean, "by_row": by_row, "page": page, "summary": _summary,
+    }  # fmt: skip
+
+
+def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weights: list) -> None:
+    rows, tokenizer, texts = stages.part("held_out"), stages.encoder.tokenizer, {}
+    for domain, chosen in places.items():
+        texts[domain] = []
+        for place in chosen:
+            row = rows[place]
+            prompt = " ".join(tokenizer.decode(row["prompt_ids"][0], skip_special_tokens=True).split())
+            pieces = pieces_of(tokenizer, row["response_ids"])
+            prompt = prompt if len(prompt) <= PROMPT else f"{prompt[:PROMPT]}..."
+            texts[domain].append(TokenWeights(prompt=prompt, pieces=pieces, weights=weights[place]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_page(path, stages.names, texts, note="Held-out rows, their given responses.")
+
+
+def _mean(weights: list[list[float]]) -> list[float]:
+    return [statistics.fmean(of) for of in zip(*weights, strict=True)]
+
+
+def _spread(values: list[float]) -> str:
+    sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{sd}"
+
+
+def _summary(report: GateWeights) -> list[str]:
+    lines = []
+    for number, ((domain, own), weights) in enumerate(zip(report.domains.items(), report.over_seeds(), strict=True)):
+        top = report.specialists[max(range(len(weights)), key=weights.__getitem__)]
+        said = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
+        if own is not None and own != top:
+            said += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
+        if own is not None:
+            of = report.specialists.index(own)
+            rows = [row for seed in report.by_row for row in seed[number]]
+            most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
+            said += f"; {own} leads on {most} of {len(rows)} rows"
+        lines.append(f"{said}.")
+    return [*lines, f"coloured tokens: {report.page}"]

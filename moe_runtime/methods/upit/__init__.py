@@ -1,0 +1,38 @@
+"""UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning become the experts of a mixture.
+
+    (tune)              by any trainer, with methods.upit.checkpoints.ExpertCheckpoints      Algorithm 1, lines 1 to 3
+    choose_checkpoints  those that become experts
+    expand_experts      children of the two that differ most, until there are enough      lines 4 and 5, Algorithm 2
+    perplexities        how well each expert knows each row of the seed data              line 8, Algorithm 3
+    fill_buckets        the rows that each expert is best at
+    init_routers        each expert and its routing vectors, tuned on these               lines 6 to 10, Eq. (1) and (2)
+    assemble            experts side by side, the vectors their router                    lines 11 to 13
+    (tune)              the mixture, by any trainer                                       line 14
+    export_mixtral      and, if you like, a stock Mixtral of it
+
+    callback = ExpertCheckpoints("saved", every_epochs=0.25, base="base")
+    Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback]).train()
+    experts = upit.choose_checkpoints("saved", 4)
+    experts = upit.expand_experts(experts, 8, "grown", base="base").experts
+    seed_data = upit.seed_set(rows)
+    buckets = upit.fill_buckets(upit.perplexities(experts, seed_data, tokenizer))
+    routed = upit.init_routers(experts, seed_data, buckets, tokenizer, folder="routed")
+    upit.assemble([one.folder for one in routed], [one.vectors for one in routed], "mixture")
+
+Experts are folders: whole models, what differs from a base, or LoRA adapters (`moe_runtime.methods.upit.experts`).
+"""
+
+from moe_runtime.methods.upit.assembly import assemble
+from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, random_buckets, seed_set
+from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
+from moe_runtime.methods.upit.expansion import Child, Expansion, expand_experts
+from moe_runtime.methods.upit.experts import Expert, choose_checkpoints, materialize, open_expert, saved_experts
+from moe_runtime.methods.upit.mixtral import export_mixtral
+from moe_runtime.methods.upit.router import RoutedExpert, init_router, init_routers, load_routed
+from moe_runtime.methods.upit.vectors import Measured
+
+__all__ = [
+    "Child", "Expansion", "Expert", "ExpertCheckpoints", "Measured", "RoutedExpert", "assemble", "choose_checkpoints",
+    "expand_experts", "export_mixtral", "fill_buckets", "init_router", "init_routers", "load_routed", "materialize",
+    "open_expert", "perplexities", "random_buckets", "saved_experts", "seed_set",
+]  # fmt: skip

@@ -1,0 +1,266 @@
+"""Experts and their routing vectors to one Mixture-of-Experts model, tensor by tensor.
+
+UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
+    experts   E_1, ..., E_n side by side: layer l's stack has expert i's MLP at place i
+    router    R^l = [r_1^l; ...; r_n^l], the routing vectors in the same order
+    backbone  mean over the experts of all that is no MLP ("mean"), or the base's ("base")
+
+The paper writes R [d_h, n], we [n, H]. How the router's outputs become weights is open there: top 2 of a softmax,
+renormalized, unless given, as Mixtral does, whose form `upit_mixtral.export_mixtral` writes. Without vectors the router is
+drawn at random (the paper's "w/o Init"). For the baselines that upcycle copies of one model: `xft_folders.upcycle_folder`.
+
+Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which takes the place of the backbones' mean.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
+from moe_runtime.hf.models import families, folders, swap
+from moe_runtime.hf.models.conversions import SHARD, Conversion, FolderReceipt, Progress
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_keys
+from moe_runtime.io.files import atomic_folder, check_out_dir
+from moe_runtime.methods.lora import to_lora_moe
+from moe_runtime.methods.upit import models
+from moe_runtime.methods.upit.checkpoints import model_folder
+from moe_runtime.methods.upit.experts import Expert, open_expert
+
+BACKBONES = ("mean", "base")
+# what configs of one model may differ in, with the same logits
+_ASIDE = {
+    "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "pad_token_id", "bos_token_id",
+    "eos_token_id",
+}  # fmt: skip
+
+
+def assemble(
+    experts: Sequence[str | Path],
+    vectors: Sequence[torch.Tensor] | torch.Tensor | None,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    top_k: int = 2,
+    gate: str = "softmax_topk_renorm",
+    balance_loss: str = "switch",
+    balance_loss_coef: float = 0.01,
+    backbone: str = "mean",
+    seed: int = 42,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the folder `out`.
+
+    `vectors` are [L, H] for each expert, in the experts' order; None draws the routers by `seed`. Whole experts are streamed:
+    memory holds one stack of experts and one shard. Of adapters the base is loaded, and saved with them; where they change
+    more than MLPs, backbone "mean" adds the mean of that to it. `base` stands for what deltas and adapters name, and is
+    needed for whole experts with backbone "base". Raises ValueError, with nothing written, for experts of different shapes
+    or configs, vectors of other shapes, and an existing target.
+    """
+    check_choice("backbone", backbone, BACKBONES)
+    if len(experts) < 1:
+        raise ValueError("experts are 0; want at least one folder")
+    if gate in SHARED_GATES:
+        raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; want one without shared expert")
+    check_out_dir(out, overwrite, [*experts, base])
+    settings = {
+        "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
+        "balance_loss_coef": balance_loss_coef,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open_expert(path, base)) for path in experts]
+        config = opened[0].config
+        moe = folders.config_for_folder(config, **settings)
+        rows = (
+            None if vectors is None else _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
+        )
+        kinds = {"lora" if expert.kind == "lora" else "ffn" for expert in opened}
+        if len(kinds) > 1:
+            raise ValueError(f"experts are {', '.join(e.kind for e in opened)}; want adapters alone, or none")
+        if kinds == {"lora"}:
+            return _assemble_adapters(opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite)
+        _check_alike(opened)
+        folders.check_tensors(config, opened[0])
+        source = stack.enter_context(_backbone(opened, base)) if backbone == "base" else None
+        made = _Made(opened, rows, moe, source, seed)
+        return _assemble_whole(made, Path(out), max_shard_size, overwrite, progress)
+
+
+def _assemble_whole(
+    made: "_Made", out: Path, max_shard_size: int | str, overwrite: bool, progress: Progress | None
+) -> FolderReceipt:
+    """Stream experts that are whole models or deltas into one folder."""
+    first = made.opened[0]
+    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()) as writer:
+        new_config = folders.upcycled_config(first.config, made.moe)
+        new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
+        folders.write_config(writer, new_config)
+        side_files = folders.copy_side_files(first.path, writer)
+        job = Conversion(first, writer, progress)
+        for key in first.keys():
+            for name, tensor in made.of(key).items():
+                job.add(name, tensor)
+            job.read(key)
+    layers = list(range(first.config.num_hidden_layers))
+    return FolderReceipt(out, made.moe, job.tensors, job.bytes, side_files, layers)
+
+
+def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
+    """Return vectors [n, L, H] float32; raises ValueError for other shapes and for values that are not finite."""
+    shapes = [tuple(vector.shape) for vector in vectors]
+    if len(shapes) != n or set(shapes) != {(L, H)}:
+        raise ValueError(f"vectors are {shapes}; want [{L}, {H}] for each of the {n} experts")
+    stacked = torch.stack([vector.detach().float().cpu() for vector in vectors])
+    bad = [i for i, vector in enumerate(stacked) if not vector.isfinite().all()]
+    if bad:
+        raise ValueError(f"vectors of the experts {bad} have NaN or infinite values; want finite ones; lower the rate")
+    return stacked
+
+
+def _check_alike(opened: Sequence[Expert]) -> None:
+    """Raise ValueError unless the experts are one model but for the values of their tensors."""
+    first = opened[0]
+    fields = _fields(first)
+    for expert in opened[1:]:
+        other = _fields(expert)
+        for name in sorted(fields.keys() | other.keys()):
+            if fields.get(name) != other.get(name):
+                raise ValueError(
+                    f"{name} of {expert.path} is {other.get(name)!r}, of {first.path} {fields.get(name)!r}; want experts "
+                    "of one base"
+                )
+        check_keys(expert.specs(), first.specs(), source=expert.path)
+
+
+def _fields(expert: Expert) -> dict:
+    return {name: value for name, value in expert.config.to_dict().items() if name not in _ASIDE}
+
+
+def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
+    """Open the base, which has what is no MLP of the experts, in the same shapes and dtypes."""
+    named = [expert for expert in opened if expert.base is not None]
+    if base is None and not named:
+        raise ValueError("base is None, backbone is 'base'; want base=, the folder of the dense model")
+    source = Checkpoint(model_folder(base or models.base_of(named)))
+    first, specs = opened[0], source.specs()
+    want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
+    check_keys({key: specs[key] for key in want if key in specs}, want, source=source.path)
+    return source
+
+
+class _Made:
+    """What becomes of each of the experts' keys."""
+
+    def __init__(
+        self,
+        opened: Sequence[Expert],
+        vectors: torch.Tensor | None,
+        moe: MoEConfig,
+        source: Checkpoint | None,
+        seed: int,
+    ):
+        self.opened, self.vectors, self.moe, self.source, self.seed = opened, vectors, moe, source, seed
+        self.family, self.specs = opened[0].family, opened[0].specs()
+
+    def expected(self) -> int:
+        """Bytes of the target's tensors, routers aside."""
+        n = len(self.opened)
+        return sum(spec.nbytes * (n if self.opened[0].is_ffn(key) else 1) for key, spec in self.specs.items())
+
+    def of(self, key: str) -> dict[str, torch.Tensor]:
+        """Return the target's tensors that a key of the experts gives; none for all but the first part of a stack."""
+        place = families.locate_key(self.family, key)
+        if place is None:
+            return {key: self._mean(key) if self.source is None else self.source.get(key)}
+        if place.part > 0:
+            return {}
+        layer, bias = place.layer, self.moe.bias
+        parts = families.mlp_keys(self.family, layer, bias)[place.name]
+        shape = [sum(self.specs[part].shape[0] for part in parts), *self.specs[key].shape[1:]]
+        stack = torch.empty(len(self.opened), *shape, dtype=self.specs[key].dtype)
+        for expert, row in zip(self.opened, stack, strict=True):
+            start = 0
+            for part in parts:
+                tensor = _finite(expert.get(part), part, expert)
+                row[start : start + len(tensor)] = tensor
+                start += len(tensor)
+        tensors = {families.expert_keys(self.family, layer, bias)[place.name]: stack}
+        if place.name == "down_proj":
+            router = f"{self.family.path.format(layer)}.gate.weight"
+            tensors[router] = self._router(layer).to(stack.dtype)
+        return tensors
+
+    def _router(self, layer: int) -> torch.Tensor:
+        if self.vectors is None:
+            return swap.draw_router(self.moe, self.seed, layer)["weight"]
+        return self.vectors[:, layer].contiguous()
+
+    def _mean(self, key: str) -> torch.Tensor:
+        """The mean of a tensor over the experts, rounded once; of equal ones that tensor, bit by bit."""
+        dtype = self.specs[key].dtype
+        tensors = (_finite(expert.get(key), key, expert) for expert in self.opened)
+        if not dtype.is_floating_point:
+            first = next(tensors)
+            if not all(torch.equal(first, other) for other in tensors):
+                raise ValueError(f"{key} is {dtype} and differs between experts; want equal ones")
+            return first
+        wide = torch.float64 if dtype.itemsize >= 4 else torch.float32
+        total = next(tensors).to(wide)
+        for tensor in tensors:
+            total += tensor
+        return total.div_(len(self.opened)).to(dtype)
+
+
+def _finite(tensor: torch.Tensor, key: str, expert: Expert) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise ValueError(f"{key} of {expert.path} has NaN or infinite values; want finite ones; lower the rate")
+    return tensor
+
+
+class _Copies(NamedTuple):
+    """A folder that `folders.copy_side_files` writes to."""
+
+    folder: Path
+
+    def copy_file(self, source: Path) -> None:
+        shutil.copyfile(source, self.folder / source.name)
+
+
+def _assemble_adapters(
+    opened: Sequence[Expert],
+    vectors: torch.Tensor | None,
+    out: Path,
+    moe: MoEConfig,
+    backbone: str,
+    seed: int,
+    max_shard_size: int | str,
+    overwrite: bool,
+) -> FolderReceipt:
+    """Write the base with the adapters as its LoRA experts."""
+    for expert in opened:
+        for key in expert.keys():
+            _finite(expert.get(key), key, expert)
+    model = models.load_base(opened, device="cpu")
+    layers = sorted({place.layer for place in map(opened[0].locate, opened[0].keys()) if place is not None})
+    rows = None if vectors is None else vectors[:, layers].transpose(0, 1).contiguous()
+    to_lora_moe(
+        model,
+        moe,
+        experts=[expert.path for expert in opened],
+        backbone=backbone,
+        vectors=rows,
+        method="upit",
+        seed=seed,
+    )
+    with atomic_folder(out, overwrite) as tmp:
+        source = model_folder(opened[0].base, ("config.json",))
+        side_files = folders.copy_side_files(Path(source), _Copies(tmp))
+        model.save_pretrained(tmp, max_shard_size=max_shard_size)
+    tensors = list(model.parameters())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return FolderReceipt(out, moe, len(tensors), size, side_files, layers)

@@ -1,0 +1,111 @@
+"""Which rows each expert is good at: perplexities on a seed set, and buckets that experts fill with what they know best.
+
+UpIT (arXiv 2410.01610), Algorithm 3:
+    D_s     = 1 % of the data, at random
+    p_i^j   = perplexity of expert j on row i = exp(mean over the row's tokens of -log p)
+    row i goes to the expert of the lowest p_i^j whose bucket holds fewer than C rows, in the order of the rows
+
+E_j are the expert folders, C is `capacity`. The paper leaves open which tokens count (`tokens`: those of the response, or
+all), C (ceil(|D_s| / n)) and ties (the expert that comes first).
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import check_choice, check_number, check_positive
+from moe_runtime.hf.training import ranks
+from moe_runtime.methods.upit import models
+from moe_runtime.methods.upit.experts import open_expert
+
+TOKENS = ("response", "all")
+
+
+def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
+    """Return `share` of a datasets.Dataset, drawn at random (Algorithm 3, line 2), and no fewer rows than `at_least`."""
+    check_number("share", share, positive=True)
+    count = max(round(share * len(rows)), at_least)
+    if share > 1 or count > len(rows):
+        raise ValueError(
+            f"share is {share}, at_least is {at_least}, the data has {len(rows)} rows; want a share of them"
+        )
+    return rows.shuffle(seed=seed).select(range(count))
+
+
+def perplexities(
+    experts: Sequence[str | Path],
+    rows,
+    tokenizer,
+    *,
+    base: str | Path | None = None,
+    tokens: str = "response",
+    batch_size: int = 8,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must call.
+
+    `rows` are tokenized (data.tokenize_pairs); `tokens` "response" counts those with a label, "all" all but a row's first.
+    `base` is the dense model of deltas and adapters, the one that they name unless given; `dtype` the folder's own. One model
+    is in memory at a time. Adapters share it: the base runs once on `batch_size` rows, those of all adapters side by side.
+    Raises ValueError for rows without a token that counts and adapters that name different bases.
+    """
+    check_choice("tokens", tokens, TOKENS)
+    check_positive("batch_size", batch_size)
+    if not experts or not len(rows):
+        raise ValueError(f"experts are {len(experts)}, rows are {len(rows)}; want at least one of each")
+    models.check_labels(rows, tokens == "all")
+    where = {"dtype": dtype, "device": device}
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open_expert(path, base)) for path in experts]
+        adapters = [expert for expert in opened if expert.kind == "lora"]
+        data = rows, tokenizer, batch_size, tokens == "all"
+        found = iter(models.adapter_losses(adapters, *data, **where) if adapters else ())
+        losses = []
+        for expert in opened:
+            if expert.kind == "lora":
+                losses.append(next(found))
+                continue
+            ranks.free_memory()  # of the model before
+            losses.append(models.losses(models.load(expert, **where), *data))
+    return torch.tensor(losses, dtype=torch.float64).exp()
+
+
+def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
+    """Deal rows out to experts by `perplexity` [n, N] (Algorithm 3); return each expert's rows, n lists of row numbers.
+
+    A bucket holds at most `capacity` rows, ceil(N / n) unless given; a row for which all buckets are full is dropped.
+    """
+    perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
+    if perplexity.dim() != 2 or not perplexity.numel():
+        raise ValueError(f"perplexity is {tuple(perplexity.shape)}; want [n, N], at least one expert and one row")
+    bad = perplexity.isnan().all(0).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"perplexity of the rows {bad[:8]} is NaN for every expert; want numbers; leave those rows out"
+        )
+    bad = perplexity.isnan().any(1).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"perplexity of the experts {bad} is NaN on some rows; want numbers; leave those experts out")
+    n, N = perplexity.shape
+    capacity = math.ceil(N / n) if capacity is None else capacity
+    check_positive("capacity", capacity)
+    buckets: list[list[int]] = [[] for _ in range(n)]
+    for row, order in enumerate(perplexity.argsort(dim=0, stable=True).t().tolist()):
+        for expert in order:
+            if len(buckets[expert]) < capacity:
+                buckets[expert].append(row)
+                break
+    return buckets
+
+
+def random_buckets(sizes: Sequence[int], N: int, seed: int = 0) -> list[list[int]]:
+    """Deal `N` rows out at random to buckets of the given `sizes`, the paper's ablation; return their row numbers, sorted."""
+    sizes = list(sizes)
+    if any(size < 0 for size in sizes) or sum(sizes) > N:
+        raise ValueError(f"sizes are {sizes}, N is {N}; want numbers of 0 or more whose sum is at most N")
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+    return [sorted(part.tolist()) for part in order[: sum(sizes)].split(sizes)]

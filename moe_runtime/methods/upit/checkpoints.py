@@ -1,0 +1,331 @@
+"""Expert preparation: a Trainer callback that saves the model at fixed intervals while it is tuned.
+
+UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ..., E_m.
+What is saved is one of three, each a folder FOLDER/step-<n>/ with expert.json, which says which, when and of which base:
+    ffn    the whole model, as its `save_pretrained` would write it
+    delta  of that only the tensors that differ from a base's folder, bit by bit
+    lora   a PEFT model's adapter
+`moe_runtime.methods.upit.experts` reads all three alike.
+"""
+
+import copy
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from moe_runtime.hf.dropin.layers import plain_name
+from moe_runtime.hf.models.folders import to_saved
+from moe_runtime.hf.models.rope import write_legacy_rope
+from moe_runtime.hf.training import ranks, trained_files
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size
+from moe_runtime.io.files import atomic_folder, read_json
+
+RECORD, FORMAT = "expert.json", 1
+KINDS = ("ffn", "delta", "lora")
+STEP = "step-"
+
+
+class ExpertCheckpoints(TrainerCallback):
+    """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps` steps, and after the last step.
+
+    For any Trainer, and for models under DDP and FSDP2, where all processes must have it. A folder appears whole or not
+    at all, before the Trainer's own checkpoint of that step: a training that goes on from one finds its experts there,
+    and keeps them, but for that of a step in which it was ended early. `base` is the model's folder before the training,
+    which is noted; with `only_changed` what equals it is left out. `dtype` is that of the weights written, their own
+    unless given: with `only_changed` give the base's where another one trains. Memory holds a shard of `max_shard_size`
+    beside the model. Raises ValueError when the training begins for a model that cannot be saved so, and for a folder with
+    experts of an earlier training, unless `overwrite`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every_epochs: float | None = None,
+        every_steps: int | None = None,
+        *,
+        base: str | Path | None = None,
+        only_changed: bool = False,
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str = "1GB",
+        overwrite: bool = False,
+    ):
+        if every_epochs is not None and every_steps is not None:
+            raise ValueError(f"every_epochs is {every_epochs}, every_steps is {every_steps}; want one of them")
+        self.folder = Path(folder)
+        self.every_steps, self.every_epochs = every_steps, 0.25 if every_epochs is None else every_epochs
+        if not (isinstance(self.every_epochs, int | float) and 0 < self.every_epochs < math.inf):
+            raise ValueError(f"every_epochs is {every_epochs!r}; want a number above 0")
+        if every_steps is not None and not (isinstance(every_steps, int) and every_steps > 0):
+            raise ValueError(f"every_steps is {every_steps!r}; want an integer of at least 1")
+        if only_changed and base is None:
+            raise ValueError("only_changed is True, base is None; want the folder of the model before the training")
+        self.base, self.only_changed, self.overwrite = base, only_changed, overwrite
+        self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"dtype is {dtype!r}; want a floating dtype such as 'bfloat16'")
+        self.max_shard_size = parse_size(max_shard_size)
+        self._epoch, self._base_hash = 0.0, None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Check model, base and folder; take note of where a resumed training stands."""
+        _check_model(model)
+        self._epoch = state.epoch or 0.0
+        if self.base is not None and not _is_peft(model):
+            with Checkpoint(model_folder(self.base)) as base:
+                self._base_hash = fingerprint(base)
+                _check_base(model, base)
+        there = ranks.agree([path.name for path in saved_steps(self.folder)])
+        if there and not state.global_step and not self.overwrite:
+            raise ValueError(
+                f"folder is {self.folder}, which has {there[0]} of an earlier training; want an empty folder; or pass "
+                "overwrite=True"
+            )
+        if there:
+            with ranks.leading() as main:
+                for name in there if main else ():
+                    if not state.global_step or not _is_due(self.folder / name):
+                        shutil.rmtree(self.folder / name)
+
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Save if an interval has passed or the training ends."""
+        before, self._epoch = self._epoch, state.epoch or 0.0
+        if self.every_steps is not None:
+            due = state.global_step % self.every_steps == 0
+        else:
+            # whole intervals until now; epochs are sums of fractions
+            passed = [math.floor(epoch / self.every_epochs + 1e-6) for epoch in (before, self._epoch)]
+            due = passed[0] != passed[1]
+        due = due or state.global_step >= state.max_steps
+        if due or control.should_training_stop:
+            self._save(state, model, processing_class, due)
+
+    def on_epoch_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Save if a callback has ended the training, before the Trainer may load its best weights."""
+        if control.should_training_stop:
+            self._save(state, model, processing_class)
+
+    on_evaluate = on_epoch_end
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Save the last step of a training that ended in a way of its own."""
+        if state.global_step and not args.load_best_model_at_end:
+            self._save(state, model, processing_class)
+
+    def _save(self, state, model, tokenizer, due: bool = False) -> None:
+        target = self.folder / f"{STEP}{state.global_step}"
+        if ranks.agree((target / RECORD).is_file()):
+            return
+        record = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch, "due": due}
+        record |= {"base": None if self.base is None else str(self.base), "base_hash": self._base_hash}
+        with ranks.leading():  # nobody reads before rank 0 has moved the folder in
+            save_expert(
+                model, target, tokenizer=tokenizer, base=self.base if self.only_changed else None, dtype=self.dtype,
+                max_shard_size=self.max_shard_size, is_main=state.is_world_process_zero, record=record,
+            )  # fmt: skip
+
+
+def _is_due(folder: Path) -> bool:
+    """Whether an expert is one that the intervals ask for, not of where a training was ended early."""
+    return not (folder / RECORD).is_file() or read_json(folder / RECORD).get("due", True)
+
+
+@torch.no_grad()
+def save_expert(
+    model: nn.Module,
+    target: Path,
+    *,
+    tokenizer=None,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 10**9,
+    is_main: bool = True,
+    record: dict | None = None,
+) -> None:
+    """Write a model to the folder `target`, tensor by tensor: with `base` what differs from it, of a PEFT model the adapter.
+
+    Every process that holds a part must call; the one with `is_main` writes. `record` goes to expert.json, with the kind.
+    """
+    model = _unwrap(model)
+    if _is_peft(model):
+        _save_adapter(model, target, tokenizer, dtype, is_main, {"format": FORMAT, "kind": "lora"} | (record or {}))
+        return
+    record = {"format": FORMAT, "kind": "ffn" if base is None else "delta"} | (record or {})
+    if not is_main:
+        for _, tensor in _parameters(model):
+            if hasattr(tensor, "full_tensor"):
+                tensor.full_tensor()
+        return
+    with CheckpointWriter(target, max_shard_size) as writer:
+        folder = writer.place("config.json").parent
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        write_legacy_rope(folder)
+        for part in (model.generation_config if model.can_generate() else None, tokenizer):
+            if part is not None:
+                part.save_pretrained(folder)
+        if base is None:
+            for key, tensor in _tensors(model, dtype):
+                writer.add(key, tensor)
+        else:
+            with Changed(writer, Checkpoint(model_folder(base))) as changed:
+                for key, tensor in _tensors(model, dtype):
+                    changed.add(key, tensor)
+            record = {"base": str(base), "base_hash": fingerprint(changed.base)} | record | {"absent": changed.absent}
+        writer.write_text(RECORD, json.dumps(record, indent=2) + "\n")
+
+
+class Changed:
+    """Passes on to a writer what differs from a base's folder, bit by bit; a context manager."""
+
+    def __init__(self, writer: CheckpointWriter, base: Checkpoint):
+        self.writer, self.base = writer, base
+        self.absent = base.keys()  # of the base, not of what is written
+        self._specs, self._left_out, self._is_empty = base.specs(), None, True
+
+    def __enter__(self) -> "Changed":
+        return self
+
+    def __exit__(self, *error) -> None:
+        # a file of no tensor is none
+        if error[0] is None and self._is_empty and self._left_out is not None:
+            self.writer.add(self._left_out, self.base.get(self._left_out))
+        self.base.close()
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        """Write the tensor unless the base has the same under that name."""
+        spec = self._specs.get(key)
+        if spec is not None:
+            self.absent.remove(key)
+        if spec == (tuple(tensor.shape), tensor.dtype) and _same_bits(tensor, self.base.get(key)):
+            smaller = self._left_out is None or spec.nbytes < self._specs[self._left_out].nbytes
+            self._left_out = key if smaller else self._left_out
+            return
+        self._is_empty = False
+        self.writer.add(key, tensor)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list[Path]:
+    """Return the folders <prefix><n> in a folder, by n; none where it does not exist."""
+    found = [path for path in Path(folder).glob("*-*") if path.is_dir() and path.name.startswith(prefixes)]
+    numbered = {path: path.name.rpartition("-")[2] for path in found}
+    return sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return 16 hex digits of each tensor's name, shape, dtype and middle row: what tells a model from others, cheaply."""
+    found = hashlib.sha256()
+    for key, spec in sorted(checkpoint.specs().items()):
+        found.update(f"{key} {list(spec.shape)} {spec.dtype}\n".encode())
+        if spec.shape and spec.nbytes:
+            row = checkpoint.get_rows(key, spec.shape[0] // 2)
+            found.update(row.reshape(-1)[:1024].view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def model_folder(source: str | Path, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
+    """Return the folder of a model: `source`, or where the Hub's files of that id are; ValueError where there is none."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+    except (HFValidationError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"base is {str(source)!r}: {reason}; want a model's folder or an id of the Hub") from error
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    from accelerate.utils import extract_model_from_parallel
+
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    # FSDP2 makes a subclass of its own
+    return any(cls.__module__.startswith("peft.") for cls in type(_unwrap(model)).__mro__)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise ValueError for a model of which not every tensor can be had one by one, as transformers saves it."""
+    inner, reason = _unwrap(model), None
+    if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
+        reason = "whose parameters DeepSpeed has split; want DDP or FSDP2"
+    elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        reason = "split by FSDP 1; want FSDP2 (fsdp_version: 2)"
+    elif trained_files.training_of(inner) is not None:
+        reason = "which trains experts apart; want a dense model, or esft.save_adapter"
+    elif _is_peft(inner):
+        reason = None if "default" in inner.peft_config else "without the adapter 'default'; want get_peft_model's name"
+    elif not isinstance(inner, PreTrainedModel):
+        reason = "no model of transformers; want one, or PEFT's"
+    elif getattr(inner, "_hf_peft_config_loaded", False):
+        reason = "with adapters of its own; want peft.get_peft_model"
+    elif getattr(inner, "hf_quantizer", None) is not None:
+        reason = "quantized; want it loaded without quantization, or PEFT's adapters on it"
+    if reason is not None:
+        raise ValueError(f"model is {type(inner).__name__}, {reason}")
+
+
+def _check_base(model: nn.Module, base: Checkpoint) -> None:
+    """Raise ValueError if no matrix of the model has the name and shape of one of the base's."""
+    specs, inner = base.specs(), _unwrap(model)
+    for name, parameter in _parameters(inner):
+        for key, like in to_saved(inner, {name: torch.empty(parameter.shape, device="meta")}).items():
+            if like.dim() > 1 and key in specs and specs[key].shape == tuple(like.shape):
+                return
+    raise ValueError(f"base is {base.path}, none of whose matrices are the model's by name and shape; want its base")
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what `save_pretrained` would save, under the model's own names; of tied weights the first."""
+    seen, ignored = set(), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    named = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    # a name that loading ties again comes after the one that it is tied to
+    for name in sorted(named, key=lambda name: name in tied):
+        tensor = named[name]
+        if name in ignored or not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        yield name, tensor
+
+
+def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a folder, whole and on the CPU, one at a time; of split ones every process must walk them."""
+    for name, tensor in _parameters(model):
+        tensor = ranks.whole(tensor)
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        yield from to_saved(model, {name: tensor}).items()
+
+
+def _save_adapter(model, target: Path, tokenizer, dtype, is_main: bool, record: dict) -> None:
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # what PEFT looks for among the weights: its own matrices and whole modules beside them
+        if "lora_" in name or "modules_to_save" in name or getattr(tensor, "requires_grad", False):
+            tensor = ranks.whole(tensor)
+            found[name] = tensor if dtype is None else tensor.to(dtype)
+    if not is_main:
+        return
+    record["base"] = record.get("base") or model.peft_config["default"].base_model_name_or_path
+    with atomic_folder(target) as folder:
+        model.save_pretrained(folder, state_dict=found, selected_adapters=["default"])
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,273 @@
+"""Expert expansion: more experts out of a few checkpoints, from disk to disk (UpIT, arXiv 2410.01610, Algorithm 2).
+
+    while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
+                    child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
+Only MLPs enter distance and DARE; the rest of a child is its parents' mean ("average the parameters of backbone modules in
+candidate expert models"). LoRA experts: the same on every A and B apart, with a base of zero. What the paper leaves open
+is an option here. `moe_runtime.ops.expansion` has the formulas and their numbers, `moe_runtime.methods.upit.pool` the
+reading: bounded memory, each of the given experts once, and all once more for each child, while it is being written.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from moe_runtime.config import check_choice, check_numbers, check_seed, shown
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.models.conversions import Progress
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
+from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
+from moe_runtime.methods.upit.checkpoints import FORMAT, RECORD, Changed
+from moe_runtime.methods.upit.experts import ADAPTER, Expert
+from moe_runtime.methods.upit.pool import Mix, Pool
+from moe_runtime.ops.expansion import METRICS, check_drop, distances, farthest_pair
+
+SUMMARY, CHILD = "expansion.json", "expert-"
+OF, PARENTS = ("delta", "weight"), ("farthest", "random")
+
+
+class Child(NamedTuple):
+    """An expert that was made of two."""
+
+    folder: Path
+    parents: tuple[int, int]  # places in Expansion.experts
+    weights: tuple[float, float]
+    distance: float  # between the parents
+
+
+class Expansion(NamedTuple):
+    """The experts given and their children."""
+
+    experts: list[Path]  # the given ones first
+    children: tuple[Child, ...]
+    distance: torch.Tensor  # [n, n] float64, between all
+
+
+def expand_experts(
+    experts: Sequence[str | Path],
+    count: int,
+    out: str | Path,
+    *,
+    base: str | Path,
+    metric: str = "cosine",
+    of: str = "delta",
+    parents: str = "farthest",
+    drop: float = 0.5,
+    rescale: bool = True,
+    weights: tuple[float, float] | None = None,
+    seed: int = 0,
+    max_shard_size: int | str = "2GB",
+    overwrite: bool = False,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> Expansion:
+    """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
+
+    `base` is the dense model that all were trained from. `of` says what is compared: what training added, or the weights,
+    which are as far apart in `metric` "l2", and nearer in "cosine". `weights` are a and b of every child (None: a uniform at
+    random). Rows are computed on `device`. Of the children in `out` those that this call would make again are kept, after a
+    kill as well; the others are replaced or removed, and with `overwrite` all. Raises ValueError, with nothing written, for
+    experts that are not alike, a base without their MLPs or not the one that they note, and an `out` that holds anything
+    else.
+    """
+    _check_choices(metric, of, parents, drop, weights, seed)
+    paths, out = [Path(expert) for expert in experts], Path(out)
+    if not 1 <= len(paths) <= count or count > len(paths) == 1:
+        raise ValueError(
+            f"count is {count}, experts are {len(paths)}; want at least as many, and two parents for a child"
+        )
+    parse_size(max_shard_size)
+    _check_out(out, paths, count)
+    children = []
+    # l2 is the same of both
+    comparison = {"weights_alone": of == "weight" and metric != "l2", "wide": of == "weight" or metric == "l2"}
+    with Pool(base, **comparison, backend=backend, device=device) as pool:
+        for path in paths:
+            pool.add(path)
+        pool.expect(count, progress)
+        products = _first_products(pool, out, overwrite)
+        for number in range(len(paths), count):
+            table = distances(products, metric)
+            pair, mixed = _draw(seed, number, number)
+            pair = pair if parents == "random" else farthest_pair(table)
+            mix = Mix(
+                pair, mixed if weights is None else tuple(map(float, weights)), drop, rescale, _seed(seed, number)
+            )
+            folder = out / f"{CHILD}{number}"
+            products = _grow(products, _make(pool, folder, mix, max_shard_size, overwrite))
+            pool.add(folder)
+            children.append(Child(folder, pair, mix.weights, table[pair].item()))
+    for path in _children_in(out, paths):
+        if int(path.name.removeprefix(CHILD)) not in range(len(paths), count):
+            shutil.rmtree(path)
+    found = Expansion([*paths, *(child.folder for child in children)], tuple(children), distances(products, metric))
+    _summarize(out, found)
+    return found
+
+
+def _check_choices(metric, of, parents, drop, weights, seed) -> None:
+    check_choice("metric", metric, METRICS)
+    check_choice("of", of, OF)
+    check_choice("parents", parents, PARENTS)
+    check_drop(drop)
+    if weights is not None and (len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)):
+        raise ValueError(f"weights is {weights!r}; want two finite numbers, or None")
+    check_seed("seed", seed)
+
+
+def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
+    """Raise ValueError if `out` holds what an expansion did not write, or an expert lies where a child would."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is {out}, which is a file; want a folder")
+    ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
+    for path in experts:
+        if path.resolve().parent == out.resolve() and path.name in ours:
+            raise ValueError(
+                f"out is {out}, where the expert {path.name} lies that a child would replace; want another"
+            )
+    for path in _children_in(out, experts):
+        if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
+            raise ValueError(f"out is {out}, whose {path.name} is no expansion's child; want another folder")
+    for path in out.iterdir() if out.is_dir() else ():
+        begins = CHILD if path.is_dir() else Path(SUMMARY).stem
+        # a killed writer leaves hidden ones, of a file in a folder
+        if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
+            raise ValueError(
+                f"out is {out}, which holds {path.name}; want a new folder, or one of an earlier expansion"
+            )
+
+
+def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
+    """Return the folders of `out` that are named as children, without the experts given."""
+    given = {path.resolve() for path in experts}
+    found = (path for path in out.glob(f"{CHILD}*") if path.is_dir() and path.resolve() not in given)
+    return [path for path in found if path.name.removeprefix(CHILD).isdecimal()]
+
+
+def _draw(seed: int, number: int, pool: int) -> tuple[tuple[int, int], tuple[float, float]]:
+    """Return parents and weights at random for expert `number`: a function of `seed` and `number` alone."""
+    draw = np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
+    pair, a = sorted(draw.choice(pool, 2, replace=False).tolist()), draw.random()
+    return tuple(pair), (a, 1 - a)
+
+
+def _seed(seed: int, number: int) -> int:
+    """Return DARE's seed for expert `number`: fresh masks for each."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Return G [n + 1, n + 1] of G [n, n] and the inner products of one more, itself last."""
+    n = len(products)
+    grown = torch.empty(n + 1, n + 1, dtype=torch.float64)
+    grown[:n, :n], grown[n], grown[:, n] = products, row, row
+    return grown
+
+
+def _products(record: dict, path: Path) -> dict:
+    kept = record.get("products", {})
+    if not isinstance(kept, dict):
+        raise ValueError(f"products of {path} are {shown(kept)}; want an object; remove the file, and it is made anew")
+    return kept
+
+
+def _values(kept: dict, path: Path, *shape: int) -> torch.Tensor:
+    """Return the inner products that an earlier run kept in `path`; raises ValueError for what are none."""
+    check_numbers(f"products of {path}", kept.get("values"), *shape)
+    return torch.tensor(kept["values"], dtype=torch.float64)
+
+
+def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
+    """Return G of the given experts: from the summary of an earlier run with the same, or by reading each once."""
+    key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
+    path = out / SUMMARY
+    if path.is_file() and not overwrite:
+        kept = _products(read_json(path), path)
+        if {name: kept.get(name) for name in key} == key:
+            products = _values(kept, path, len(pool.experts), len(pool.experts))
+            pool.skip(len(pool.experts), child=False)
+            return products
+    products = pool.products()
+    if not torch.isfinite(products).all():
+        bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
+        raise ValueError(f"expert is {bad.path}, whose MLPs have NaN or infinite values; want finite weights")
+    out.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(path, {"products": key | {"values": products.tolist()}})
+    return products
+
+
+def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwrite: bool) -> torch.Tensor:
+    """Write a child unless it is there, and return its inner products [n + 1] with the pool and itself."""
+    parents = [pool.experts[place] for place in mix.parents]
+    kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
+    child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
+    if (folder / RECORD).is_file() and not overwrite:
+        record = read_json(folder / RECORD)
+        kept = _products(record, folder / RECORD)
+        if record.get("child") == child and {name: kept.get(name) for name in pool.comparison} == pool.comparison:
+            products = _values(kept, folder / RECORD, len(pool.experts) + 1)
+            pool.skip(len(pool.experts), child=True)
+            return products
+    products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
+    base = str(parents[0].base or pool.base_folder)
+    record = {
+        "format": FORMAT,
+        "kind": kind,
+        "base": base,
+        "base_hash": parents[0].record.get("base_hash"),
+        "child": child,
+    }
+    tensors = pool.child(mix, products)
+
+    def said(**more: Any) -> str:
+        values = pool.comparison | {"values": products.tolist()}
+        return json.dumps(record | more | {"products": values}, indent=2) + "\n"
+
+    if kind == "lora":
+        with atomic_folder(folder, overwrite=True) as tmp:
+            _write_adapter(tmp, parents[0], tensors)
+            (tmp / RECORD).write_text(said(), encoding="utf-8")
+        return products
+    expected = sum(spec.nbytes for spec in pool.specs.values()) if kind == "ffn" else None
+    with CheckpointWriter(folder, max_shard_size, overwrite=True, expected_bytes=expected) as writer:
+        writer.copy_file(parents[0].path / "config.json")
+        folders.copy_side_files(parents[0].path, writer)
+        writer.write_text(RECORD, said(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))
+    return products
+
+
+def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | None) -> dict[str, Any]:
+    """Write a child's tensors, as a delta of the base of `like` if given; return what expert.json says of that."""
+    if like is None:
+        for key, tensor in tensors:
+            writer.add(key, tensor)
+        return {}
+    with Changed(writer, Checkpoint(like.base)) as changed:
+        for key, tensor in tensors:
+            changed.add(key, tensor)
+    return {"absent": changed.absent}
+
+
+def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
+    """Write a child's adapter, which is held in memory, with the settings and side files of `like`."""
+    write_tensors(folder / ADAPTER, dict(tensors))
+    for name in ("adapter_config.json", *folders.side_files(like.path)):
+        shutil.copyfile(like.path / name, folder / name)
+
+
+def _summarize(out: Path, found: Expansion) -> None:
+    """Add to the summary what came out."""
+    children = [
+        {"folder": child.folder.name, "parents": child.parents, "weights": child.weights, "distance": child.distance}
+        for child in found.children
+    ]
+    values = {"experts": [str(path) for path in found.experts], "children": children}
+    atomic_write_json(out / SUMMARY, read_json(out / SUMMARY) | values | {"distance": found.distance.tolist()})

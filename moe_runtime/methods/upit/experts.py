@@ -1,0 +1,207 @@
+"""Experts on disk, read alike: whole dense models, models that a base and what differs from it make up, and LoRA adapters.
+
+UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning are the experts. What each kind is, and how it
+gets there: `moe_runtime.methods.upit.checkpoints`. Memory holds a tensor at a time, or rows of one.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import check_choice
+from moe_runtime.experiments.stages import files_print, hash_of
+from moe_runtime.hf.models import families, folders
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from moe_runtime.io.files import check_out_dir, read_json
+from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, model_folder, saved_steps
+
+CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of PEFT's names
+WHICH = ("back", "front", "uniform")
+
+
+class Expert:
+    """An expert's folder open for reading; `open_expert` makes one. A context manager.
+
+    `kind` is "ffn", "delta" or "lora"; `record` what expert.json says; `base` the folder of its base, or its id, where it is
+    known; `config` the dense model's; `adapter` PEFT's settings of a lora.
+    """
+
+    def __init__(self, path: Path, kind: str, record: dict, base: str | Path | None):
+        self.path, self.kind, self.record, self.base = path, kind, record, base
+        self.adapter = read_json(path / ADAPTER_CONFIG) if kind == "lora" else None
+        self._own = Checkpoint(path, ADAPTER if kind == "lora" else None)
+        self._base = Checkpoint(base) if kind == "delta" else None
+        self._config = None
+        own, specs = self._own.specs(), {} if self._base is None else self._base.specs()
+        absent = set(record.get("absent", ()))
+        # as the base has them, where there is one: the order of its bytes
+        self._specs = {key: own.get(key, spec) for key, spec in specs.items() if key not in absent} | own
+
+    def __enter__(self) -> "Expert":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for source in filter(None, (self._own, self._base)):
+            source.close()
+
+    @property
+    def config(self):
+        """The dense model's transformers config; raises ValueError for a lora whose base is not known or not there."""
+        if self._config is None:
+            if self.kind == "lora" and self.base is None:
+                raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model; want base=, its folder")
+            source = self.path if self.kind != "lora" else model_folder(self.base, ("config.json",))
+            self._config = folders.read_config(source)
+        return self._config
+
+    @property
+    def family(self) -> families.Family:
+        """The row of the families' table; raises ValueError for a model that has none."""
+        return families.family_of(self.config)
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, those that a delta leaves to its base too, in an order to walk them in."""
+        return list(self._specs)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor."""
+        return dict(self._specs)
+
+    def spec(self, key: str) -> TensorSpec:
+        """Shape and dtype of one tensor."""
+        return self._specs[key]
+
+    def get(self, key: str) -> torch.Tensor:
+        """Read one tensor; one that a delta lacks comes from the base."""
+        return self._source(key).get(key)
+
+    def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
+        """Read `tensor[index]` and no other bytes, as Checkpoint.get_rows."""
+        return self._source(key).get_rows(key, index)
+
+    def differs(self, key: str) -> bool:
+        """Whether the expert's own files hold the tensor: of a delta, what differs from its base."""
+        return key in self._own
+
+    def is_ffn(self, key: str) -> bool:
+        """Whether a tensor belongs to an MLP: one of its linear layers', or of their LoRA halves."""
+        return self.locate(key) is not None
+
+    def locate(self, key: str) -> families.MLPKey | None:
+        """Return what of which layer's MLP a tensor is, of a LoRA half the weight that it is for; None for the rest."""
+        if self.kind == "lora":
+            key = re.sub(r"\.lora_[AB](\.\w+)?\.weight$", ".weight", key.removeprefix(PREFIX))
+        return families.locate_key(self.family, key)
+
+    def fingerprint(self) -> str:
+        """Return hex digits that tell this expert from others, and from itself once changed, cheaply.
+
+        They stand for the tensors' names, shapes, dtypes and a row of each, and for the files' sizes, times and settings.
+        """
+        base = None if self._base is None else print_of(self._base)
+        return hash_of([print_of(self._own), base])
+
+    def _source(self, key: str) -> Checkpoint:
+        return self._base if self._base is not None and key not in self._own else self._own
+
+
+def print_of(checkpoint: Checkpoint) -> str:
+    """Return hex digits that tell a folder's model or adapter from another, and from itself once a file has changed."""
+    folder = checkpoint.path
+    settings = [path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()]
+    files = [files_print(path) for path in sorted(folder.glob("*.safetensors"))]
+    return hash_of([fingerprint(checkpoint), files, settings])
+
+
+def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
+    """Open an expert's folder of any kind; `base` stands for the base that it names, which may have moved.
+
+    Raises ValueError for a folder that is none of the three and for a delta without its base, or with another.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"expert is {str(path)!r}, which is no folder; want one of a model, a delta or an adapter")
+    record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
+    if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
+        raise ValueError(
+            f"{path / RECORD} has format {record.get('format')!r} and kind {record.get('kind')!r}; want {FORMAT} and one "
+            f"of {', '.join(KINDS)}"
+        )
+    kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
+    if kind == "delta":
+        return Expert(path, kind, record, _base_of(path, record, base))
+    named = base or record.get("base")
+    if kind == "lora" and not named:
+        named = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return Expert(path, kind, record, named or None)
+
+
+def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
+    """Return the folder of a delta's base: that which it names, or the one given, whichever is the same model."""
+    names = [name for name in (given, record.get("base")) if name is not None]
+    reason = "which names no base"
+    for name in names:
+        try:
+            with Checkpoint(model_folder(name)) as base:
+                if fingerprint(base) == record.get("base_hash"):
+                    return base.path
+            reason = f"{name} has other weights than its base"
+        except ValueError as error:
+            reason = str(error).partition(";")[0]
+    raise ValueError(
+        f"expert is {str(path)!r}, a delta, {reason}; want base=, the folder of the model it was trained from"
+    )
+
+
+def saved_experts(folder: str | Path) -> list[Path]:
+    """Return the experts that a training saved in a folder, by step; where there are none, a Trainer's own checkpoints."""
+    return saved_steps(folder) or saved_steps(folder, ("checkpoint-",))
+
+
+def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, which: str = "back") -> list[Path]:
+    """Return `count` of the checkpoints `folders`, in the order of their steps, or of those that one folder holds.
+
+    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced with the last. A
+    step is the number that a folder's name ends in; where one has none, all stay in the order given. Raises ValueError for
+    too few.
+    """
+    check_choice("which", which, WHICH)
+    found = saved_experts(folders) if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
+    steps = [path.name.rpartition("-")[2] for path in found]
+    if all(map(str.isdecimal, steps)):
+        found = [path for _, path in sorted(zip(map(int, steps), found, strict=True), key=lambda pair: pair[0])]
+    if not 1 <= count <= len(found):
+        where = f" in {folders}" if isinstance(folders, str | Path) else ""
+        raise ValueError(f"count is {count}, checkpoints{where} are {len(found)}; want 1 to as many; save more often")
+    if which == "uniform":
+        return [found[(i + 1) * len(found) // count - 1] for i in range(count)]
+    return found[:count] if which == "front" else found[-count:]
+
+
+def materialize(
+    expert: Expert | str | Path, out: str | Path, *, max_shard_size: int | str = "2GB", overwrite: bool = False
+) -> Path:
+    """Write a delta, or a whole model, to the folder `out` as a model that transformers loads, tensor by tensor.
+
+    Raises ValueError, with nothing written, for an adapter, an existing target and too little disk space.
+    """
+    if not isinstance(expert, Expert):
+        with open_expert(expert) as opened:
+            return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    if expert.kind == "lora":
+        raise ValueError(f"expert is {str(expert.path)!r}, an adapter; want a delta; PEFT merges adapters")
+    check_out_dir(out, overwrite, [expert.path, expert.base])
+    expected = sum(spec.nbytes for spec in expert.specs().values())
+    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+        writer.copy_file(expert.path / "config.json")
+        folders.copy_side_files(expert.path, writer)
+        for key in expert.keys():
+            writer.add(key, expert.get(key))
+    return Path(out)

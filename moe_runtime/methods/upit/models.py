@@ -1,0 +1,224 @@
+"""UpIT's experts as models: whole ones, what differs from a base, PEFT adapters of one; and their losses, row by row.
+
+What an expert is here, `methods.upit.experts.open_expert` opened: kind "ffn", "delta" or "lora", a path, a base.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from moe_runtime.hf.models.tiny import pair_collator
+from moe_runtime.hf.training import fit, ranks
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.rows import require
+from moe_runtime.methods.lora import forced_experts, to_lora_moe
+from moe_runtime.methods.lora.baseline import quiet_peft
+from moe_runtime.methods.upit.checkpoints import fingerprint
+from moe_runtime.modules.lora import TARGETS
+
+DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
+
+
+def load(expert, *, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
+    """Load an expert of kind "ffn" or "delta" as the dense model that it is, in its MLPs' dtype unless given."""
+    device, dtype = _place(device), dtype or dtype_of(expert)
+    if expert.kind == "ffn":
+        return ranks.load_model(expert.path, dtype, device)
+    tensors = {key: expert.get(key) for key in expert.keys()}
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(expert.config)]
+    return cls.from_pretrained(None, config=expert.config, state_dict=tensors, dtype=getattr(torch, dtype)).to(device)
+
+
+def load_adapters(
+    experts: Sequence,
+    *,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    trainable: bool = False,
+):
+    """Return peft's model of the experts' base with the adapters of all, by `names`; the first is active.
+
+    In the base's own dtype unless given, adapters in float32 where theirs is narrower, as peft has it.
+    """
+    peft = require("peft")
+    model = load_base(experts, dtype, device)
+    with quiet_peft():
+        adapted = peft.PeftModel.from_pretrained(
+            model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable
+        )
+        for expert, name in zip(experts[1:], names(len(experts))[1:], strict=True):
+            adapted.load_adapter(str(expert.path), adapter_name=name, is_trainable=trainable)
+    # which may have moved since
+    adapted.peft_config[DEFAULT].base_model_name_or_path = str(experts[0].base)
+    return adapted
+
+
+def names(count: int) -> list[str]:
+    """Return the names of `count` adapters in one model of peft's."""
+    return [DEFAULT, *(f"expert-{i}" for i in range(1, count))]
+
+
+def load_base(experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
+    """Load the dense model that adapters are of, in its own dtype unless given; raises ValueError unless it is one."""
+    base = base_of(experts)
+    if dtype is None:
+        dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")
+    return ranks.load_model(base, dtype, _place(device))
+
+
+def base_of(experts: Sequence) -> str | Path:
+    """Return the base that all experts name: one folder or id, or copies; raises ValueError for none and for several."""
+    first = experts[0]
+    for expert in experts:
+        if expert.base is None:
+            raise ValueError(
+                f"expert is {str(expert.path)!r}, which names no base; want base=, the folder of its dense model"
+            )
+        if not _is_same(first.base, expert.base):
+            raise ValueError(
+                f"the base of {expert.path} is {expert.base}, of {first.path} {first.base}; want experts of one base; pass "
+                "base= if it has moved"
+            )
+    return first.base
+
+
+def _is_same(base: str | Path, other: str | Path) -> bool:
+    """Whether two names of models stand for one: the same name, the same folder, or folders with the same weights."""
+    if str(base) == str(other) or Path(base).resolve() == Path(other).resolve():
+        return True
+    if not (Path(base).is_dir() and Path(other).is_dir()):
+        return False
+    with Checkpoint(base) as one, Checkpoint(other) as two:
+        return fingerprint(one) == fingerprint(two)
+
+
+def check_labels(rows, every_token: bool = False) -> None:
+    """Raise ValueError for tokenized rows of which no token has a loss: of one token, or, unless `every_token`, no label."""
+    column = rows["input_ids" if every_token else "labels"]
+    bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
+    if bad:
+        counted = "tokens after the first" if every_token else "labels after the first token"
+        raise ValueError(f"rows {bad[:8]} of {len(column)} have no {counted}; want at least one; leave those rows out")
+
+
+def dtype_of(expert) -> str:
+    """Return the name of the dtype of an expert's MLP tensors."""
+    specs = expert.specs()
+    return str(next(spec.dtype for key, spec in specs.items() if expert.is_ffn(key))).removeprefix("torch.")
+
+
+def _place(device: torch.device | str | None) -> torch.device:
+    return ranks.state().device if device is None else torch.device(device)
+
+
+def losses(model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False) -> list[float]:
+    """Return the mean loss per label token of each tokenized row, or per token; every process must call, each takes a part."""
+
+    def take(model, batch: dict) -> list[float]:
+        labels = _labels(batch, every_token)
+        return row_means(model(**batch, use_cache=False).logits, labels)
+
+    return each_row(model, rows, tokenizer, batch_size, take)
+
+
+def adapter_losses(
+    experts: Sequence,
+    rows,
+    tokenizer,
+    batch_size: int,
+    every_token: bool = False,
+    *,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+) -> list[list[float]]:
+    """Return `losses` [n][N] of n adapters of one base, which runs once for a batch of all adapters.
+
+    A batch has `batch_size` rows: of the data batch_size / n of them, at least one, n times. Adapters that are alike and
+    change MLPs alone run as LoRA experts, each row forced to its own; others as a mixed batch of peft's.
+    """
+    n, own = len(experts), names(len(experts))
+    if is_alike := _are_alike(experts):
+        model = load_base(experts, dtype, device)
+        to_lora_moe(model, experts=[expert.path for expert in experts], top_k=1)
+    else:
+        model = load_adapters(experts, dtype=dtype, device=device)
+
+    def take(model, batch: dict) -> list[tuple]:
+        labels = _labels(batch, every_token)
+        ids = torch.arange(n).repeat_interleave(len(labels))
+        batch = {name: value.repeat(n, 1) for name, value in batch.items()}
+        if is_alike:
+            with forced_experts(model, ids):
+                logits = model(**batch, use_cache=False).logits
+        else:
+            logits = model(**batch, use_cache=False, adapter_names=[own[i] for i in ids]).logits
+        return list(zip(*(row_means(part, labels) for part in logits.chunk(n)), strict=True))
+
+    found = each_row(model, rows, tokenizer, max(batch_size // n, 1), take)
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+def _are_alike(experts: Sequence) -> bool:
+    """Whether adapters have the same tensors, in MLPs alone, scaled alike: what one LoRAExperts can hold."""
+    first = experts[0]
+    places = {first.locate(key) for key in first.keys()} - {None}
+    layers, weights = {place.layer for place in places}, {place[1:] for place in places}
+    if (*first.family.up, first.family.down) != TARGETS or len(places) != len(layers) * len(weights):
+        return False
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none"}
+    return all(
+        all(expert.adapter.get(name) == first.adapter.get(name) for name in ("r", "lora_alpha", "use_rslora"))
+        and all(expert.adapter.get(name) in (None, value) for name, value in plain.items())
+        and expert.specs() == first.specs()
+        and all(map(expert.is_ffn, expert.keys()))
+        for expert in experts
+    )
+
+
+def _labels(batch: dict, every_token: bool) -> torch.Tensor:
+    """Take the labels out of a batch; all tokens but padding if `every_token`."""
+    labels = batch.pop("labels")
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100) if every_token else labels
+
+
+def row_means(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Return the mean loss per label token of each row; `logits` [B, S, V], `labels` [B, S], -100 where none."""
+    return fit.means_of(fit.token_sums(logits, labels))[0]
+
+
+def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False) -> list:
+    """Return what `take(model, batch)` makes of each tokenized row, as row_losses.each_row, on the model's device.
+
+    Rows of about one length share a batch.
+    """
+    rows, device = rows.select_columns(["input_ids", "labels"]), next(model.parameters()).device
+    return fit.each_row(
+        model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16, by_length=True,
+        device=device,
+    )  # fmt: skip
+
+
+def loader(rows, tokenizer, batch_size: int) -> DataLoader:
+    """Return batches of tokenized rows in their order; columns beside the tokens are left out."""
+    rows = rows.select_columns(["input_ids", "labels"])
+    return DataLoader(rows, batch_size=batch_size, collate_fn=pair_collator(tokenizer))
+
+
+def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path) -> None:
+    """Write a tuned expert to a folder that exists: `adapted`'s adapter, or `model` whole, in `dtype`, if that is None.
+
+    `weights` is the state dict of `model`, which may be split. What `model` does not have is left out.
+    """
+    if weights is not None:
+        own = set(model.state_dict())
+        weights = {name: value for name, value in weights.items() if name in own}
+    if adapted is None:
+        ranks.save_whole(model, tokenizer, folder, dtype, weights)
+        return
+    if weights is not None:
+        weights = {f"base_model.model.{name}": value for name, value in weights.items()}
+    adapted.save_pretrained(str(folder), state_dict=weights, selected_adapters=[DEFAULT])

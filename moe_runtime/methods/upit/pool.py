@@ -1,0 +1,237 @@
+"""Experts side by side: rows of a tensor of all of them read at once, for their inner products and for a child's weights.
+
+    G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers       UpIT's distances, before the metric
+    child = W_base + a D(W_j - W_base) + b D(W_k - W_base)                       for the MLPs; the parents' mean for the rest
+The formulas are in `moe_runtime.ops.expansion`. Each pass reads each expert once. Memory holds CHUNK elements of all
+experts together, and the tensor of a child that is put together.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.hf.dropin.experts import FLOATS
+from moe_runtime.hf.models.conversions import Progress
+from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys
+from moe_runtime.methods.upit.checkpoints import fingerprint, model_folder
+from moe_runtime.methods.upit.experts import Expert, open_expert, print_of
+from moe_runtime.ops.expansion import dare_merge, gram, gram_row
+
+CHUNK = 1 << 22  # elements of all experts that are read at once
+# PEFT's settings that say what A and B mean
+_ADAPTER_FIELDS = (
+    "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layer_replication",
+)  # fmt: skip
+
+
+class Mix(NamedTuple):
+    """How a child is made of two parents."""
+
+    parents: tuple[int, int]
+    weights: tuple[float, float]
+    drop: float
+    rescale: bool
+    seed: int
+
+
+class _Rows(NamedTuple):
+    """Rows of one tensor, in one dtype."""
+
+    index: slice | None  # None for a tensor without dimensions
+    start: int  # number of the first element
+    experts: list[torch.Tensor]
+    base: torch.Tensor | None
+
+
+class Pool:
+    """Experts open for reading; a context manager. `base` is what their MLPs are compared with, of adapters the model.
+
+    `weights_alone` compares the weights themselves, not what training added to the base's. `wide` takes products in float64,
+    by torch: for distances that are small beside what is multiplied. Those of adapters, whose halves have no base, always are.
+    """
+
+    def __init__(
+        self,
+        base: str | Path,
+        *,
+        weights_alone: bool = False,
+        wide: bool = False,
+        backend: str | None = None,
+        device=None,
+    ):
+        self.base_folder, self.weights_alone, self.wide = base, weights_alone, wide
+        self.backend, self.device = backend, device
+        self.experts: list[Expert] = []
+        self.prints: list[str] = []
+        self.specs: dict[str, TensorSpec] = {}  # of the first expert
+        self.ffn: set[str] = set()
+        self.base: Checkpoint | None = None
+        self.base_hash: str | None = None  # as experts note it
+        self.base_print: str | None = None
+        self.progress, self.done, self.total = None, 0, 0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def add(self, path: str | Path) -> None:
+        """Open one more expert; raises ValueError unless its tensors are those of the first, and the base has their MLPs."""
+        expert = self._stack.enter_context(open_expert(path, self.base_folder))
+        if self.experts:
+            _check_alike(self.experts[0], expert)
+        else:
+            self._begin(expert)
+        noted = expert.record.get("base_hash")
+        if self.base_hash is not None and noted not in (None, self.base_hash):
+            raise ValueError(
+                f"base is {self.base_folder}, whose weights are not those that {expert.path} was trained from; want the folder "
+                "of its base"
+            )
+        bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
+        if bad is not None:
+            raise ValueError(
+                f"{bad} in {expert.path} is {expert.spec(bad).dtype}; want float16, bfloat16, float32 or float64 weights"
+            )
+        self.experts.append(expert)
+        self.prints.append(expert.fingerprint())
+
+    def _begin(self, first: Expert) -> None:
+        self.specs = first.specs()
+        self.ffn = {key for key in self.specs if first.is_ffn(key)}
+        if not self.ffn:
+            raise ValueError(f"expert is {first.path}, which has no tensor of an MLP; want experts that differ there")
+        if first.kind == "lora":
+            self.wide = True
+            _check_adapter(first)
+            return
+        self.base = self._stack.enter_context(Checkpoint(model_folder(self.base_folder)))
+        self.base_specs = self.base.specs()
+        self.base_hash, self.base_print = fingerprint(self.base), print_of(self.base)
+        want = {key: self.specs[key] for key in self.ffn}
+        got = {key: spec for key, spec in self.base_specs.items() if first.is_ffn(key)}
+        check_keys(_with_dtypes(got, want), want, source=self.base.path)
+
+    def expect(self, count: int, progress: Progress | None) -> None:
+        """Report to `progress` the bytes of experts that growing to `count` reads: all MLPs once for each child."""
+        ffn, given = sum(self.specs[key].nbytes for key in self.ffn), len(self.experts)
+        rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
+        self.total = given * ffn + sum(m * ffn + 2 * rest for m in range(given, count))
+        self.progress = progress
+
+    def skip(self, pool: int, child: bool) -> None:
+        """Count what need not be read: a pass over the MLPs of `pool` experts, and a child's backbone."""
+        ffn = sum(self.specs[key].nbytes for key in self.ffn)
+        rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
+        self._saw(pool * ffn + 2 * rest * child)
+
+    def products(self) -> torch.Tensor:
+        """Return G [n, n] float64; each expert's MLPs are read once."""
+        n = len(self.experts)
+        total = torch.zeros(n, n, dtype=torch.float64)
+        for key in self.specs:
+            if key in self.ffn:
+                for rows in self._walk(key, range(n), with_base=not self.weights_alone):
+                    backend = "torch" if self.wide else self.backend
+                    total += gram(*self._compared(rows.experts, rows.base), backend=backend).cpu()
+        return total
+
+    @property
+    def comparison(self) -> dict[str, bool]:
+        """What the products are of, and how they are taken."""
+        return {"weights_alone": self.weights_alone, "wide": self.wide}
+
+    def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
+        """Tensors as their products are taken."""
+        if self.wide:
+            experts, base = [tensor.double() for tensor in experts], None if base is None else base.double()
+        return experts, base
+
+    def child(self, mix: Mix, products: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a child's tensors, in the dtypes of the first parent's.
+
+        Its inner products with all experts, and with itself last, are added to `products` [n + 1].
+        """
+        for key, spec in self.specs.items():
+            spec = TensorSpec(spec.shape, self.experts[mix.parents[0]].spec(key).dtype)
+            out = torch.empty(spec.shape, dtype=spec.dtype)
+            for index, part in self._grown(key, spec, mix, products) if key in self.ffn else self._mean(key, mix):
+                out[... if index is None else index] = part
+            yield key, out
+
+    def _grown(self, key: str, spec: TensorSpec, mix: Mix, products: torch.Tensor):
+        """Rows of a child's MLP."""
+        j, k = mix.parents
+        for rows in self._walk(key, range(len(self.experts)), with_base=True):
+            part = dare_merge(
+                rows.experts[j], rows.experts[k], rows.base, weights=mix.weights, drop=mix.drop, rescale=mix.rescale,
+                seed=mix.seed, tensor=key, start=rows.start, backend=self.backend,
+            ).to(spec.dtype)  # fmt: skip
+            base = None if self.weights_alone else rows.base
+            # of the child as it will be read
+            (*pool, child), base = self._compared([*rows.experts, part.to(rows.experts[0].dtype)], base)
+            products += gram_row(pool, child, base).cpu()
+            yield rows.index, part.cpu()
+
+    def _mean(self, key: str, mix: Mix):
+        """Rows of the parents' mean, in float32 (float64 for float64), rounded once; what is no float is the first one's."""
+        for rows in self._walk(key, mix.parents, with_base=False):
+            first, second = rows.experts
+            if first.is_floating_point():
+                wide = torch.promote_types(first.dtype, torch.float32)
+                first = (first.to(wide) + second.to(wide)) / 2
+            yield rows.index, first.cpu()
+
+    def _dtype(self, key: str, places: Sequence[int]) -> torch.dtype:
+        return functools.reduce(torch.promote_types, (self.experts[place].spec(key).dtype for place in places))
+
+    def _walk(self, key: str, places: Sequence[int], with_base: bool) -> Iterator[_Rows]:
+        """Read rows of a tensor of the experts at `places`, and of the base."""
+        sources, dtype = [self.experts[place] for place in places], self._dtype(key, places)
+        if with_base and self.base is not None:
+            sources, dtype = [*sources, self.base], torch.promote_types(dtype, self.base_specs[key].dtype)
+        shape, n = self.specs[key].shape, len(places)
+        width = math.prod(shape[1:])
+        # DARE's numbers come in fours
+        step = max(CHUNK // (max(width, 1) * len(sources)) // 4 * 4, 4)
+        for start in range(0, shape[0] if shape else 1, step):
+            index = slice(start, min(start + step, shape[0])) if shape else None
+            parts = [source.get(key) if index is None else source.get_rows(key, index) for source in sources]
+            self._saw(sum(part.nbytes for part in parts[:n]))
+            parts = [part.to(self.device, dtype) for part in parts]
+            yield _Rows(index, start * width, parts[:n], parts[n] if len(parts) > n else None)
+
+    def _saw(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _with_dtypes(specs: dict[str, TensorSpec], like: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """`specs` with the dtypes of `like`: they may differ."""
+    return {key: TensorSpec(spec.shape, like[key].dtype if key in like else spec.dtype) for key, spec in specs.items()}
+
+
+def _check_alike(first: Expert, other: Expert) -> None:
+    """Raise ValueError unless two experts are of the same kind of model, with the same tensors."""
+    if (first.kind == "lora") != (other.kind == "lora"):
+        raise ValueError(f"experts are {first.path}, a {first.kind}, and {other.path}, a {other.kind}; want one kind")
+    check_keys(_with_dtypes(other.specs(), first.specs()), first.specs(), source=other.path)
+    for field in _ADAPTER_FIELDS if first.kind == "lora" else ():
+        ours, theirs = first.adapter.get(field), other.adapter.get(field)
+        if ours != theirs:
+            raise ValueError(
+                f"{field} of {other.path} is {theirs!r}, of {first.path} {ours!r}; want one setting for all"
+            )
+
+
+def _check_adapter(expert: Expert) -> None:
+    if expert.adapter.get("use_dora"):
+        raise ValueError(f"use_dora of {expert.path} is True; want plain LoRA: DoRA's norms are of one weight alone")

@@ -1,0 +1,277 @@
+"""Routing vectors that know their expert: each expert and its vectors are tuned on the rows that the expert is best at.
+
+UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.methods.upit.vectors` has the equations.
+Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
+`init_routers` does all experts. The vectors begin at 0, which the paper leaves open: at its rates they move by some 0.01,
+and would hardly leave what was drawn from N(0, 0.02), by which rows then were routed. Beside "skilled" there are vectors
+that nobody trains: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of length 1.
+
+A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if it was tuned, the expert: a
+model folder, or an adapter's.
+"""
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import check_bool, check_choice, check_fraction, check_number, check_positive
+from moe_runtime.experiments.stages import files_print, hash_of, remove
+from moe_runtime.hf.training import fit, ranks
+from moe_runtime.io import console
+from moe_runtime.io.checkpoint import Checkpoint, write_tensors
+from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.methods.upit import models
+from moe_runtime.methods.upit.experts import Expert, open_expert
+from moe_runtime.methods.upit.vectors import Measured, RoutingVectors, VectorTrainer, drawn, hidden_means
+
+FORMAT = 1
+INITS = ("skilled", "random", "hidden_mean")
+VECTORS, RECORD = "routing_vectors.safetensors", "router.json"
+STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}  # of the first vectors, unless given
+RATES = {"ffn": 2e-5, "delta": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
+# what `init_router` passes on
+_SETTINGS = inspect.signature(fit.train).parameters.keys() - {
+    "model", "rows", "tokenizer", "folder", "held_out", "evaluations", "trainer", "collator", "losses", "keep_best",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedExpert:
+    """An expert and its routing vectors."""
+
+    vectors: torch.Tensor  # [L, H] float32
+    folder: Path  # of the expert: as it was tuned, or where it was before if it was not
+    router_init: str
+    before: Measured  # loss, and mean sigmoid(h . r) of each layer, on the bucket
+    after: Measured  # of the weights as they were trained, in float32; as before for vectors that nobody trains
+    steps: int = 0
+    seconds: float = 0.0  # of the training alone
+
+
+def init_router(
+    expert: str | Path,
+    rows,
+    tokenizer,
+    *,
+    folder: str | Path,
+    learning_rate: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int = 8,
+    alpha: float = 0.5,
+    router_init: str = "skilled",
+    detach_h: bool = False,
+    train_ffn: bool = True,
+    vector_std: float | None = None,
+    vector_learning_rate: float | None = None,
+    base: str | Path | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    index: int = 0,
+    overwrite: bool = False,
+    callbacks: Sequence = (),
+    on_step: Callable[[int, int, float], None] | None = None,
+    **training,
+) -> RoutedExpert:
+    """Tune an expert and its routing vectors on its bucket and write both to `folder`, whole or not at all.
+
+    `rows` are tokenized (data.tokenize_pairs). 4 `epochs`, or `steps`, of AdamW at a constant rate, RATES unless given, for
+    the vectors `vector_learning_rate` if given; `training` are hf.training.fit.train's other settings. `vector_std` is that of the
+    first vectors, STD unless given. A whole expert trains in float32 and is written in `dtype`, its own unless given; of an
+    adapter it is the dtype that its base has meanwhile. With save_steps a training that was killed goes on from its last
+    checkpoint; a folder that was made of just the same is read, not made again. `base` is a delta's or an adapter's dense
+    model, `index` the expert's number, by which drawn vectors differ from others. `train_ffn=False` trains the vectors
+    alone. In a run of several processes every one must call.
+    """
+    _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
+    _check_vectors(vector_std, vector_learning_rate)
+    folder, std = Path(folder), STD[router_init] if vector_std is None else vector_std
+    objective = {"alpha": alpha, "detach_h": detach_h, "train_ffn": train_ffn, "vector_rate": vector_learning_rate}
+    with open_expert(expert, base) as opened:
+        _check_expert(opened)
+        settings = _settings(RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training)
+        at_once, _ = fit.split_batch(batch_size, settings.get("per_device_batch_size"))
+        made_of = objective | {
+            "expert": files_print(expert), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]), "std": std,
+            "base": None if opened.kind == "ffn" else files_print(models.base_of([opened])), "settings": settings,
+            "router_init": router_init, "dtype": dtype, "index": index,
+        }  # fmt: skip
+        if not overwrite and ranks.agree(_is_made(folder, made_of)):
+            _remove_checkpoints(folder)
+            return load_routed(folder)
+        check_out_dir(folder, overwrite, [expert, base])
+        model, adapted = _load(opened, dtype)
+        dtype = dtype or models.dtype_of(opened)
+    vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index)
+    routing = RoutingVectors(model, vectors, alpha, detach_h)
+    measure = functools.partial(routing.measure, rows, tokenizer, at_once, settings.get("bf16", False))
+    before, weights = measure(), None
+    done = {"vectors": vectors, "before": before, "after": before}
+    if router_init == "skilled":
+        routing.train_only(train_ffn)
+        trained = _pre_optimize(
+            model, rows, tokenizer, vector_learning_rate, folder=_checkpoints(folder, made_of), callbacks=callbacks,
+            on_step=on_step, **settings,
+        )  # fmt: skip
+        done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
+        done["seconds"], weights = trained.history.seconds, trained.state_dict()
+    routing.close()
+    tuned = router_init == "skilled" and train_ffn
+    routed = RoutedExpert(folder=folder if tuned else Path(expert), router_init=router_init, **done)
+    write = functools.partial(models.save_tuned, model, adapted, tokenizer, weights, dtype) if tuned else None
+    _save(routed, folder, made_of, overwrite, write)
+    _remove_checkpoints(folder)
+    return routed
+
+
+def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
+    """Train what requires a gradient with the vectors in the loss, these at a rate of their own if given."""
+    # one row to judge by: all are measured beside, with the vectors
+    first = rows.select([0]).select_columns(["input_ids", "labels"])
+    trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
+    return fit.train(model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training)
+
+
+def _check_expert(opened: Expert) -> None:
+    if not any(map(opened.is_ffn, opened.keys())):
+        raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; want one that does")
+
+
+def _load(opened: Expert, dtype: str | None):
+    """Return the expert's dense model, an adapter's pairs in it, and peft's model around it, None for another expert."""
+    if opened.kind != "lora":
+        # AdamW's steps are smaller than what a bfloat16 weight can take on
+        return models.load(opened, dtype="float32"), None
+    adapted = models.load_adapters([opened], dtype=dtype, trainable=True)
+    model = adapted.get_base_model()
+    if dtype is None and model.dtype == torch.float16:
+        adapted.float()  # gradients of the frozen layers would vanish
+    return model, adapted
+
+
+def _settings(rate: float, learning_rate, epochs, steps, batch_size: int, seed: int, training: dict) -> dict:
+    """Return hf.training.fit.train's settings; raises ValueError for what it does not take."""
+    unknown = training.keys() - _SETTINGS
+    if unknown:
+        raise ValueError(f"training has {', '.join(sorted(unknown))}; want some of {', '.join(sorted(_SETTINGS))}")
+    learning_rate = rate if learning_rate is None else learning_rate
+    check_number("learning_rate", learning_rate, positive=True)
+    settings = {"optimizer": "adamw_torch", "schedule": "constant", "batch_size": batch_size, "seed": seed} | training
+    settings |= {"steps": steps} if steps is not None else {"epochs": 4 if epochs is None else epochs}
+    fit.check_training(**{"per_device_batch_size": None, "steps": None, "warmup_steps": None} | settings)
+    return settings | {"learning_rate": learning_rate}
+
+
+def _first_vectors(router_init: str, model, rows, tokenizer, batch_size: int, std: float, seed: int) -> torch.Tensor:
+    if router_init == "hidden_mean":
+        return hidden_means(model, rows, tokenizer, batch_size)
+    return drawn(model.config.num_hidden_layers, model.config.hidden_size, std, seed)
+
+
+def _checkpoints(folder: Path, made_of: dict) -> Path:
+    return folder.with_name(f"{folder.name}.checkpoints-{hash_of(made_of)}")
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove the Trainer's checkpoints beside a folder that is there: those of a killed training as well."""
+    for path in folder.parent.iterdir():
+        if path.name.startswith(f"{folder.name}.checkpoints-"):
+            remove(path)
+
+
+def _is_made(folder: Path, made_of: dict) -> bool:
+    return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(made_of)
+
+
+def init_routers(
+    experts: Sequence[str | Path], rows, buckets: Sequence[Sequence[int]], tokenizer, *, folder: str | Path, **settings
+) -> list[RoutedExpert]:
+    """Call `init_router` for each expert on its bucket, row numbers of `rows`, into FOLDER/expert-<i>; `settings` are its.
+
+    One that is there, made of just the same, is read and not made again.
+    """
+    if len(experts) != len(buckets) or not all(buckets):
+        sizes = [len(bucket) for bucket in buckets]
+        raise ValueError(
+            f"buckets have {sizes} rows, experts are {len(experts)}; want a bucket with rows for each expert"
+        )
+    routed = []
+    for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
+        place = Path(folder) / f"expert-{i}"
+        with console.bar(f"expert {i}") as update:
+            shown = {"on_step": update} | settings
+            routed.append(init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **shown))
+        ranks.free_memory()
+    return routed
+
+
+def load_routed(folder: str | Path) -> RoutedExpert:
+    """Read what `init_router` wrote; raises ValueError for another folder."""
+    folder = Path(folder)
+    record = read_json(folder / RECORD)
+    if record.get("format") != FORMAT or not (folder / VECTORS).is_file():
+        raise ValueError(
+            f"folder is {folder}, with format {record.get('format')!r}; want {FORMAT}, and {VECTORS} beside it"
+        )
+    with Checkpoint(folder, VECTORS) as checkpoint:
+        vectors = checkpoint.get("vectors")
+    try:
+        return RoutedExpert(
+            vectors=vectors,
+            folder=folder / record["expert"],
+            router_init=record["router_init"],
+            before=Measured(**record["before"]),
+            after=Measured(**record["after"]),
+            steps=record["steps"],
+            seconds=record["seconds"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / RECORD} lacks fields ({error}); want a file of upit init-routers; run it again"
+        ) from error
+
+
+def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype: str | None) -> None:
+    check_choice("router_init", router_init, INITS)
+    check_bool("train_ffn", train_ffn)
+    if not len(rows):
+        raise ValueError("rows are 0; want the rows of the expert's bucket")
+    check_fraction("alpha", alpha, "the weight of the language model's loss")
+    if epochs is not None and steps is not None:
+        raise ValueError(f"epochs is {epochs}, steps is {steps}; want one of them")
+    if steps is not None:
+        check_positive("steps", steps)
+    if epochs is not None:
+        check_number("epochs", epochs, positive=True)
+    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; want a name such as 'bfloat16'")
+    models.check_labels(rows)
+
+
+def _check_vectors(std: float | None, learning_rate: float | None) -> None:
+    for name, value in (("vector_std", std), ("vector_learning_rate", learning_rate)):
+        if value is not None:
+            check_number(name, value)
+
+
+def _save(
+    routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None
+) -> None:
+    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait for it."""
+    with ranks.leading() as main, contextlib.ExitStack() as stack:
+        if main:
+            tmp = stack.enter_context(atomic_folder(folder, overwrite))
+            if write is not None:
+                write(tmp)
+            write_tensors(tmp / VECTORS, {"vectors": routed.vectors})
+            names = ("router_init", "steps", "seconds")
+            values = {"format": FORMAT, "expert": "." if write else str(routed.folder.resolve())}
+            values |= {name: getattr(routed, name) for name in names}
+            values |= {name: getattr(routed, name)._asdict() for name in ("before", "after")}
+            atomic_write_text(tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n")

@@ -1,0 +1,558 @@
+"""The first steps of a UpIT study by stages that are kept: rows, base, the dense tuning, and experts out of it.
+
+base --prepared-->  the dense model tuned, or its LoRA, and every checkpoint on the way
+     --dense-->     the baseline: the same for as many epochs as all of UpIT
+prepared --pool-->  n experts: m checkpoints chosen, the others grown from them
+
+A UpIT study by stages that are kept: after the base and the experts (upit_preparing), routers, mixtures and baselines.
+
+    pool --buckets--> --routers--> --upit-->    experts and vectors tuned on their rows, assembled, tuned as one
+    pool --self_moe-->                          assembled with random routers, which alone are tuned
+    base | prepared --upcycled-->               copies of one dense MLP, tuned
+                    --loramoe-->                fresh LoRA branches, or copies of one, tuned
+    upit --routed-->                            which experts each domain's tokens go to
+
+How they are kept, and what a hash is over: `stages`.
+
+What UpIT's stages leave behind beside models judged by domain: experts on the way, a router's rows, its routing.
+"""
+
+import copy
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.config import check_choice
+from moe_runtime.experiments import stages
+from moe_runtime.experiments.corpora import DOMAINS, domains_key
+from moe_runtime.experiments.domains import Judged
+from moe_runtime.experiments.recipe import Training
+from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
+from moe_runtime.hf.models import families
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from moe_runtime.methods import xft
+from moe_runtime.methods.lora import baseline as lora_baseline
+from moe_runtime.methods.upit import assembly, expansion, router, routing_study
+from moe_runtime.methods.upit import buckets as upit_buckets
+from moe_runtime.methods.upit import experts as upit_experts
+from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
+from moe_runtime.methods.upit.recipe import Tuning, UpitRecipe, load_recipe
+from moe_runtime.methods.xft import baselines
+from moe_runtime.modules.moe import Router
+
+
+class Pool(NamedTuple):
+    """Experts: checkpoints of a tuning, and those grown from them."""
+
+    name: str
+    folder: Path
+    experts: list[str]  # their folders, below that of all stages
+    parents: list  # of each grown one: two places in `experts`
+    total_seconds: float
+    history: list
+
+
+class Buckets(NamedTuple):
+    """The seed data, dealt out to the experts."""
+
+    name: str
+    folder: Path
+    rows: int  # of the seed data
+    buckets: list[list[int]]  # rows of the seed data that each expert got
+    perplexity: list[list[float]]  # of each expert on each row
+    total_seconds: float
+    history: list
+
+
+class Routers(NamedTuple):
+    """Routing vectors, and the experts as they are after step 4."""
+
+    name: str
+    folder: Path  # of expert-<i>/
+    buckets: list[list[int]]  # rows of the seed data that each expert got
+    before: list[float]  # mean sigmoid of each expert's vectors on its bucket
+    after: list[float]
+    total_seconds: float
+    history: list
+
+
+class Routed(NamedTuple):
+    """Which experts the tokens of each domain go to."""
+
+    name: str
+    folder: Path
+    counts: dict  # domain -> [L][E] slots
+    layers: list[str]
+    total_seconds: float
+    history: list
+
+
+NONE = "none"  # no expansion: as many checkpoints as experts
+
+
+class PreparedStages(KeptStages):
+    """The stages of one recipe and one seed before routers; `upit_stages.Stages` has the others."""
+
+    FORMAT = 2
+    result = Judged
+    share = 1.0  # of each domain's train rows that are tuned on
+
+    def __init__(
+        self, recipe: UpitRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
+    ):
+        super().__init__(recipe if isinstance(recipe, UpitRecipe) else load_recipe(recipe), out, seed, say)
+
+    def trainings(self) -> tuple[Training, ...]:
+        """Return the recipe's trainings."""
+        forms = (getattr(self.recipe, form) for form in self.recipe.forms)
+        return tuple(getattr(form, name) for form in forms for name in ("sft", "init", "post", "copied"))
+
+    def change(self, share: float | None = None, **changes):
+        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
+
+        `changes` are as `Node.change` takes them, of experts and trainings alone.
+        """
+        other = copy.copy(self)
+        other.share = self.share if share is None else share
+        other.recipe = self.recipe.change(**changes)
+        return other
+
+    @property
+    def train_rows(self):
+        """The rows of all domains to tune on, tokenized."""
+        parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
+        if self.share < 1:
+            parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
+        return data.require("datasets").concatenate_datasets(parts)
+
+    @property
+    def held_out(self):
+        """The rows to judge by, tokenized, domain after domain; the same for every stage and seed."""
+        parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
+        return data.require("datasets").concatenate_datasets(parts)
+
+    def base(self) -> Judged:
+        """Return the dense model that all others start from: pre-trained here, or the recipe's."""
+        pretrain, r = self.recipe.pretrain, self.recipe
+
+        def make(tmp: Path, folder: Path) -> dict:
+            if pretrain is None:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        families.family_of(model)  # now, not after the dense tuning
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                return self._judge(lambda: self._load(tmp / "model"))
+            blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
+            model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
+            self._save(model, trained, tmp / "model")
+            return self._numbers(model, trained, lambda: self._load(tmp / "model"))
+
+        settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
+        settings |= {"dtype": r.dtype, "bf16": self._form(r.forms[0]).sft.bf16}  # which it is judged in
+        return self._stage("base", "base", settings, [], make, seed=0)
+
+    def dense(self, form: str) -> Judged:
+        """Return the baseline without experts: the base tuned, or its LoRA, for the epochs of both of UpIT's trainings."""
+
+        def make(tmp: Path, folder: Path) -> dict:
+            model, trained = self._tuned_dense(form, self._form(form).whole, folder)
+            if form == "ffn":
+                self._save(model, trained, tmp / "model")
+                return self._numbers(model, trained, lambda: self._load(tmp / "model"))
+            weights = trained.state_dict()
+            with ranks.leading() as main:
+                if main:
+                    dtype = getattr(torch, self.recipe.dtype)
+                    pairs = {name: tensor.to(dtype) for name, tensor in weights.items() if "lora_" in name}
+                    lora_baseline.save_lora(model, tmp / "model", pairs)
+            return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
+
+        settings = self._settings(self._form(form).whole) | self._rank(form)
+        return self._stage("dense", "SFT" if form == "ffn" else "LoRA", settings, [self.base()], make)
+
+    def chosen(self, parents: str | None = None) -> int:
+        """Return how many checkpoints become experts; `parents` as `pool` takes it."""
+        n = self.recipe.experts.num_experts
+        return n if parents == NONE else min(self.recipe.checkpoints.count, n)
+
+    def check_steps(self, form: str, parents: str | None = None) -> None:
+        """Raise ValueError if the first tuning has fewer steps than there are checkpoints to be chosen."""
+        training, count = self._form(form).sft, self.chosen(parents)
+        name = "num_experts" if parents == NONE else "checkpoints.count"
+        batch = trainers.split_batch(training.batch_size, training.per_device_batch_size)
+        steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
+        if steps < count:
+            raise ValueError(
+                f"{name} is {count}, {form}.sft has {steps} steps on {len(self.train_rows)} rows; want as many steps: more "
+                "rows or smaller batches"
+            )
+
+    def prepared(self, form: str) -> Judged:
+        """Return step 1's tuning; its folder has every checkpoint, the last one of them the tuned model or its LoRA."""
+        self.check_steps(form)
+        every, base = self.recipe.checkpoints.every_epochs, self.base()
+
+        def make(tmp: Path, folder: Path) -> dict:
+            experts = folder / "experts"  # where a killed training finds those that it has saved
+            known = base.folder.resolve()  # whatever folder the experts are read from
+            saver = ExpertCheckpoints(experts, every, base=known, dtype=self.recipe.dtype, overwrite=True)
+            model, trained = self._tuned_dense(form, self._form(form).sft, folder, [saver])
+            with ranks.leading() as main:
+                if main:
+                    # not moved: a run that is killed from here on begins at the Trainer's last checkpoint, and needs them
+                    shutil.copytree(experts, tmp / "experts", copy_function=_link)
+                    for expert in upit_experts.saved_experts(tmp / "experts"):
+                        self.tokenizer.save_pretrained(expert)
+            last = upit_experts.saved_experts(tmp / "experts")[-1]
+            return self._numbers(model, trained, lambda: self._load(last, form))
+
+        settings = self._settings(self._form(form).sft) | self._rank(form) | {"every_epochs": every}
+        return self._stage("prepared", f"experts of {form}", settings, [base], make, holds="experts")
+
+    def pool(self, form: str, parents: str | None = None) -> Pool:
+        """Return the recipe's number of experts (steps 1 and 2); `parents` in the place of the recipe's, or NONE.
+
+        NONE takes as many checkpoints as there are experts; else those that are missing are grown.
+        """
+        r, parents = self.recipe, parents or self.recipe.expansion.parents
+        self.check_steps(form, parents)
+        base, prepared, n = self.base(), self.prepared(form), r.experts.num_experts
+        m = self.chosen(parents)
+        chosen = upit_experts.choose_checkpoints(prepared.folder, m, r.checkpoints.which)
+        grows = r.expansion.to_dict() | {"parents": parents} if m < n else None
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            made = {"experts": [path.relative_to(self.out).as_posix() for path in chosen], "parents": []}
+            if grows is None:
+                return made
+            start = time.perf_counter()
+            # where a killed run finds those that it has grown
+            grown, children = checkpoints / "experts", None
+            with ranks.leading() as main:
+                if main:
+                    known = base.folder.resolve()
+                    found = expansion.expand_experts(chosen, n, grown, base=known, seed=self.seed, **grows)
+                    children = [(child.folder.name, list(child.parents)) for child in found.children]
+                    os.rename(grown, tmp / "experts")
+            children = ranks.agree(children)
+            made["experts"] += [name for name, _ in children]
+            return made | {"parents": [pair for _, pair in children], "seconds": time.perf_counter() - start}
+
+        settings = {"chosen": [path.name for path in chosen], "count": n, "expansion": grows}
+        pool = self._stage("pool", f"{n} experts of {form}", settings, [prepared], make, holds="experts", result=Pool)
+        found = [self.out / name for name in pool.experts[:m]] + [pool.folder / name for name in pool.experts[m:]]
+        return pool._replace(experts=[str(path) for path in found])
+
+    def _form(self, form: str):
+        return getattr(self.recipe, form)
+
+    def _rank(self, form: str) -> dict:
+        """What of a form says how its model is made."""
+        return {name: getattr(self.recipe.lora, name) for name in ("rank", "alpha")} if form == "lora" else {}
+
+    def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
+        """Tune the base, or a LoRA of it."""
+        model = self._load(self.base().folder.resolve(), device=False)  # an adapter names it
+        if form == "lora":
+            model = lora_baseline.add_mlp_lora(model, **self._rank(form), seed=self.seed)
+        name = "SFT" if form == "ffn" else "LoRA"
+        return model, self._train(name, model, self.train_rows, self.held_out, training, folder, callbacks)
+
+    def _load(self, folder: Path, form: str = "ffn", device: bool = True):
+        """Load a model, or the base with the adapter of a folder."""
+        if form == "lora":
+            return lora_baseline.load_lora(self._load(self.base().folder), folder)
+        return ranks.load_model(folder, self.recipe.dtype, ranks.state().device if device else None)
+
+    def _train(self, name: str, model, *arguments, **more) -> trainers.Trained:
+        """Train in float32 what trains: AdamW's steps are smaller than what a bfloat16 weight can take on.
+
+        What is frozen keeps its dtype, and autocast brings the two together; but float16, whose gradients would vanish.
+        """
+        for parameter in model.parameters():
+            if parameter.requires_grad or parameter.dtype == torch.float16:
+                parameter.data = parameter.data.float()
+        if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+            more["bf16"] = True
+        return super()._train(name, model, *arguments, **more)
+
+    def _settings(self, training: Training) -> dict:
+        return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
+
+    def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
+        """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
+        course = course_of(trained) | {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        if self._is_saved_as_trained(model):
+            return course | self._row_counts() | loss_of(trained.losses, trained.tokens) | sizes_of(model)
+        del model, trained
+        return course | self._judge(load)
+
+    def _judge(self, load: Callable) -> dict:
+        """Take the held-out rows' losses of the model that `load` gives; all processes share the rows."""
+        ranks.free_memory()
+        model, training = load(), self._form(self.recipe.forms[0]).sft
+        batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
+        found = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16)
+        return self._row_counts() | loss_of(*found) | sizes_of(model)
+
+    def _row_counts(self) -> dict:
+        return {"rows": {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}}
+
+    def _documents(self) -> list[str]:
+        return stages.domain_documents(self.recipe.pretrain, [d.train for d in self.recipe.domains.values()])
+
+    def data_key(self) -> str:
+        """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
+        r, built_in = self.recipe, domains_key()
+        sources = [source for d in r.domains.values() for source in (d.train, d.held_out) if source]
+        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer, and each domain's rows to tune on and to judge by."""
+        r = self.recipe
+        tokenizer = self._base_tokenizer(self._documents)
+        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
+        counts = {}
+        for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
+            data.save_rows(rows, folder / part)
+            counts[part] = len(rows)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        said = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
+        self.say(f"rows to tune on: {said}")
+        return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it where the filesystem cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+STARTS = ("pt", "sft")  # what the copies of a baseline are of: the base, or the tuned dense model
+INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows at random, no step 4
+NAMES = {"ffn": "FFN", "lora": "LoRA"}
+
+
+class Stages(PreparedStages):
+    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+
+    `recipe` is a UpitRecipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
+    """
+
+    def buckets(self, form: str, pool: Pool) -> Buckets:
+        """Return the seed data, dealt out by the experts' perplexity (step 3)."""
+        seed_data = self.recipe.seed_data
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            rows, start = self.seed_rows(), time.perf_counter()
+            found = upit_buckets.perplexities(
+                pool.experts, rows, self.tokenizer, base=self.base().folder, tokens=seed_data.tokens,
+                batch_size=self._form(form).init.per_device_batch_size or self._form(form).init.batch_size,
+            )  # fmt: skip
+            buckets = upit_buckets.fill_buckets(found, seed_data.capacity)
+            sizes = ", ".join(str(len(bucket)) for bucket in buckets)
+            self.say(f"{len(rows)} rows of seed data, in buckets of {sizes}")
+            seconds = time.perf_counter() - start
+            return {"rows": len(rows), "buckets": buckets, "perplexity": found.tolist(), "seconds": seconds}
+
+        settings = seed_data.to_dict() | ({"share_of_rows": self.share} if self.share < 1 else {})
+        return self._stage("buckets", f"seed data of {form}", settings, [pool], make, result=Buckets)
+
+    def seed_rows(self):
+        """Return the rows that experts are compared on, drawn anew by every seed."""
+        rows, count = self.train_rows, self._seed_count()
+        return upit_buckets.seed_set(rows, self.recipe.seed_data.share, at_least=count, seed=self.seed)
+
+    def _seed_count(self) -> int:
+        """Return how many rows are seed data; of a share of the rows as small a share of `at_least`, a row per expert."""
+        seed_data, rows = self.recipe.seed_data, len(self.train_rows)
+        least = max(round(self.share * seed_data.at_least), self.recipe.experts.num_experts)
+        return min(max(round(seed_data.share * rows), least), rows)
+
+    def check(self, form: str, parents: str | None = None, init: str = "skilled") -> None:
+        """Raise ValueError for rows that are too few for the checkpoints, or for a bucket of every expert."""
+        self.check_steps(form, parents)
+        count, n, capacity = self._seed_count(), self.recipe.experts.num_experts, self.recipe.seed_data.capacity
+        size = capacity or math.ceil(count / n)
+        if init != "none" and (n - 1) * size >= count:
+            raise ValueError(
+                f"num_experts is {n}, seed_data.capacity is {capacity}, the seed data are {count} rows; want more than "
+                f"{(n - 1) * size}, as {n - 1} experts may take so many: more seed data, or a lower capacity"
+            )
+
+    def routers(self, form: str, pool: Pool, init: str = "skilled") -> Routers:
+        """Return experts and routing vectors, tuned on the experts' rows, or on as many drawn at random (step 4)."""
+        check_choice("init", init, INITS[:2])
+        dealt, r, training = self.buckets(form, pool), self.recipe, self._form(form).init
+        rows, buckets = self.seed_rows(), dealt.buckets
+        if init == "random":
+            buckets = upit_buckets.random_buckets([len(bucket) for bucket in buckets], len(rows), self.seed)
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            # where a killed run finds the experts that are done
+            routed = router.init_routers(
+                pool.experts, rows, buckets, self.tokenizer, folder=checkpoints / "routers", seed=self.seed,
+                base=self.base().folder.resolve(), **r.router.to_dict(), **training.to_dict(),
+            )  # fmt: skip
+            with ranks.leading() as main:
+                if main:
+                    os.rename(checkpoints / "routers", tmp / "routers")
+            means = {of: [_mean(getattr(one, of).sigmoid) for one in routed] for of in ("before", "after")}
+            course = {of: sum(getattr(one, of) for one in routed) for of in ("steps", "seconds")}
+            return course | means | {"buckets": buckets}
+
+        settings = self._settings(training) | r.router.to_dict() | {"init": init}
+        name = f"routers of {form}, {init}"
+        return self._stage("routers", name, settings, [dealt], make, holds="routers", result=Routers)
+
+    def upit(self, form: str, pool: Pool | None = None, init: str = "skilled") -> Judged:
+        """Return the mixture of experts and vectors, tuned (step 5); UpIT's result. `init` "none" draws the routers."""
+        check_choice("init", init, INITS)
+        self.check(form, NONE if pool is not None and not pool.parents else None, init)
+        pool = pool or self.pool(form)
+        routers = None if init == "none" else self.routers(form, pool, init)
+
+        def make(folder: Path):
+            experts, vectors = pool.experts, None
+            if routers is not None:
+                found = [router.load_routed(routers.folder / f"expert-{i}") for i in range(len(pool.experts))]
+                experts, vectors = [one.folder for one in found], [one.vectors for one in found]
+            return self._assembled(experts, vectors, folder)
+
+        name, parents = f"UpIT ({NAMES[form]})", [routers or pool]
+        return self._mixed("upit", name, form, self._form(form).post, make, parents, {"init": init})
+
+    def self_moe(self, form: str) -> Judged:
+        """Return the baseline of UpIT's experts behind random routers, of which only the routers are tuned."""
+        pool = self.pool(form)
+
+        def make(folder: Path):
+            return _only_routers(self._assembled(pool.experts, None, folder))
+
+        return self._mixed("self_moe", f"Self-MoE ({NAMES[form]})", form, self._form(form).post, make, [pool], {})
+
+    def upcycled(self, start: str) -> Judged:
+        """Return the baseline of copies of the base's MLPs ("pt"), or of those of the tuned model ("sft")."""
+        parent, training, last = self._start("ffn", start)
+
+        def make(folder: Path):
+            model = self._load(last, device=False)
+            xft.upcycle(model, seed=42 + self.seed, **self.recipe.experts.to_dict())
+            return model
+
+        return self._mixed("upcycled", f"Upcycle_{start.upper()}", "ffn", training, make, [parent], {"start": start})
+
+    def loramoe(self, start: str) -> Judged:
+        """Return the baseline of fresh LoRA branches over the base ("pt"), or of copies of the tuned LoRA ("sft")."""
+        parent, training, last = self._start("lora", start)
+        experts, lora = self.recipe.experts.to_dict(), self.recipe.lora
+        if lora.loramoe == "dense":
+            experts |= {"top_k": None, "gate": "softmax_topk"}
+        # a constant where every expert sees every token
+        if experts["top_k"] in (None, experts["num_experts"]) and experts["balance_loss"] == "switch":
+            experts["balance_loss"] = "none"
+
+        def make(folder: Path):
+            model = self._load(self.base().folder, device=False)
+            of = {"experts": [last] * experts["num_experts"]} if start == "sft" else self._rank("lora")
+            kind = "linear" if lora.loramoe == "dense" else "block"
+            return baselines.to_lora_moe(model, form=kind, seed=42 + self.seed, **of, **experts)
+
+        settings = {"start": start, "loramoe": lora.loramoe} | self._rank("lora")
+        return self._mixed("loramoe", f"LoRAMoE_{start.upper()}", "lora", training, make, [parent], settings)
+
+    def routed(self, moe: Judged) -> Routed:
+        """Return which experts the tokens of each domain's held-out rows go to."""
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
+            with ranks.leading() as main:
+                found = routing_study.count(self._load(moe.folder), self.tokenizer, rows) if main else None
+            counts, layers = ranks.agree(found)
+            return {"counts": counts, "layers": layers}
+
+        return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
+
+    def _start(self, form: str, start: str) -> tuple[Judged, Tuning, Path]:
+        """Return the stage that copies are made of, what they are tuned with, and the model's folder, or the LoRA's."""
+        check_choice("start", start, STARTS)
+        if start == "pt":
+            return self.base(), self._form(form).copied, self.base().folder
+        prepared = self.prepared(form)
+        return prepared, self._form(form).post, upit_experts.saved_experts(prepared.folder)[-1]
+
+    def _assembled(self, experts: Sequence, vectors: Sequence[torch.Tensor] | None, folder: Path):
+        """Assemble a mixture on one process, and load it in all."""
+        settings = {name: value for name, value in self.recipe.experts.to_dict().items() if name != "num_experts"}
+        base = self.base().folder
+        how = settings | {"base": base, "seed": 42 + self.seed, "overwrite": True}
+        with ranks.leading() as main:
+            if main:
+                assembly.assemble(experts, vectors, folder, **how)
+        return self._load(folder, device=False)
+
+    def _mixed(
+        self, kind: str, name: str, form: str, training: Tuning, make: Callable, parents: list, settings: dict
+    ) -> Judged:
+        """Return a stage of a mixture that `make` prepares, in a folder that it may use, and that is then tuned."""
+        settings = settings | self._settings(training) | {"form": form, "experts": self.recipe.experts.to_dict()}
+
+        def whole(tmp: Path, checkpoints: Path) -> dict:
+            model = make(tmp / "assembled")
+            trained = self._train(name, model, self.train_rows, self.held_out, training, checkpoints)
+            self._save(model, trained, tmp / "model")
+            if self.is_main:
+                shutil.rmtree(tmp / "assembled", ignore_errors=True)
+            return self._numbers(model, trained, lambda: self._load(tmp / "model"))
+
+        return self._stage(kind, name, settings, parents, whole)
+
+
+def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:
+    """Run the whole method for every kind of expert of the recipe and say what came out; return base and mixtures.
+
+    `seed` is the recipe's unless given. A result's folder is its model.
+    """
+    recipe = recipe if isinstance(recipe, UpitRecipe) else load_recipe(recipe)
+    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    for form in recipe.forms:
+        stages.check(form)
+    results = [stages.base()]
+    for form in recipe.forms:
+        results += [stages.dense(form), stages.upit(form)]
+    domains = "".join(f"{domain:>12s}" for domain in recipe.domains)
+    stages.say(f"{'':16s}{domains}{'all':>9s}{'parameters':>14s}{'per token':>14s}{'train s':>9s}")
+    for r in results:
+        losses = "".join(f"{loss:12.4f}" for loss in r.domains.values())
+        sizes = f"{r.parameters:14,}{r.active_parameters:14,}"
+        stages.say(f"{r.name:16s}{losses}{r.loss:9.4f}{sizes}{r.total_seconds:9.0f}")
+    for r in results[2::2]:
+        stages.say(f"{r.name}: {r.folder}")
+    return results
+
+
+def _only_routers(model):
+    """Freeze all but the routers."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.requires_grad_(True)
+    return model
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,380 @@
+"""What the tables of UpIT take as options: checked against the recipe, before anything is made.
+
+The tables and figures of the UpIT paper (arXiv 2410.01610), one command each, on the stages of `upit_stages`.
+
+    main       UpIT of whole experts and of LoRA experts, and what they are compared with     Table 1, Figure 5
+    ckpt       which checkpoints become experts: front, uniform, back                         Tables 2 and 8
+    expand     no expansion, random parents, the genetic way                                  Tables 2 and 9
+    router     no initialization, rows at random, skilled                                     Tables 2 and 10, Figure 5
+    experts    E experts, A per token                                                         Figure 4, Table 5
+    data       a share of the rows                                                            Figure 3
+    epochs     of the two trainings                                                           Figure 6
+
+The measure is the held-out loss per label token of every domain, in the place of the paper's benchmarks. A stage that OUT
+holds already is read, not trained, whichever command made it; so a command that was killed goes on.
+
+What a table of UpIT says: the losses by domain, what a token passes through, and where domains' tokens go.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.config import check_choice, check_fraction, check_number, check_positive
+from moe_runtime.experiments import plots, tables
+from moe_runtime.experiments.compare import compare
+from moe_runtime.experiments.domains import DomainReport, Judged
+from moe_runtime.experiments.tables import Command, Entry, Run, best, each
+from moe_runtime.methods.upit import routing_study
+from moe_runtime.methods.upit.recipe import UpitRecipe, check_saved, count_saved, load_recipe
+from moe_runtime.methods.upit.study import NAMES, NONE, STARTS, Stages
+
+SHARES = (0.1, 0.2, 0.4, 1.0)  # 50, 100, 200 of the paper's 500 thousand rows
+WHICH = ("front", "uniform", "back")
+EPOCHS = ((2.0, 2.0), (2.0, 6.0), (4.0, 4.0))
+ACTIVE = (1, 2, 4)
+EXPANSIONS = {"none": NONE, "random": "random", "genetic": "farthest"}
+
+
+def _form(recipe: UpitRecipe, form: str | None) -> str:
+    """Return the kind of expert that a table is of, the recipe's first unless given."""
+    if form is None:
+        return recipe.forms[0]
+    check_choice("form", form, ("ffn", "lora"))
+    if form not in recipe.forms:
+        raise ValueError(f"form is {form!r}, the recipe has trainings of {', '.join(recipe.forms)} alone; want that")
+    return form
+
+
+def _different(name: str, values: Sequence, check: Callable) -> tuple:
+    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
+    values = tuple(values)
+    if not values or len(set(values)) < len(values):
+        given = ", ".join(map(str, values)) or "not given"
+        raise ValueError(f"{name} is {given}; want different ones")
+    for value in values:
+        check(value)
+    return values
+
+
+def check_named(known: Sequence[str]) -> Callable:
+    """Return what checks a command whose options are a form and some of `known`, all unless given."""
+
+    def check(recipe: UpitRecipe, form: str | None = None, strategies: Sequence[str] = tuple(known)) -> dict:
+        form = _form(recipe, form)
+        strategies = _different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
+        n, m = recipe.experts.num_experts, recipe.checkpoints.count
+        if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
+            raise ValueError(
+                f"checkpoints.count is {m}, the tuning saves {saved}; want fewer: there is nothing to choose"
+            )
+        if known is EXPANSIONS and m >= n:
+            raise ValueError(f"checkpoints.count is {m}, num_experts is {n}; want fewer: there is nothing to expand")
+        if known is EXPANSIONS and "none" in strategies:
+            check_saved(recipe, form, n, "num_experts")
+        return {"form": form, "strategies": strategies}
+
+    return check
+
+
+def check_experts(
+    recipe: UpitRecipe, form: str | None = None, sizes: Sequence[int] | None = None, active: Sequence[int] = ACTIVE
+) -> dict:
+    """Return the options of the table of experts and experts per token; unless given, `sizes` are the recipe's."""
+    n, m = recipe.experts.num_experts, recipe.checkpoints.count
+    sizes = sorted({max(m, 2), n}) if sizes is None else sizes
+    sizes = _different("experts", sizes, lambda size: check_positive("experts", size))
+    active = _different("active", active, lambda one: check_positive("active", one))
+    if min(active) > max(sizes):
+        raise ValueError(
+            f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are"
+        )
+    if max(sizes) > m == 1:
+        raise ValueError(f"experts is {max(sizes)}, checkpoints.count is 1; want two checkpoints to grow others from")
+    return {"form": _form(recipe, form), "sizes": sizes, "active": active}
+
+
+def check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[float] = SHARES) -> dict:
+    """Return the options of the table of shares of the data."""
+    shares = _different("share", map(float, shares), lambda share: check_fraction("share", share, zero=False))
+    return {"form": _form(recipe, form), "shares": shares}
+
+
+def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Sequence[float]] = EPOCHS) -> dict:
+    """Return the options of the table of epochs, those of an expert's tuning and of the mixture's."""
+    form = _form(recipe, form)
+
+    def check(pair: tuple) -> None:
+        if len(pair) != 2:
+            raise ValueError(f"epochs is {','.join(map(str, pair))}; want two numbers, such as 2,6")
+        for epochs in pair:
+            check_number("epochs", epochs, positive=True)
+        check_saved(
+            recipe.change(**{f"{form}__sft__epochs": pair[0]}), form, recipe.checkpoints.count, "checkpoints.count"
+        )
+
+    return {"form": form, "pairs": _different("epochs", [tuple(map(float, pair)) for pair in pairs], check)}
+
+
+@dataclass
+class UpitReport(DomainReport):
+    """A table of models that are judged on several domains, with the parameters that a token passes through."""
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        columns = super().columns()
+        place = columns.index(("trained", "right"))
+        return [*columns[:place], ("per token", "right"), *columns[place:]]
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        *row, trained, seconds = super()._row(entry)
+        return *row, f"{entry.results[0].active_parameters:,}", trained, seconds
+
+
+def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
+    """Say how the methods `names` compare with another one than the table's reference."""
+    found = {entry.name: [result.losses for result in entry.results] for entry in entries}
+    tokens = entries[0].results[0].tokens
+    return [f"{one}." for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)]
+
+
+class Routing(NamedTuple):
+    """Where the domains' tokens go, by method: a stage's result for every seed."""
+
+    title: str
+    source: str
+    routed: Mapping[str, Sequence]
+
+    def save(self, path: Path) -> None:
+        """Write the picture."""
+        plots.save(routing_study.picture(self, self.routed), path)
+
+    def to_dict(self) -> dict:
+        """Return, JSON-ready, each method's layers, and every seed's slots and distance between domains."""
+        return {
+            name: {
+                "layers": results[0].layers,
+                "slots": [result.counts for result in results],
+                "distance_between_domains": [routing_study.apart(result.counts) for result in results],
+            }
+            for name, results in self.routed.items()
+        }
+
+    def said(self) -> list[str]:
+        """Say how far apart each method routes the domains; nothing of one domain alone."""
+        lines = []
+        if len(next(iter(self.routed.values()))[0].counts) < 2:
+            return lines
+        for name, found in self.to_dict().items():
+            distances = found["distance_between_domains"]
+            mean = sum(distances) / len(distances)
+            lines.append(f"{name}: two domains' shares of the experts differ by {mean:.3f} (total variation, 0 to 1).")
+        return lines
+
+
+DENSE = {"ffn": "SFT", "lora": "LoRA"}
+
+
+def run(
+    command: str,
+    recipe: UpitRecipe | str | Path = "tiny",
+    out: str | Path = "runs/upit",
+    *,
+    seeds: int = 3,
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
+    **options,
+) -> UpitReport:
+    """Make a table, as `tables.run` says."""
+    return tables.run(
+        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
+    )
+
+
+def _upit(form: str) -> str:
+    return f"UpIT ({NAMES[form]})"
+
+
+def _copies(stages: Stages, form: str, start: str) -> Judged:
+    """Return the form's baseline of copies."""
+    return stages.upcycled(start) if form == "ffn" else stages.loramoe(start)
+
+
+def _copies_name(form: str, start: str) -> str:
+    return f"{'Upcycle' if form == 'ffn' else 'LoRAMoE'}_{start.upper()}"
+
+
+def _check(process: Run, form: str, parents: str | None = None, init: str = "skilled", **changes) -> None:
+    """Raise ValueError before the first training if there are too few rows for the stages with these changes."""
+    process.all[0].change(**changes).check(form, parents, init)
+
+
+def _routing(process: Run, command: str, entries: Sequence[Entry]) -> tuple[dict, list[str]]:
+    """Save the picture of where the domains' tokens go; return the report's extra fields, and what is said."""
+    routed = {entry.name: [s.routed(r) for s, r in zip(process.all, entry.results, strict=True)] for entry in entries}
+    found, path = Routing("Experts that the domains' tokens go to", "UpIT, Figure 5", routed), f"{command}-routing.png"
+    if process.is_main:
+        found.save(process.out / path)
+    return {"routing": found.to_dict(), "files": [path]}, [*found.said(), f"routing: {process.out / path}"]
+
+
+def _main(process: Run) -> dict:
+    forms = process.recipe.forms
+    for form in forms:
+        _check(process, form)
+
+    def plan(stages: Stages):
+        yield "base", stages.base()
+        for form in forms:
+            yield DENSE[form], stages.dense(form)
+            for start in STARTS:
+                yield _copies_name(form, start), _copies(stages, form, start)
+            yield f"Self-MoE ({NAMES[form]})", stages.self_moe(form)
+            yield _upit(form), stages.upit(form)
+
+    entries = process.collect(plan)
+    mixtures = {name for form in forms for name in (*(_copies_name(form, start) for start in STARTS), _upit(form))}
+    extra, said = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
+
+    def summary(report: UpitReport) -> list[str]:
+        lines = []
+        for form in forms:
+            others = [DENSE[form], *(_copies_name(form, start) for start in STARTS), f"Self-MoE ({NAMES[form]})"]
+            lines += against(report.entries, _upit(form), others)
+        return [*lines, *said]
+
+    return {"entries": entries, "reference": DENSE[forms[0]], "summary": summary, "extra": extra}
+
+
+def _ckpt(process: Run, form: str, strategies: Sequence[str]) -> dict:
+    _check(process, form)
+
+    def plan(stages: Stages):
+        yield DENSE[form], stages.dense(form)
+        for which in strategies:
+            yield f"{_upit(form)}, {which}", stages.change(checkpoints__which=which).upit(form)
+
+    return {"entries": process.collect(plan), "reference": f"{_upit(form)}, {strategies[-1]}", "summary": each}
+
+
+def _expand(process: Run, form: str, strategies: Sequence[str]) -> dict:
+    for name in strategies:
+        _check(process, form, EXPANSIONS[name])
+
+    def plan(stages: Stages):
+        yield DENSE[form], stages.dense(form)
+        for name in strategies:
+            yield f"{_upit(form)}, {name}", stages.upit(form, stages.pool(form, EXPANSIONS[name]))
+
+    return {"entries": process.collect(plan), "reference": f"{_upit(form)}, {strategies[-1]}", "summary": each}
+
+
+def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
+    names = {init: f"{_upit(form)}, {init}" for init in strategies}
+    for init in strategies:
+        _check(process, form, init=init)
+
+    def plan(stages: Stages):
+        yield DENSE[form], stages.dense(form)
+        for init, name in names.items():
+            yield name, stages.upit(form, init=init)
+
+    entries = process.collect(plan)
+    extra, said = _routing(process, "router", [entry for entry in entries if entry.name in names.values()])
+    summary = {"summary": lambda report: [*each(report), *said]}
+    return {"entries": entries, "reference": names[strategies[-1]], "extra": extra} | summary
+
+
+def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int]) -> dict:
+    copies, upit = _copies_name(form, "pt"), _upit(form)
+    grid = [(E, A) for E in sizes for A in active if A <= E]
+    names = {(of, *one): f"{of} of {one[0]} experts, {one[1]} per token" for one in grid for of in (copies, upit)}
+    for E, A in grid:
+        _check(process, form, experts__num_experts=E, experts__top_k=A)
+
+    def plan(stages: Stages):
+        yield DENSE[form], stages.dense(form)
+        for E, A in grid:
+            of_size = stages.change(experts__num_experts=E, experts__top_k=A)
+            yield names[copies, E, A], _copies(of_size, form, "pt")
+            yield names[upit, E, A], of_size.upit(form)
+
+    def summary(report: UpitReport) -> list[str]:
+        lines = best(names[upit, E, A] for E, A in grid)(report)
+        for E, A in grid:
+            lines += against(report.entries, names[upit, E, A], [names[copies, E, A]])
+        return lines
+
+    extra = {"x": {name: A for (*_, A), name in names.items()}, "x_label": "experts per token"}
+    return {"entries": process.collect(plan), "reference": DENSE[form], "summary": summary, "extra": extra}
+
+
+def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
+    methods = [DENSE[form], *(_copies_name(form, start) for start in STARTS), _upit(form)]
+    names = {(method, share): f"{method}, {share:.3g} of the rows" for method in methods for share in shares}
+    rows = len(process.all[0].train_rows)
+    for share in shares:
+        _check(process, form, share=share)
+
+    def plan(stages: Stages):
+        for share in shares:
+            part = stages.change(share=share)
+            yield names[DENSE[form], share], part.dense(form)
+            for start in STARTS:
+                yield names[_copies_name(form, start), share], _copies(part, form, start)
+            yield names[_upit(form), share], part.upit(form)
+
+    def summary(report: UpitReport) -> list[str]:
+        lines = []
+        for share in shares:
+            others = [names[method, share] for method in methods[:-1]]
+            lines += against(report.entries, names[_upit(form), share], others)
+        return lines
+
+    extra = {"x": {name: share * rows for (_, share), name in names.items()}, "x_label": "rows", "x_log": True}
+    reference = names[_upit(form), shares[-1]]
+    return {"entries": process.collect(plan), "reference": reference, "summary": summary, "extra": extra}
+
+
+def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> dict:
+    others = [DENSE[form], *(_copies_name(form, start) for start in STARTS)]
+    names = {
+        (method, pair): f"{method}, {pair[0]:g} + {pair[1]:g}" for pair in pairs for method in (*others, _upit(form))
+    }
+    changes = {pair: {f"{form}__sft__epochs": pair[0], f"{form}__post__epochs": pair[1]} for pair in pairs}
+    for pair in pairs:
+        _check(process, form, **changes[pair])
+
+    def plan(stages: Stages):
+        for pair in pairs:
+            longer = stages.change(**changes[pair])
+            yield names[DENSE[form], pair], longer.dense(form)
+            for start in STARTS:
+                yield names[_copies_name(form, start), pair], _copies(longer, form, start)
+            yield names[_upit(form), pair], longer.upit(form)
+
+    def summary(report: UpitReport) -> list[str]:
+        lines = each(report)
+        for pair in pairs:
+            lines += against(report.entries, names[_upit(form), pair], [names[method, pair] for method in others])
+        return lines
+
+    return {"entries": process.collect(plan), "reference": names[_upit(form), pairs[0]], "summary": summary}
+
+
+def _losses(
+    title: str, source: str, make: Callable, check: Callable | None = None, draw: Callable = plots.dots
+) -> Command:
+    return Command(title, f"UpIT, {source}", make, draw, check or (lambda recipe: {}), UpitReport)
+
+
+COMMANDS = {
+    "main": _losses("UpIT and its baselines", "Table 1", _main),
+    "ckpt": _losses("Which checkpoints become experts", "Tables 2 and 8", _ckpt, check_named(WHICH)),
+    "expand": _losses("How experts are expanded", "Tables 2 and 9", _expand, check_named(EXPANSIONS)),
+    "router": _losses("How routers begin", "Tables 2 and 10", _router, check_named(("none", "random", "skilled"))),
+    "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, plots.sweep),
+    "data": _losses("Rows to tune on", "Figure 3", _data, check_data, plots.sweep),
+    "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
+}

@@ -1,0 +1,200 @@
+"""Routing vectors beside the MLPs of a dense model: each learns to know what its expert is good at.
+
+UpIT (arXiv 2410.01610), Eq. (1) and (2), for expert i on its own rows:
+    L     = alpha L_lm + (1 - alpha) L_aux
+    L_aux = CrossEntropy(sigmoid(h r), 1) = mean over tokens and layers of -log sigmoid(h . r)
+
+h [T, H] is what a layer's MLP gets, r [H] float32 the layer's routing vector, alpha 0.5. Padding does not count. r is not in
+the forward pass: L_lm does not depend on it, and L_aux reaches the MLPs of the layers below through h, or with `detach_h`
+none. The paper leaves open where h is taken, and over what the mean goes.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_runtime.hf.dropin.layers import OpenCall
+from moe_runtime.hf.models.families import family_of
+from moe_runtime.hf.models.outputs import share_of_batch
+from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.methods.upit.models import each_row, loader, row_means
+
+NAME = "routing_vector"  # of the parameter that an MLP gets
+
+
+class RoutingVectors:
+    """Vectors in a model, and L in the place of the loss that it returns, until `close`.
+
+    `vectors` [L, H] are the first values. The model's output has the two parts of L as `lm_loss` and `aux_loss`, which
+    MoETrainer logs. Works with gradient checkpointing, autocast, DDP and gradient accumulation.
+    """
+
+    def __init__(self, model: nn.Module, vectors: torch.Tensor, alpha: float = 0.5, detach_h: bool = False):
+        self.mlps = mlps_of(model)
+        H = model.config.hidden_size
+        if vectors.shape != (len(self.mlps), H) or not 0 <= alpha <= 1:
+            raise ValueError(
+                f"vectors are {tuple(vectors.shape)}, alpha is {alpha}; want [{len(self.mlps)}, {H}] and 0 to 1"
+            )
+        self.model, self.alpha, self.detach_h = model, alpha, detach_h
+        self._logits: list[torch.Tensor] = []  # [B, S] of each layer, in this call
+        self._kwargs: dict = {}
+        self._last: torch.Tensor | None = None  # [L, B, S], the logits of the last call without gradient
+        self._call = OpenCall(model, leave=self._forget)
+        self._handles = [
+            model.register_forward_pre_hook(self._prepare, with_kwargs=True),
+            model.register_forward_hook(self._add, prepend=True),  # before the call closes
+        ]
+        for mlp, vector in zip(self.mlps, vectors, strict=True):
+            where = next(mlp.parameters()).device
+            mlp.register_parameter(NAME, nn.Parameter(vector.detach().to(where, torch.float32, copy=True)))
+            self._handles.append(mlp.register_forward_pre_hook(self._catch))
+
+    def close(self) -> None:
+        """Give the model back as it was, without vectors."""
+        self._call.close()
+        for handle in self._handles:
+            handle.remove()
+        for mlp in self.mlps:
+            delattr(mlp, NAME)
+
+    def train_only(self, train_ffn: bool = True) -> None:
+        """Freeze all but the vectors and, unless `train_ffn` is False, the MLPs: their adapters where they have any."""
+        self.model.requires_grad_(False)
+        adapters = any("lora_" in name for name, _ in self.model.named_parameters())
+        for mlp in self.mlps:
+            for name, parameter in mlp.named_parameters():
+                parameter.requires_grad_(name == NAME or (train_ffn and (not adapters or "lora_" in name)))
+
+    def values(self) -> torch.Tensor:
+        """Return the vectors [L, H] float32 on the CPU; of a model that FSDP2 has split, every process must call."""
+        return torch.stack([ranks.whole(getattr(mlp, NAME)) for mlp in self.mlps]).clone()
+
+    def measure(self, rows, tokenizer, batch_size: int, bf16: bool = False) -> "Measured":
+        """Return L_lm on tokenized `rows` and how much the vectors fire there; every process must call."""
+
+        def take(model, batch: dict) -> list[tuple]:
+            labels = batch.pop("labels")
+            out = model(**batch, use_cache=False)
+            mask = batch["attention_mask"] != 0
+            fired = (self._last.sigmoid().to(mask.device) * mask).double().sum(2).t()  # [B, L]
+            counts = (labels[:, 1:] != -100).sum(1).tolist()
+            return list(zip(row_means(out.logits, labels), counts, fired.tolist(), mask.sum(1).tolist(), strict=True))
+
+        try:
+            found = each_row(self.model, rows, tokenizer, batch_size, take, bf16)
+        finally:
+            self._last = None
+        losses, counts, fired, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*found))
+        return Measured((losses @ counts / counts.sum()).item(), (fired.sum(0) / tokens.sum()).tolist())
+
+    def _prepare(self, module, args, kwargs) -> None:
+        self._kwargs = self._call.named(args, kwargs)
+
+    def _catch(self, mlp: nn.Module, args: tuple) -> None:
+        h = args[0].detach() if self.detach_h else args[0]
+        # in the backward pass of checkpointing too, which wants the same graph again
+        with torch.autocast(h.device.type, enabled=False):
+            logits = h.float() @ getattr(mlp, NAME).float()
+        if self._call.is_open:
+            self._logits.append(logits)
+
+    def _add(self, module, args, out):
+        """Make L of the loss in what the model returns."""
+        if not torch.is_grad_enabled():
+            self._last = _stacked(self._logits)
+        lm_loss = out.get("loss")
+        if lm_loss is None:
+            return
+        aux_loss = (1 - self.alpha) * routing_loss(self._logits, self._call.mask).to(lm_loss.device)
+        out.lm_loss, out.aux_loss = self.alpha * lm_loss, aux_loss
+        out["loss"] = out.lm_loss + share_of_batch(self._kwargs, lm_loss.device) * aux_loss
+
+    def _forget(self) -> None:
+        self._logits, self._kwargs = [], {}
+
+
+class VectorTrainer(MoETrainer):
+    """MoETrainer with a learning rate of the vectors' own, on the same schedule; None: that of the rest."""
+
+    def __init__(self, *args, vector_rate: float | None, **kwargs):
+        self.vector_rate = vector_rate
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model=None):
+        """Make the optimizer as transformers does, with the vectors in a group of their own beside each of its groups."""
+        is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
+        if not is_new or self.vector_rate is None:
+            return optimizer
+        named = (self.model if model is None else model).named_parameters()
+        vectors = {parameter for name, parameter in named if name.endswith(f".{NAME}")}
+        for group in list(optimizer.param_groups):
+            own = [parameter for parameter in group["params"] if parameter in vectors]
+            if own:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in vectors]
+                optimizer.add_param_group(group | {"params": own, "lr": self.vector_rate})
+        return optimizer
+
+
+class Measured(NamedTuple):
+    """What `RoutingVectors.measure` found."""
+
+    loss: float  # L_lm, over the label tokens
+    sigmoid: list[float]  # [L], mean of sigmoid(h . r) over the tokens
+
+
+def routing_loss(logits: list[torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Eq. (2): `logits` h . r of the layers, [B, S] each, `mask` [B, S] 0 on padding -> [] float32."""
+    losses = F.softplus(-_stacked(logits))
+    if mask is None:
+        return losses.mean()
+    kept = (mask != 0).to(losses)
+    return (losses * kept).sum() / (len(logits) * kept.sum())
+
+
+def _stacked(logits: list[torch.Tensor]) -> torch.Tensor:
+    """[L, B, S] on the first layer's device."""
+    return torch.stack([layer.to(logits[0].device) for layer in logits])
+
+
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    """Return the MLPs of a dense model, layer by layer."""
+    path = family_of(model).path
+    return [model.get_submodule(path.format(layer)) for layer in range(model.config.num_hidden_layers)]
+
+
+def drawn(num_layers: int, hidden_size: int, std: float, seed: int) -> torch.Tensor:
+    """Return vectors [L, H] float32 from N(0, std)."""
+    return torch.randn(num_layers, hidden_size, generator=torch.Generator().manual_seed(seed)) * std
+
+
+@torch.no_grad()
+def hidden_means(model: nn.Module, rows, tokenizer, batch_size: int) -> torch.Tensor:
+    """Return the mean of h over the tokens of tokenized `rows`, of length 1 in each layer, [L, H] float32.
+
+    Every process must call, with a model that is whole in each.
+    """
+    mlps, state = mlps_of(model), ranks.state()
+    sums = torch.zeros(len(mlps), model.config.hidden_size, dtype=torch.float64)
+    mask = None
+
+    def add(layer: int, mlp: nn.Module, args: tuple) -> None:
+        sums[layer] += (args[0].float() * mask[..., None]).double().sum((0, 1)).cpu()
+
+    handles = [mlp.register_forward_pre_hook(functools.partial(add, layer)) for layer, mlp in enumerate(mlps)]
+    training, device = model.training, next(model.parameters()).device
+    part = rows.select(range(state.process_index, len(rows), state.num_processes))
+    model.eval()
+    try:
+        for batch in loader(part, tokenizer, batch_size):
+            mask = batch["attention_mask"].to(device)
+            model(input_ids=batch["input_ids"].to(device), attention_mask=mask, use_cache=False)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return F.normalize(sum(ranks.gather([sums])), dim=1).float()

@@ -1,0 +1,240 @@
+"""XFT: upcycle a dense model, tune it, learn how to mix its experts, merge it back to a dense model.
+
+    upcycle       every MLP becomes E copies of itself behind a router                        Sec. 3.1, Eq. (1) and (2)
+    (tune)        instruction tuning of all parameters, by any trainer
+    to_mergeable  MLP weights become sum_e alpha_e W_e with learnable alpha, all else frozen   Sec. 3.2, Eq. (4) to (6)
+    (tune)        the mixing logits alone, on the same data, by any trainer
+    merge         the dense model of Eq. (3), in the base's own architecture
+
+Folders that do not fit into memory take the same way in `moe_runtime.methods.xft.folders`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_runtime.config import MoEConfig, check_choice
+from moe_runtime.hf.dropin.layers import sizes
+from moe_runtime.hf.models import families, folders, swap
+from moe_runtime.hf.models.rope import write_legacy_rope
+from moe_runtime.io.files import atomic_folder
+from moe_runtime.modules.ewa import EWAMLP, uniform_mixture
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import MoE
+from moe_runtime.ops.merging import merge_experts, mixing
+
+EXACT_GATES = (
+    "xft",
+    "topk_softmax",
+    "softmax_topk_renorm",
+)  # weights of a token sum to 1: equal experts are the dense MLP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycleReceipt:
+    """What `upcycle` did and how far the new model is from the old one."""
+
+    config: MoEConfig
+    layers: tuple[int, ...]
+    dense_parameters: int
+    moe_parameters: int
+    active_parameters: int  # that a token passes through
+    copied: tuple[str, ...]  # expert stacks, E copies of the dense MLP each
+    drawn: tuple[str, ...]  # router tensors, drawn at random
+    error: float  # ||upcycled - dense|| / ||dense|| of the logits of the probe batch
+    preserves: bool  # whether the gate's weights sum to 1, so that the error must be rounding only
+    stage: str = "moe"  # "ewa": no router, and the error is the mean expert's
+
+    def __str__(self) -> str:
+        """Return the receipt as text of a few lines."""
+        c = self.config
+        exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
+        what = exact if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        if not math.isfinite(self.error):
+            what = "the dense model's own logits, or the new one's, are not finite: look for broken weights outside of the MLPs"
+        gate = "no router, tokens dealt out at random" if self.stage == "ewa" else f"gate {c.gate}"
+        return (
+            f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, {gate}\n"
+            f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, {self.active_parameters:,} active\n"
+            f"copied {len(self.copied)} expert stacks, drew {len(self.drawn)} router tensors\n"
+            f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
+        )
+
+
+def config_for(model: nn.Module, **settings) -> MoEConfig:
+    """Return the MoEConfig that fits a dense transformers model; `settings` are MoEConfig's other fields."""
+    return MoEConfig(**families.moe_shape(families.family_of(model), model.config), **settings)
+
+
+def upcycle(
+    model: nn.Module,
+    config: MoEConfig | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    **settings,
+) -> UpcycleReceipt:
+    """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what changed.
+
+    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft", ...); `layers` are all
+    by default; `seed` draws the routers. Raises ValueError, with the model untouched, for an architecture that is not in
+    the table, an MLP that does not compute what the table says, or a config that does not fit.
+    """
+    if config is not None and settings:
+        raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
+    families.family_of(model)
+    return upcycle_to("moe", model, config or config_for(model, **settings), layers=layers, seed=seed)
+
+
+def upcycle_to(stage: str, model: nn.Module, config: MoEConfig, **options) -> UpcycleReceipt:
+    """Call `swap.dense_to_moe` with `options` on a dense model and measure what changed."""
+    before, (dense_parameters, _) = folders.probe_logits(model), sizes(model)
+    swap.dense_to_moe(model, config, stage=stage, **options)
+    moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE | EWAMLP)}
+    after = folders.probe_logits(model)
+    moe_parameters, active_parameters = sizes(model)
+    stacks = [
+        f"{name}.experts.{n}" for name, module in moe_layers.items() for n, _ in module.experts.named_parameters()
+    ]
+    routers = [
+        f"{name}.gate.{n}"
+        for name, module in moe_layers.items()
+        if isinstance(module, MoE)
+        for n, _ in module.gate.named_parameters()
+    ]
+    return UpcycleReceipt(
+        config=config,
+        layers=tuple(sorted(_layer(model, name) for name in moe_layers)),
+        dense_parameters=dense_parameters,
+        moe_parameters=moe_parameters,
+        active_parameters=active_parameters,
+        copied=tuple(stacks),
+        drawn=tuple(routers),
+        error=((after - before).norm() / before.norm()).item(),
+        preserves=stage == "ewa" or config.gate in EXACT_GATES,
+        stage=stage,
+    )
+
+
+def to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> nn.Module:
+    """Replace the MoE layers by MergedMLP, in place: one float32 mixing logit per normal expert trains, all else is frozen.
+
+    `shared_rate` is lambda, the shared expert's coefficient. `soup=True` learns the coefficients of all experts, starting
+    from the same mixture (learned soup); it is the only choice for a gate without shared expert.
+    """
+    swap.moe_to_mergeable(model, shared_rate=shared_rate, soup=soup)
+    return model
+
+
+def mixing_coefficients(model: nn.Module) -> torch.Tensor:
+    """Return alpha [L, E] float32 of a mergeable model, the shared expert first."""
+    rows = [module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)]
+    if not rows:
+        raise ValueError(f"{type(model).__name__} has no mergeable layer; want the result of to_mergeable")
+    return torch.stack(rows)
+
+
+def merge(
+    model: nn.Module, shared_rate: float | None = None, alpha: torch.Tensor | Sequence[float] | str | None = None
+) -> nn.Module:
+    """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock architecture, in place.
+
+    A mergeable model uses what it learned, one of EWA its experts' mean. An upcycled one is merged without training
+    (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
+    "uniform" replaces any of them; it must sum to 1. Raises ValueError, with the
+    model untouched, for a shared_rate that would be without effect and for learned coefficients that are not finite.
+    """
+    block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
+    shared_rate = check_rate(shared_rate, alpha, block["stage"])
+    layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP | EWAMLP)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
+    rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
+    for name, layer in model.named_modules() if alpha is None else ():
+        if isinstance(layer, MergedMLP):
+            check_mixture(layer.alpha().detach(), name)
+    given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
+    return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
+
+
+def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
+    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
+    if not alpha.isfinite().all():
+        raise ValueError(
+            f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
+        )
+    return alpha
+
+
+def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
+    """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
+    if stage == "lora":
+        raise ValueError("the model's stage is 'lora'; want whole experts; lora_moe.merge merges LoRA experts")
+    if shared_rate is not None and (stage != "moe" or alpha is not None):
+        fixed = {
+            "mergeable": "the model is mergeable, whose lambda to_mergeable fixed",
+            "ewa": "the model is one of EWA, whose experts count alike",
+        }
+        why = "alpha is given" if alpha is not None else fixed[stage]
+        raise ValueError(f"shared_rate is {shared_rate}, but {why}; want shared_rate=None")
+    return 0.75 if shared_rate is None else shared_rate
+
+
+def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
+    """Save a dense model, and its tokenizer if given, whole or not at all, with the rotary keys of both spellings.
+
+    transformers 5 alone would write `rope_parameters` only, and older readers would run with their default base.
+    """
+    with atomic_folder(folder, overwrite) as new:
+        model.save_pretrained(new)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        write_legacy_rope(new)
+
+
+@torch.no_grad()
+def merged_weights(
+    layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
+) -> dict:
+    """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's name and in its dtype.
+
+    `alpha` [E] stands for the layer's own coefficients, or for the INIT mixture of `shared_rate`. XFT, Eq. (3); no gradient.
+    """
+    if alpha is None:
+        if isinstance(layer, MergedMLP | EWAMLP):
+            alpha = layer.alpha()
+        else:
+            alpha = init_mixture(layer.config, shared_rate)
+    alpha = alpha.to(layer.experts.down_proj.device)
+    return {name: merge_experts(weight.detach(), alpha) for name, weight in layer.experts.named_parameters()}
+
+
+def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
+    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
+    if not config.has_shared_expert:
+        raise ValueError(f"gate is {config.gate!r}, which has no shared expert; want alpha, or to_mergeable(soup=True)")
+    return mixing(torch.ones(config.num_experts - 1), shared_rate)
+
+
+def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+    """Return one alpha [E] float32 for each layer, of alpha [E], [L, E] or "uniform"; ValueError unless each sums to 1."""
+    if isinstance(alpha, str):
+        check_choice("alpha", alpha, ("uniform",))
+        alpha = uniform_mixture(num_experts)
+    alpha = torch.as_tensor(alpha, dtype=torch.float32)
+    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
+    if alpha.shape != (num_layers, num_experts):
+        raise ValueError(f"alpha is {tuple(alpha.shape)}; want [{num_experts}] or [{num_layers}, {num_experts}]")
+    off = (alpha.sum(1) - 1).abs().max().item()
+    if not off < 1e-4:
+        raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
+    return list(alpha)
+
+
+def _layer(model: nn.Module, name: str) -> int:
+    """The layer index inside a module path such as model.layers.3.mlp."""
+    return next(int(part) for part in name.split(".") if part.isdigit())

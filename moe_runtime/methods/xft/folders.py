@@ -1,0 +1,239 @@
+"""XFT on model folders, tensor by tensor: what `moe_runtime.methods.xft` does in memory, for models that do not fit into it.
+
+The results are the same, bit for bit. Memory holds one shard of the source, one expert stack and one shard of the target.
+A target folder appears whole or not at all.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.models import families, folders, swap
+from moe_runtime.hf.models.conversions import (
+    SHARD,
+    Conversion,
+    FolderReceipt,
+    Progress,
+    expert_rows,
+    mixture_of,
+    open_upcycled,
+)
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.io.files import check_out_dir
+from moe_runtime.methods.xft import alpha_rows, check_rate
+from moe_runtime.ops.merging import merge_rows, soup_logits
+
+
+def upcycle_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **settings,
+) -> FolderReceipt:
+    """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
+
+    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
+    finite, an existing target or too little disk space.
+    """
+    check_out_dir(target, overwrite, [source])
+    config = folders.read_config(source)
+    family = families.family_of(config)
+    moe = folders.config_for_folder(config, **settings)
+    new_config = folders.upcycled_config(config, moe, layers)
+    layers = new_config.moe_runtime["layers"]
+    with Checkpoint(source) as checkpoint:
+        _check_mlps(checkpoint, family, moe, layers, config.num_hidden_layers)
+        folders.check_tensors(config, checkpoint)
+        error = _mlp_error(checkpoint, config, family, moe, layers)
+        expected = _upcycled_bytes(checkpoint, family, moe, layers)
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+            folders.write_config(writer, new_config)
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = Conversion(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                _upcycle_key(job, key, family, moe, layers, seed)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error)
+
+
+def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: Sequence[int]) -> float:
+    """Return the largest relative difference of the sampled layers' MLPs from our formula; ValueError above TOLERANCE."""
+    worst = 0.0
+    for layer in sorted(swap.sampled(layers)):
+        keys = families.mlp_keys(family, layer, moe.bias)
+        weights = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
+        error = folders.stock_mlp_error(config, weights, layer)
+        if not error < swap.TOLERANCE:
+            raise ValueError(
+                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than {swap.TOLERANCE:.0e}"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int) -> None:
+    place = families.locate_key(family, key)
+    if place is None or place.layer not in layers:
+        job.add(key, job.source.get(key))
+        return job.read(key)
+    if place.part > 0:  # written with the first part
+        return None
+    parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
+    weight = torch.cat([job.source.get(part) for part in parts])
+    # torch has no aminmax of eight bits
+    if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.aminmax()).isfinite().all():
+        raise ValueError(f"{key} of {job.source.path} has NaN or infinity; want finite weights")
+    # expanded, not repeated: the writer copies it once
+    job.add(
+        families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape)
+    )
+    if place.name == "down_proj":
+        path = family.path.format(place.layer)
+        for name, router in swap.draw_router(moe, seed, place.layer).items():
+            job.add(f"{path}.gate.{name}", router.to(weight.dtype))
+    return job.read(*parts)
+
+
+def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int], num_layers: int) -> None:
+    """Raise ValueError unless the MLP tensors of the layers are there, in the shapes of the config and one dtype."""
+    specs = {key: spec for key, spec in checkpoint.specs().items() if families.locate_key(family, key) is not None}
+    if not specs:
+        raise ValueError(
+            f"{checkpoint.path} has no tensor such as {next(_mlp_specs(family, moe, 0))[0]}; want a causal LM's folder"
+        )
+    dtype = next(iter(specs.values())).dtype
+    want = {key: TensorSpec(shape, dtype) for layer in layers for key, shape in _mlp_specs(family, moe, layer)}
+    other = set(range(num_layers)) - set(layers)  # dense layers stay as they are
+    specs = {key: spec for key, spec in specs.items() if families.locate_key(family, key).layer not in other}
+    check_keys(specs, want, source=checkpoint.path)
+
+
+def _mlp_specs(family, moe: MoEConfig, layer: int):
+    H, I = moe.hidden_size, moe.intermediate_size
+    for name, keys in families.mlp_keys(family, layer, moe.bias).items():
+        rows = H if name.startswith("down_proj") else I * (1 + family.gated) // len(keys)
+        columns = () if name.endswith("_bias") else (I,) if name == "down_proj" else (H,)
+        yield from ((key, (rows, *columns)) for key in keys)
+
+
+def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int]) -> int:
+    total = 0
+    for key, spec in checkpoint.specs().items():
+        place = families.locate_key(family, key)
+        total += spec.nbytes * (moe.num_experts if place is not None and place.layer in layers else 1)
+    return total
+
+
+def mergeable_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    shared_rate: float = 0.75,
+    soup: bool = False,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write an upcycled folder as a mergeable one: the same experts, and mixing logits at INIT in place of the routers.
+
+    Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
+    outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
+    """
+    check_out_dir(target, overwrite, [source])
+    config, moe, paths = open_upcycled(source, stage="moe")
+    new_config = folders.mergeable_config(config, shared_rate, soup)
+    logits = soup_logits(moe.num_experts, shared_rate) if soup else torch.ones(moe.num_experts - 1)
+    with Checkpoint(source) as checkpoint:
+        folders.check_tensors(config, checkpoint)
+        expected = sum(spec.nbytes for spec in checkpoint.specs().values())
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+            folders.write_config(writer, new_config)
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = Conversion(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                if not _is_router(key, paths):
+                    job.add(key, checkpoint.get(key))
+                job.read(key)
+            for path in paths:
+                job.add(f"{path}.mixing_logits", logits)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()))
+
+
+def merge_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    shared_rate: float | None = None,
+    alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
+
+    `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
+    nothing written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the
+    config's, or an existing target.
+    """
+    check_out_dir(target, overwrite, [source])
+    config, moe, paths = open_upcycled(source)
+    family = families.FAMILIES[config.moe_runtime["base_model_type"]]
+    shared_rate = check_rate(shared_rate, alpha, config.moe_runtime["stage"])
+    given = None if alpha is None else alpha_rows(alpha, len(paths), moe.num_experts)
+    with Checkpoint(source) as checkpoint:
+        folders.check_tensors(config, checkpoint)
+        rows = given or [mixture_of(checkpoint, config, moe, path, shared_rate) for path in paths]
+        mixtures = dict(zip(paths, rows, strict=True))
+        expected = sum(
+            spec.nbytes // (moe.num_experts if key.rpartition(".experts.")[0] in paths else 1)
+            for key, spec in checkpoint.specs().items()
+        )
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+            folders.write_config(writer, folders.dense_config(config))
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = Conversion(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                path, _, rest = key.rpartition(".experts.")
+                if path in paths:
+                    weight = merge_rows(expert_rows(checkpoint, key), mixtures[path])
+                    layer = paths[path]
+                    parts = families.split_weights(family, {rest: weight})[rest]
+                    for part, name in zip(parts, families.mlp_keys(family, layer, moe.bias)[rest], strict=True):
+                        job.add(name, part)
+                elif not _is_router(key, paths):
+                    job.add(key, checkpoint.get(key))
+                job.read(key)
+    alpha = [row.tolist() for row in rows]
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=alpha)
+
+
+def _is_router(key: str, paths: dict[str, int]) -> bool:
+    """Whether a key is a layer's router or mixing logits, which a model without them does not have."""
+    return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
+
+
+@torch.no_grad()
+def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None) -> float:
+    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time.
+
+    `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
+    """
+    found = []
+    for done, folder in enumerate((dense, other), 1):
+        found.append(folders.probe_logits(folder))
+        if progress is not None:
+            progress(done, 2)
+    first, second = found
+    error = ((second - first).norm() / first.norm()).item()
+    if not math.isfinite(error):
+        bad = [str(folder) for folder, out in zip((dense, other), found, strict=True) if not out.isfinite().all()]
+        why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
+        raise ValueError(f"the relative error of {other} is {error}{why}; want models with finite weights")
+    return error

@@ -1,0 +1,429 @@
+"""Model folders of the released XFT code (ise-uiuc/xft) to ours and back, tensor by tensor; docs/xft-official.md.
+
+    model.layers.{l}.mlp.                                              ours, in the same place
+    calculator.experts.weight_{gate,up}.{e}.weight       [I, H]        experts.gate_up_proj [E, 2I, H], gate first
+    calculator.experts.weight_down.{e}.weight            [H, I]        experts.down_proj [E, H, I]
+    gate.gate_network.0.weight, .2.weight                              gate.weight [R, H], gate.weight_out [R, R]
+    gate.gate_network.weight, of a linear one            [R, H]        gate.weight
+    gate.weight_noise.weight                             [R, H]        gate.noise_weight
+    average_weights                                      [R]           mixing_logits, float32
+
+The weighted model keeps the first three in files of their own, `ffn_layer_{l}.pt`: {"weight_gate": {e: tensor}, ...}.
+Nothing is computed: what is imported and exported again, or the other way round, has the same bits.
+
+Tensor files of the released XFT code, by key: safetensors, `pytorch_model*.bin`, and the experts' `ffn_layer_{l}.pt`.
+
+The last two are pickles. They are loaded with `weights_only=True`, which builds tensors and containers and runs nothing;
+a file that asks for more is refused. They are mapped, not read, where torch can (its zip format).
+"""
+
+import contextlib
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.config import MoEConfig, check_positive
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.models.configuration import moe_config
+from moe_runtime.hf.models.conversions import (
+    SHARD,
+    Conversion,
+    FolderReceipt,
+    Progress,
+    expert_rows,
+    mixture_of,
+    open_upcycled,
+)
+from moe_runtime.io.checkpoint import INDEX as SAFE_INDEX
+from moe_runtime.io.checkpoint import SINGLE, Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.io.files import check_out_dir, is_plain_name, read_json
+from moe_runtime.methods.xft import official_config
+from moe_runtime.ops.merging import merge_rows
+
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+KINDS = ("weight_gate", "weight_up", "weight_down")
+EXPERTS = "model.layers.{}.mlp.calculator.experts.{}.{}.weight"  # layer, kind, expert
+
+
+def load_tensors(file: Path) -> Mapping:
+    """Load a file of torch.save that holds tensors and containers alone; raises ValueError for any other."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except MemoryError:
+        raise
+    except Exception as error:  # what an unpickler raises for bytes that are no pickle is not specified
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{file} cannot be loaded ({why}); want a whole file of tensors alone, as torch.save writes it: what a "
+            "pickle asks for beyond tensors is never run"
+        ) from error
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{file} holds a {type(loaded).__name__}; want a dict of tensors")
+    return loaded
+
+
+class TorchFiles:
+    """Files of torch.save open for reading, with the reading half of Checkpoint; one file is open at a time.
+
+    `flatten` turns what a file holds into {key: tensor}. Raises ValueError for anything but dense tensors, and for a key in
+    two files.
+    """
+
+    def __init__(self, path: Path, names: list[str], flatten: Callable[[Mapping, Path], Mapping]):
+        self.path, self._flatten = path, flatten
+        self._place: dict[str, tuple[TensorSpec, str]] = {}
+        self._name, self._open = "", {}
+        for name in names:
+            for key, tensor in self._load(name).items():
+                plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+                if not isinstance(key, str) or not plain:
+                    raise ValueError(f"{key} in {path / name} is a {type(tensor).__name__}; want a dense tensor")
+                if key in self._place:
+                    raise ValueError(f"{key} is in {name} and in {self._place[key][1]} of {path}; want it once")
+                self._place[key] = (TensorSpec(tuple(tensor.shape), tensor.dtype), name)
+        self.close()
+
+    def keys(self) -> list[str]:
+        """Keys file by file: the order to walk them in."""
+        return list(self._place)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor."""
+        return {key: spec for key, (spec, _) in self._place.items()}
+
+    def get(self, key: str) -> torch.Tensor:
+        """Return one tensor, which may be mapped from the file."""
+        return self._load(self._place[key][1])[key].detach()
+
+    def close(self) -> None:
+        """Let go of the open file."""
+        self._name, self._open = "", {}
+
+    def _load(self, name: str) -> Mapping:
+        if name != self._name:
+            self.close()  # before the next takes as much memory
+            self._open = self._flatten(load_tensors(self.path / name), self.path / name)
+            self._name = name
+        return self._open
+
+
+def open_model(path: str | Path) -> Checkpoint | TorchFiles:
+    """Open the tensors of a model folder: safetensors where there are some, else `pytorch_model*.bin`."""
+    path = Path(path)
+    found = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if not found & {BIN, BIN_INDEX} or found & {SINGLE, SAFE_INDEX}:
+        return Checkpoint(path)
+    if BIN_INDEX not in found:
+        return TorchFiles(path, [BIN], lambda tensors, _: tensors)
+    weight_map = read_json(path / BIN_INDEX).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or any(not is_plain_name(name) or name not in found for name in names):
+        raise ValueError(f"weight_map of {path / BIN_INDEX} names {names}; want files beside it; get all of them")
+    files = TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
+    for key in weight_map.keys() - files.specs().keys():
+        raise ValueError(f"{path / weight_map[key]} lacks {key}, which {BIN_INDEX} has there; want every key")
+    return files
+
+
+def open_experts(folder: str | Path, num_layers: int) -> TorchFiles:
+    """Open a folder of `ffn_layer_{l}.pt`, each {weight_gate | weight_up | weight_down: {expert: tensor}}, by EXPERTS' keys."""
+    folder = Path(folder)
+    names = []
+    for layer in range(num_layers):  # one by one: the number is a config's
+        names.append(f"ffn_layer_{layer}.pt")
+        if not (folder / names[-1]).is_file():
+            raise ValueError(f"ffn_folder is {folder}, which lacks {names[-1]}; want one file for each layer")
+    return TorchFiles(folder, names, _flatten_experts)
+
+
+def _flatten_experts(loaded: Mapping, file: Path) -> dict:
+    layer = int(re.search(r"(\d+)\.pt$", file.name)[1])
+    if set(loaded) != set(KINDS) or any(not isinstance(experts, Mapping) for experts in loaded.values()):
+        raise ValueError(f"{file} holds {', '.join(map(str, loaded))}; want {', '.join(KINDS)}, each a dict of experts")
+    return {EXPERTS.format(layer, kind, e): tensor for kind in KINDS for e, tensor in loaded[kind].items()}
+
+
+def find_experts(source: Path, said: str | None, given: str | Path | None) -> Path:
+    """Return the folder of `ffn_layer_0.pt`: the one `given`, `source` itself, the one that config.json `said`, or its sibling.
+
+    Raises ValueError, with where it looked, if none has the file.
+    """
+    if said is not None and not isinstance(said, str):
+        raise ValueError(f"ffn_folder_path is {said!r}; want a path")
+    said = [Path(said), source.parent / Path(said).name] if said else []
+    places = [Path(given)] if given is not None else [source, *said]
+    for place in places:
+        if (place / "ffn_layer_0.pt").is_file():
+            return place
+    looked = ", ".join(map(str, places))
+    raise ValueError(f"ffn_layer_0.pt is in none of {looked}; want the folder of the experts' files as ffn_folder")
+
+
+MLP = "model.layers.{}.mlp"
+MAX_NAMES = 10**6  # of tensors that may be missing, to name them: more would fill the memory
+# the weighted model's own, never used MLP
+_PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+class _Source(NamedTuple):
+    """A folder of the released code, its experts' files beside it; with the reading half of Checkpoint."""
+
+    path: Path
+    parts: tuple[Checkpoint | TorchFiles, ...]
+    stage: str
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {key: spec for part in self.parts for key, spec in part.specs().items()}
+
+    def keys(self) -> Iterator[str]:
+        return (key for part in self.parts for key in part.keys())
+
+    def get(self, key: str) -> torch.Tensor:
+        return next(part for part in self.parts if key in part.specs()).get(key)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+class _Stacks(NamedTuple):
+    """Shapes and dtypes of a folder that is about to be written, for `folders.check_tensors`."""
+
+    path: Path
+    tensors: dict[str, TensorSpec]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return self.tensors
+
+
+def import_official(
+    source: str | Path,
+    target: str | Path,
+    *,
+    ffn_folder: str | Path | None = None,
+    rope_theta: float | None = None,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write a folder of the released XFT code as one of ours: an MoE's at stage "moe", a weighted model's at "mergeable".
+
+    `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source`, config.json's ffn_folder_path or its
+    namesake beside `source`. `rope_theta` replaces the base that the released code computes with: 10000 for an MoE, whatever
+    its config.json says (with a warning where it says another). Raises ValueError, with nothing written, for an option
+    that we do not compute, other tensors than the config's, pickles of more than tensors, or an existing target.
+    """
+    check_out_dir(target, overwrite, [source, ffn_folder])
+    source, values = Path(source), official_config.read_values(source)
+    with contextlib.closing(_open(source, values, ffn_folder)) as opened:
+        return _import(opened, values, target, rope_theta, max_shard_size, overwrite, progress)
+
+
+def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, overwrite, progress) -> FolderReceipt:
+    config = official_config.import_config(values, opened.stage, rope_theta)
+    moe, layers = moe_config(config), range(config.num_hidden_layers)
+    named, found = len(layers) * moe.num_experts * len(KINDS), len(opened.specs())
+    if named > max(found, MAX_NAMES):
+        raise ValueError(
+            f"num_hidden_layers is {len(layers)}, num_experts is {moe.num_experts} in config.json; want {found} tensors at "
+            f"most, which are in {opened.path}"
+        )
+    wanted = [_wanted(moe, layer, opened.stage) for layer in layers]
+    specs = _check(opened, config, wanted)
+    expected = sum(spec.nbytes for spec in specs.values())
+    with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+        folders.write_config(writer, config)
+        side_files = folders.copy_side_files(opened.path, writer)
+        job = Conversion(opened, writer, progress)
+        later = {name for names in wanted for name in names}
+        for key in opened.keys():
+            if key in later:
+                continue
+            if key in specs:
+                job.add(key, opened.get(key))
+            job.read(key)
+        for layer, names in zip(layers, wanted, strict=True):
+            _import_layer(job, layer, moe, opened.stage)
+            job.read(*names)
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(layers))
+
+
+def _open(source: Path, values: dict, ffn_folder) -> _Source:
+    """Open a folder's tensors and say its stage, by what it holds; ValueError for one that holds no experts."""
+    model = open_model(source)
+    names = [key.partition(".mlp.")[2] for key in model.keys()]
+    if any(name.startswith("calculator.experts.") for name in names):
+        if values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None:
+            raise ValueError(
+                f"model_type is {values['model_type']!r}, ffn_folder {ffn_folder}, and {source} holds experts of its own; "
+                f"want {official_config.MODEL_TYPE!r} and no ffn_folder"
+            )
+        return _Source(source, (model,), "moe")
+    if "average_weights" not in names:
+        raise ValueError(
+            f"{source} has no tensor such as {EXPERTS.format(0, KINDS[0], 0)} or {MLP.format(0)}.average_weights; want an MoE "
+            "or a weighted model of the released XFT code; its merged models are Llama's, and transformers loads them"
+        )
+    num_layers = values.get("num_hidden_layers", 32)  # Llama's config says so where it says nothing
+    check_positive("num_hidden_layers", num_layers)
+    folder = find_experts(source, values.get("ffn_folder_path"), ffn_folder)
+    return _Source(source, (model, open_experts(folder, num_layers)), "mergeable")
+
+
+def _router_names(moe: MoEConfig) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Our name of each router tensor: theirs, and the shape."""
+    R, H = moe.num_routed_experts, moe.hidden_size
+    names = {"weight": ("gate_network.weight", (R, H))}
+    if moe.router == "mlp":
+        names = {"weight": ("gate_network.0.weight", (R, H)), "weight_out": ("gate_network.2.weight", (R, R))}
+    return names | ({"noise_weight": ("weight_noise.weight", (R, H))} if moe.noisy_gate else {})
+
+
+def _wanted(moe: MoEConfig, layer: int, stage: str) -> dict[str, tuple[int, ...]]:
+    """Their keys of one layer's experts and router, or mixing logits, with the shapes."""
+    H, I = moe.hidden_size, moe.intermediate_size
+    shapes = {"weight_gate": (I, H), "weight_up": (I, H), "weight_down": (H, I)}
+    keys = {EXPERTS.format(layer, kind, e): shapes[kind] for kind in KINDS for e in range(moe.num_experts)}
+    if stage == "mergeable":
+        return keys | {f"{MLP.format(layer)}.average_weights": (moe.num_experts - 1,)}
+    return keys | {f"{MLP.format(layer)}.gate.{name}": shape for name, shape in _router_names(moe).values()}
+
+
+def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]:
+    """Return the tensors to write; ValueError, with their names of them, unless those that are there are the config's."""
+    found, moe, stage = opened.specs(), moe_config(config), opened.stage
+    narrow = [key for key, spec in found.items() if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2]
+    if narrow:
+        raise ValueError(f"{narrow[0]} is {found[narrow[0]].dtype}; want float16, bfloat16, float32 or float64")
+    unused = {f"{MLP.format(layer)}.{name}" for layer in range(len(wanted)) for name in _PLACEHOLDERS}
+    mlp = {key: spec for key, spec in found.items() if ".mlp." in key and not (stage == "mergeable" and key in unused)}
+    # one dtype for all experts, any for the rest
+    dtype = next((spec.dtype for key, spec in mlp.items() if ".experts." in key), torch.float32)
+    want = {key: shape for names in wanted for key, shape in names.items()}
+    check_keys(
+        mlp,
+        {k: TensorSpec(v, dtype if ".experts." in k or k not in mlp else mlp[k].dtype) for k, v in want.items()},
+        source=opened.path,
+    )
+    # what the released code rebuilds itself, or ties
+    passed_over = {key for key in found if key.endswith(".rotary_emb.inv_freq")}
+    passed_over |= {"lm_head.weight"} if config.tie_word_embeddings else set()
+    specs = {key: spec for key, spec in found.items() if ".mlp." not in key and key not in passed_over}
+    E, H, I = moe.num_experts, moe.hidden_size, moe.intermediate_size
+    for layer in range(len(wanted)):
+        path = MLP.format(layer)
+        specs[f"{path}.experts.gate_up_proj"] = TensorSpec((E, 2 * I, H), dtype)
+        specs[f"{path}.experts.down_proj"] = TensorSpec((E, H, I), dtype)
+        if stage == "mergeable":
+            specs[f"{path}.mixing_logits"] = TensorSpec((E - 1,), torch.float32)
+            continue
+        for ours, (theirs, _) in _router_names(moe).items():
+            specs[f"{path}.gate.{ours}"] = found[f"{path}.gate.{theirs}"]
+    folders.check_tensors(config, _Stacks(opened.path, specs))
+    return specs
+
+
+def _import_layer(job: Conversion, layer: int, moe: MoEConfig, stage: str) -> None:
+    """Write one layer's experts as stacks, and its router or its mixing logits."""
+    path, get = MLP.format(layer), job.source.get
+    E, H, I = moe.num_experts, moe.hidden_size, moe.intermediate_size
+    dtype = job.specs[EXPERTS.format(layer, "weight_down", 0)].dtype
+    # in the order of the files, expert by expert: a layer may lie across two of them
+    stack = torch.empty(E, 2 * I, H, dtype=dtype)
+    for kind, rows in (("weight_gate", slice(0, I)), ("weight_up", slice(I, 2 * I))):
+        for e in range(E):
+            stack[e, rows] = get(EXPERTS.format(layer, kind, e))
+    job.add(f"{path}.experts.gate_up_proj", stack)
+    del stack
+    stack = torch.empty(E, H, I, dtype=dtype)
+    for e in range(E):
+        stack[e] = get(EXPERTS.format(layer, "weight_down", e))
+    job.add(f"{path}.experts.down_proj", stack)
+    if stage == "mergeable":
+        job.add(f"{path}.mixing_logits", get(f"{path}.average_weights").float())
+        return
+    for ours, (theirs, _) in _router_names(moe).items():
+        job.add(f"{path}.gate.{ours}", get(f"{path}.gate.{theirs}"))
+
+
+def export_official(
+    source: str | Path,
+    target: str | Path,
+    *,
+    keep_rope: bool = False,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write an upcycled Llama folder for the released XFT code: stage "moe" as its MoE, "mergeable" as its weighted model.
+
+    The weighted model's `ffn_layer_{l}.pt` lie in `target` itself, and config.json names it by its whole path. `keep_rope`
+    writes an MoE with another rope_theta than 10000 all the same, the only one that the released MoE code computes with.
+    Raises ValueError, with nothing written, for what that code has no option for, or an existing target.
+    """
+    out = check_out_dir(target, overwrite, [source])
+    config, moe, paths = open_upcycled(source)
+    stage = config.moe_runtime["stage"]
+    if stage not in ("moe", "mergeable"):
+        raise ValueError(f"the stage of {source} is {stage!r}; want 'moe' or 'mergeable'")
+    values = official_config.export_values(config, out if stage == "mergeable" else None, keep_rope)
+    with Checkpoint(source) as checkpoint:
+        folders.check_tensors(config, checkpoint)
+        sizes = [(key, spec.nbytes) for key, spec in checkpoint.specs().items()]
+        merged = sum(size for key, size in sizes if ".experts." in key) // moe.num_experts
+        expected = sum(size for _, size in sizes) + (merged if stage == "mergeable" else 0)
+        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+            writer.write_text("config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+            side_files = folders.copy_side_files(Path(source), writer)
+            job = Conversion(checkpoint, writer, progress)
+            for key in checkpoint.keys():
+                path = key.partition(".mlp.")[0] + ".mlp"
+                if path not in paths:
+                    job.add(key, checkpoint.get(key))
+                    job.read(key)
+            for path, layer in paths.items():
+                if stage == "moe":
+                    _export_moe(job, path, layer, moe)
+                else:
+                    _export_weighted(job, path, layer, mixture_of(checkpoint, config, moe, path))
+    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()))
+
+
+def _experts(checkpoint: Checkpoint, path: str, kind: str) -> Iterator[torch.Tensor]:
+    """Read one kind's matrices, expert by expert."""
+    down = kind == "weight_down"
+    key = f"{path}.experts.{'down_proj' if down else 'gate_up_proj'}"
+    for rows in expert_rows(checkpoint, key):
+        # copies: two views of one storage are no two tensors to safetensors
+        yield rows if down else rows.chunk(2)[kind == "weight_up"].clone()
+
+
+def _export_moe(job: Conversion, path: str, layer: int, moe: MoEConfig) -> None:
+    for ours, (theirs, _) in _router_names(moe).items():
+        job.add(f"{path}.gate.{theirs}", job.source.get(f"{path}.gate.{ours}"))
+        job.read(f"{path}.gate.{ours}")
+    for kind in KINDS:
+        for e, matrix in enumerate(_experts(job.source, path, kind)):
+            job.add(EXPERTS.format(layer, kind, e), matrix)
+    job.read(f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj")
+
+
+def _export_weighted(job: Conversion, path: str, layer: int, alpha: torch.Tensor) -> None:
+    experts: dict[str, Mapping] = {kind: dict(enumerate(_experts(job.source, path, kind))) for kind in KINDS}
+    torch.save(experts, job.writer.place(f"ffn_layer_{layer}.pt"))
+    del experts
+    job.add(f"{path}.average_weights", job.source.get(f"{path}.mixing_logits"))
+    # the released code writes an MLP that it never uses, drawn at random; the merged one is there for whoever reads it
+    merged = merge_rows(expert_rows(job.source, f"{path}.experts.gate_up_proj"), alpha)
+    for part, name in zip(merged.chunk(2), _PLACEHOLDERS):
+        job.add(f"{path}.{name}", part.clone())
+    del merged
+    merged = merge_rows(expert_rows(job.source, f"{path}.experts.down_proj"), alpha)
+    job.add(f"{path}.{_PLACEHOLDERS[2]}", merged)
+    job.read(f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj", f"{path}.mixing_logits")

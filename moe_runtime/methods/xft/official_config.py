@@ -1,0 +1,284 @@
+"""config.json of the released XFT code (ise-uiuc/xft) to ours and back.
+
+    num_experts E, num_selects K    num_experts, top_k: both count the shared expert, as we do
+    gate_type                       gate, by GATES below; gate_network mlp | linear is router, gate_add_noise noisy_gate
+    gate_use_balance                balance_loss "cv2" of weight gate_balance_loss_weight, with load_quirk; else "none"
+    shared_expert_weight            shared_rate, lambda, which only the weighted model reads
+
+The released MoE attention reads `rope_scaling` and not `rope_theta`: its base is 10000 whatever the config says. The
+weighted and the merged model are Llama's and read both.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from moe_runtime.config import MoEConfig, check_bool, check_number, check_shared_rate, shown
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.models.configuration import moe_config
+from moe_runtime.hf.models.folders import check_counts
+from moe_runtime.io.files import read_json
+
+MODEL_TYPE = "llama_moe_upscaling"
+ROPE_BASE = 10000.0
+GATES = {
+    "TopKUniversalBalancedNoisyGate": "xft",
+    "TopKUniversalBalancedNoNormalizationNoisyGate": "nonorm",
+    "TopKBalancedNoisyGate": "topk_softmax",
+}
+# what the released config class says where config.json says nothing: of the experts
+_MOE_KEYS = {
+    "num_experts": 8,
+    "num_selects": 2,
+    "size_experts": None,
+    "gate_type": "TopKBalancedNoisyGate",
+    "gate_network": "mlp",
+    "gate_use_softmax": True,
+    "gate_use_balance": True,
+    "gate_balance_loss_weight": 0.01,
+    "gate_add_noise": True,
+    "gate_noise_epsilon": 0.01,
+    "calculator_type": "UniversalCalculator",
+    "multiply_gate_scores": True,
+    "score_scale_factor": 1.0,
+    "add_weight_norm": False,
+    "drop_tokens": True,
+    "dropped_padding": "zero",
+    "capacity_factor": 1.25,
+    "shared_expert_weight": 0.75,
+    "ffn_folder_path": "ds-8x6.7b-top-6-universal-evol-instruct-5e-5_bs_64_epoch_4_ffn",
+}
+# and of the rest, where that is not what Llama's config says
+_STOCK_KEYS = {
+    "vocab_size": 32256,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 16384,
+    "pad_token_id": 32014,
+    "bos_token_id": 32013,
+    "eos_token_id": 32014,
+    "rope_scaling": {"factor": 4.0, "type": "linear"},
+}
+# the one value of each that we compute
+_FIXED = {
+    "gate_use_softmax": True,
+    "calculator_type": "UniversalCalculator",
+    "multiply_gate_scores": True,
+    "add_weight_norm": False,
+}
+# what our config says beyond theirs travels under this key, and comes back
+EXTRA = "moe_runtime_extra"
+_EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
+
+
+def read_values(source: str | Path) -> dict:
+    """Return the config.json of a folder of the released code, without the defaults; raises ValueError for others."""
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"source is {str(source)!r}, which has no config.json; want a folder of the released XFT code")
+    values = read_json(path)
+    model_type = values.get("model_type")
+    if "moe_runtime" in values or model_type not in (MODEL_TYPE, "llama"):
+        raise ValueError(
+            f"model_type of {path} is {shown(model_type)}; want {MODEL_TYPE!r}, or 'llama' of a weighted model; "
+            "a folder of ours needs no import"
+        )
+    return values
+
+
+def import_config(values: dict, stage: str, rope_theta: float | None = None):
+    """Return the config of our upcycled ("moe") or mergeable model that computes what the released code would.
+
+    `rope_theta` replaces the base that it would use. Raises ValueError for an option that we do not compute.
+    """
+    check_counts(values, "config.json")
+    if values.get("quantization_config"):
+        raise ValueError("quantization_config is given; want weights that are not quantized")
+    if values["model_type"] == MODEL_TYPE:
+        values = _STOCK_KEYS | values
+    elif missing := [key for key in ("num_experts", "shared_expert_weight") if key not in values]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}; want those of a weighted model's folder")
+    values = _MOE_KEYS | values
+    extra = values.get(EXTRA, {})
+    settings = _moe_settings(values) | _extra_settings(extra)
+    config = _llama_config(values, stage, rope_theta)
+    try:
+        moe = folders.config_for_folder(config, **settings)
+    except ValueError as error:
+        raise ValueError(f"config.json, whose num_selects is top_k here: {error}") from error
+    if stage == "mergeable" and not moe.has_shared_expert:
+        raise ValueError(f"gate_type is {values['gate_type']!r}, which has no shared expert to mix by; want another")
+    new = folders.upcycled_config(config, moe)
+    new.moe_runtime["method"] = extra.get("method", "xft")
+    rate = values["shared_expert_weight"]
+    check_shared_rate(rate, "shared_expert_weight")
+    return folders.mergeable_config(new, rate, soup=False) if stage == "mergeable" else new
+
+
+def _moe_settings(values: dict) -> dict:
+    """Return MoEConfig's settings; ValueError for an option whose value we have no equation for."""
+    for key, want in _FIXED.items():
+        if values[key] != want:
+            raise ValueError(f"{key} is {shown(values[key])}; want {want!r}, all that is computed here")
+    factors = values["score_scale_factor"]
+    if any(factor != 1 for factor in (factors if isinstance(factors, list) else [factors])):
+        raise ValueError(f"score_scale_factor is {shown(factors)}; want 1.0: the gates' weights are not scaled here")
+    if not isinstance(values["gate_type"], str) or values["gate_type"] not in GATES:
+        raise ValueError(f"gate_type is {shown(values['gate_type'])}; want one of {', '.join(GATES)}")
+    check_bool("gate_use_balance", values["gate_use_balance"])
+    return {
+        "num_experts": values["num_experts"],
+        "top_k": values["num_selects"],
+        "gate": GATES[values["gate_type"]],
+        "router": str(values["gate_network"]).lower(),
+        "noisy_gate": values["gate_add_noise"],
+        "noise_epsilon": values["gate_noise_epsilon"],
+        "balance_loss": "cv2" if values["gate_use_balance"] else "none",
+        "balance_loss_coef": values["gate_balance_loss_weight"],
+        "load_quirk": True,
+        "initializer_range": values.get("initializer_range", 0.02),
+    }
+
+
+def _extra_settings(extra: dict) -> dict:
+    if not isinstance(extra, dict) or not isinstance(extra.get("config", {}), dict):
+        raise ValueError(f"{EXTRA} is {shown(extra)}; want an object with config and method")
+    fields = extra.get("config", {})
+    unknown = sorted(set(fields) - set(_EXTRA_FIELDS)) + sorted(set(extra) - {"config", "method"})
+    if unknown:
+        raise ValueError(f"{EXTRA} has {', '.join(unknown)[:200]}; want some of {', '.join(_EXTRA_FIELDS)}, method")
+    return fields
+
+
+def _llama_config(values: dict, stage: str, rope_theta: float | None):
+    """Return the stock config of the model around the experts."""
+    left_out = {*_MOE_KEYS, EXTRA, "model_type", "architectures", "auto_map", "transformers_version", "_name_or_path"}
+    stock = {key: value for key, value in values.items() if key not in left_out}
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        stock.pop(key, None)
+    stock["mlp_bias"] = False  # never read there
+    if stage == "moe":
+        stock["attention_bias"] = False
+    try:
+        stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
+        rope = _import_rope(values, stage, rope_theta)
+        return AutoConfig.for_model("llama", rope_parameters=rope, **stock)
+    except (StrictDataclassError, KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"config.json is not a Llama's: {str(error)[:1000]}") from error
+
+
+def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
+    """Return `rope_parameters`; the folder's own, if it has them and they say the same."""
+    said = values.get("rope_theta", ROPE_BASE)
+    base = said if stage == "mergeable" else ROPE_BASE
+    if rope_theta is not None:
+        base = rope_theta
+    elif base != said:
+        warnings.warn(
+            f"config.json has rope_theta {said}, which the released MoE code does not read: this folder's attention is "
+            f"imported with its base, {base}; rope_theta={said} makes it that one",
+            stacklevel=5,
+        )
+    check_number("rope_theta", base, positive=True)
+    rope = {"rope_theta": base, "rope_type": "default"}
+    scaling = values.get("rope_scaling")
+    if scaling is not None:
+        known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
+        known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
+        if not known or scaling["factor"] <= 1:
+            raise ValueError(
+                f"rope_scaling is {shown(scaling)}; want null, or type linear or dynamic and a factor above 1"
+            )
+        rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
+    kept = values.get("rope_parameters")
+    same = isinstance(kept, dict) and {key: value for key, value in kept.items() if key != "type"} == rope
+    return kept if same else rope
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool = False) -> dict:
+    """Return the config.json with which the released code computes what our model of `config` does.
+
+    `ffn_folder` is where a mergeable model's experts will lie. Raises ValueError for what that code has no option for.
+    """
+    stage, moe = config.moe_runtime["stage"], moe_config(config)
+    stock = json.loads(folders.dense_config(config).to_json_string(use_diff=True))
+    _check_exportable(config, moe, stock)
+    if stage == "moe" and stock.get("attention_bias"):
+        raise ValueError("attention_bias is True; want False: the released MoE attention has no biases")
+    if stage == "moe" and not keep_rope and stock["rope_parameters"]["rope_theta"] != ROPE_BASE:
+        raise ValueError(
+            f"rope_theta is {stock['rope_parameters']['rope_theta']}; want {ROPE_BASE}, the only base that the released "
+            "MoE code has, whatever config.json says; keep_rope=True writes the folder for readers that heed it"
+        )
+    if "dtype" in stock:
+        stock["torch_dtype"] = stock.pop("dtype")
+    rope = stock["rope_parameters"]
+    kind = rope["rope_type"]
+    names = {"moe": (MODEL_TYPE, "LlamaMoEUpscalingForCausalLM"), "mergeable": ("llama", "LlamaWeightedForCausalLM")}
+    values = stock | {
+        "model_type": names[stage][0],
+        "architectures": [names[stage][1]],
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if kind == "default" else {"type": kind, "factor": float(rope["factor"])},
+    }
+    values |= _MOE_KEYS | {
+        "num_experts": moe.num_experts,
+        "num_selects": moe.top_k,
+        "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate),
+        "gate_network": moe.router,
+        "gate_use_balance": moe.balance_loss == "cv2",
+        "gate_balance_loss_weight": moe.balance_loss_coef,
+        "gate_add_noise": moe.noisy_gate,
+        "gate_noise_epsilon": moe.noise_epsilon,
+        "shared_expert_weight": config.moe_runtime["shared_rate"] if stage == "mergeable" else 0.75,
+        "ffn_folder_path": None if ffn_folder is None else str(ffn_folder),
+    }
+    return values | _extra(config, moe, values)
+
+
+def _check_exportable(config, moe: MoEConfig, stock: dict) -> None:
+    block = config.moe_runtime
+    layers = list(range(config.num_hidden_layers))
+    rope = stock["rope_parameters"]
+    head_dim = config.hidden_size // config.num_attention_heads
+    for name, value, fine, want in (
+        ("base_model_type", block["base_model_type"], block["base_model_type"] == "llama", "'llama'"),
+        ("layers", block["layers"], block["layers"] == layers, f"all {len(layers)}"),
+        ("soup", block["soup"], not block["soup"], "False: one shared_rate for all layers"),
+        ("gate", moe.gate, moe.gate in GATES.values(), f"one of {', '.join(GATES.values())}"),
+        ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
+        ("bias", moe.bias, not moe.bias, "False"),
+        ("head_dim", stock.get("head_dim"), stock.get("head_dim") in (None, head_dim), str(head_dim)),
+        ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "linear", "dynamic"), "linear or dynamic"),
+        ("rope factor", rope.get("factor"), rope["rope_type"] == "default" or rope.get("factor", 0) > 1, "above 1"),
+        (
+            "rope_parameters",
+            rope,
+            set(rope) <= {"rope_theta", "rope_type", "factor", "type"},
+            "a base, a type, a factor",
+        ),
+    ):
+        if not fine:
+            raise ValueError(f"{name} is {value!r}; want {want}; the released XFT code has no other")
+
+
+def _extra(config, moe: MoEConfig, values: dict) -> dict:
+    """Return what an import of `values` would not know."""
+    sizes = {name: getattr(moe, name) for name in ("hidden_size", "intermediate_size", "hidden_act")}
+    known = MoEConfig(**sizes, **_moe_settings(values))
+    fields = {name: getattr(moe, name) for name in _EXTRA_FIELDS if getattr(moe, name) != getattr(known, name)}
+    extra = {"config": fields} if fields else {}
+    if config.moe_runtime["method"] != "xft":
+        extra["method"] = config.moe_runtime["method"]
+    return {EXTRA: extra} if extra else {}

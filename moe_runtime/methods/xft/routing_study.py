@@ -1,0 +1,256 @@
+"""Which experts the tokens of different texts go to, XFT's Figure 4, on real text that comes with Python.
+
+    share_e(text)  = slots of expert e / slots of all routed experts       per layer; 1 / R where nothing is preferred
+    distance(a, b) = 1/2 sum_e |share_e(a) - share_e(b)|                   total variation, mean over the layers, 0 to 1
+
+The distance between two halves of one text is what chance alone makes of a distance; a text is routed in its own way where
+its distance to the others is larger than that. A shared expert sees every token and is left out.
+"""
+
+import random
+import statistics
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import check_numbers, check_positive, shown
+from moe_runtime.experiments.corpora import PIECE, standard_library_pairs, standard_library_text
+from moe_runtime.experiments.recipe import Recipe
+from moe_runtime.experiments.stages import files_print
+from moe_runtime.experiments.tables import environment, finite
+from moe_runtime.hf.dropin.stats import collect_router_stats, load_entropy
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from moe_runtime.io.files import read_json
+
+TOKENS = 16384
+BATCH = 8
+
+
+@dataclass
+class Routing:
+    """Shares of tokens per expert: for every seed, text and half [L][R] slots."""
+
+    command: str
+    title: str
+    source: str
+    settings: dict
+    seeds: tuple[int, ...]
+    tokens: dict[str, int]  # text -> tokens that were routed
+    folders: list[str]  # of the mixtures, one per seed
+    counts: list  # [seeds][texts][2][L][R]
+    layers: list[str]
+    summary: list[str] = field(default_factory=list)
+
+    def share(self, seed: int = 0) -> torch.Tensor:
+        """Return [texts, L, R] float64 of one seed, by its place."""
+        return _share(torch.tensor(self.counts[seed]).sum(1))
+
+    def distances(self) -> list[tuple[list[float], list[float]]]:
+        """Return, for every text, its mean distance to the others and that between its halves, a number per seed."""
+        found = [([], []) for _ in self.tokens]
+        for seed in range(len(self.seeds)):
+            whole, halves = self.share(seed), _share(torch.tensor(self.counts[seed]))
+            for i, (others, own) in enumerate(found):
+                apart = [_distance(whole[i], whole[j]) for j in range(len(whole)) if j != i]
+                others.append(statistics.fmean(apart))
+                own.append(_distance(halves[i, 0], halves[i, 1]))
+        return found
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        names = ("tokens", "smallest share", "largest share", "entropy", "to other texts", "between its halves")
+        return [("text", "left"), *((name, "right") for name in names)]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        shares = torch.stack([self.share(seed) for seed in range(len(self.seeds))])  # [seeds, texts, L, R]
+        entropy = torch.stack([load_entropy(torch.tensor(one).sum(1)).amin(-1) for one in self.counts])
+        rows = []
+        for i, ((name, tokens), (others, own)) in enumerate(zip(self.tokens.items(), self.distances(), strict=True)):
+            numbers = f"{shares[:, i].min():.3f}", f"{shares[:, i].max():.3f}", f"{entropy[:, i].min():.3f}"
+            rows.append((name, f"{tokens:,}", *numbers, _spread(others), _spread(own)))
+        return rows
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in two lines."""
+        R = len(self.counts[0][0][0][0])
+        return (
+            f"shares of the {R} routed experts, over {len(self.layers)} layers and {len(self.seeds)} seeds; {1 / R:.3f} where "
+            "nothing is preferred;\nentropy: the lowest layer's, 1 when balanced; the last two: total variation distance."
+        )
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        names = ("command", "title", "source", "settings", "seeds", "tokens", "folders", "layers", "counts", "summary")
+        distances = zip(self.tokens, self.distances(), strict=True)
+        apart = {name: {"to_other_texts": others, "between_halves": own} for name, (others, own) in distances}
+        return finite(
+            {name: getattr(self, name) for name in names} | {"distances": apart, "environment": environment()}
+        )
+
+
+def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> dict:
+    """Return the options of `measure`, JSON-ready; raises ValueError for a file that is not there or no tokens."""
+    check_positive("tokens", tokens)
+    for path in map(Path, texts):
+        if not path.is_file():
+            raise ValueError(f"data is {str(path)!r}, which is no file; want {', '.join(data.BUILDERS)}")
+    if len({Path(path).stem for path in texts}) < len(texts):
+        raise ValueError(f"data is {', '.join(map(str, texts))}; want files of different names")
+    names = [str(path) for path in texts]
+    return {"texts": names, "tokens": tokens, "files": [files_print(name) for name in names]}
+
+
+def measure(process, texts: Sequence[str], tokens: int) -> dict:
+    """Route at most `tokens` tokens of every text through the mixture of each seed; return Routing's fields.
+
+    What routing-stats.json holds of the same mixtures and settings is not measured again.
+    """
+    moes = [stages.moe() for stages in process.all]
+    folders = ["/".join(Path(moe.folder).parts[-2:]) for moe in moes]
+    made = {"folders": folders, "summary": _summary}
+    known = _known(process.out / "routing-stats.json", folders, process.settings)
+    if known is not None:
+        return known | made
+    rows = _tokenized(process.all[0], texts, tokens)
+    counts, layers = [], []
+    for seed, moe in zip(process.seeds, moes, strict=True):
+        process.say(f"seed {seed}: routing {sum(len(ids) for text in rows.values() for ids in text):,} tokens")
+        with ranks.leading() as main:
+            found = _count(process.all[0], moe, rows) if main else None
+        by_text, layers = ranks.agree(found)
+        counts.append(by_text)
+    sizes = {name: sum(map(len, text)) for name, text in rows.items()}
+    return {"tokens": sizes, "counts": counts, "layers": layers} | made
+
+
+def read_texts() -> dict[str, list[str]]:
+    """Return documents by kind: the library's source, its docstrings, Python's documentation, tables of characters."""
+    root = Path(sysconfig.get_path("stdlib"))
+    pairs = standard_library_pairs()
+    docs = [row["prompt"].partition("\n")[2] for row in pairs.held_out]
+    kinds = {"library source": standard_library_text(), "docstrings": docs}
+    tables = sorted((root / "encodings").glob("*.py"))
+    kinds["character tables"] = [path.read_text(encoding="utf-8", errors="ignore") for path in tables]
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return kinds
+    return kinds | {"documentation": [topics[name] for name in sorted(topics)]}
+
+
+def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list[int]]]:
+    """Return rows of ids, `tokens` in all, per text: the recipe's held-out rows, `read_texts`, and the files given."""
+    tokenizer, length = stages.tokenizer, stages.recipe.data.max_length
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    found = {"held-out rows": list(_first((row["input_ids"] for row in stages.held_out), tokens))}
+    documents = read_texts()
+    own = {Path(path).stem: map(_text, data.read_rows(path)) for path in texts}
+    if taken := sorted({*own} & {*documents, *found}):
+        raise ValueError(f"data has the name {taken[0]!r}, which is a built-in text's; want another file name")
+    documents |= own
+    for name, kind in documents.items():
+        pieces = [text[i : i + PIECE] for text in kind for i in range(0, len(text), PIECE)]
+        # neighbours are alike: the halves of a text are drawn from all of it
+        random.Random(0).shuffle(pieces)
+        ids = (tokenizer.encode(piece, add_special_tokens=False) for piece in pieces if piece.strip())
+        found[name] = list(_first(((bos + row)[:length] for row in ids), tokens))
+    for name, pieces in found.items():
+        if len(pieces) < 2:  # the distance between two halves is what a text is judged by
+            raise ValueError(
+                f"tokens is {tokens}, of {name!r} that is {len(pieces)} piece; want two: more tokens or text"
+            )
+    return found
+
+
+def _text(row: dict) -> str:
+    """All text of a row, in the order of its columns."""
+    if "messages" in row:
+        return "\n".join(_said(message["content"]) for message in row["messages"])
+    return "".join(row[name] for name in ("prompt", "completion", "text") if name in row)
+
+
+def _said(content: str | list | None) -> str:
+    """The text of a chat's turn: whole, in parts, or none, beside a call of tools."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+
+
+def _first(rows, tokens: int):
+    """Yield rows until their tokens are `tokens`; the last one is cut."""
+    for ids in rows:
+        if tokens <= 0:
+            return
+        yield ids[:tokens]
+        tokens -= len(ids)
+
+
+def _count(stages, moe, texts: dict[str, list[list[int]]]) -> tuple[list, list[str]]:
+    """Return [texts][2][L][R] slots of the routed experts, and the layers' names."""
+    model = ranks.load_model(moe.folder, stages.recipe.dtype, ranks.state().device)
+    counts, layers = [], []
+    for pieces in texts.values():
+        halves = []
+        for half in (pieces[::2], pieces[1::2]):
+            stats = collect_router_stats(model, _batches(stages.tokenizer, half, model.device))
+            halves.append([row.tolist() for row in stats.routed])
+            layers = list(stats.layers)
+        counts.append(halves)
+    return counts, layers
+
+
+def _batches(tokenizer, pieces: list[list[int]], device):
+    for i in range(0, len(pieces), BATCH):
+        batch = tokenizer.pad({"input_ids": pieces[i : i + BATCH]}, return_tensors="pt")
+        yield {"input_ids": batch["input_ids"].to(device), "attention_mask": batch["attention_mask"].to(device)}
+
+
+def _known(path: Path, folders: list[str], settings: dict) -> dict | None:
+    """Return what a report of the same mixtures and settings measured; None if there is none."""
+    report = read_json(path) if path.is_file() else {}
+    if report.get("folders") != folders or report.get("settings") != settings:
+        return None
+    how = "remove it, and the texts are routed again"
+    sizes, layers, counts = (report.get(name) for name in ("tokens", "layers", "counts"))
+    named = (
+        isinstance(sizes, dict) and isinstance(layers, list) and layers and all(isinstance(one, str) for one in layers)
+    )
+    if not named:
+        raise ValueError(f"{path} has layers {shown(layers)} and tokens {shown(sizes)}; want a report of texts; {how}")
+    check_numbers(f"tokens of {path}", [*sizes.values()], None)
+    shape = (len(folders), len(sizes), 2, len(layers))
+    check_numbers(f"counts of {path}", counts, *shape, None)
+    check_numbers(
+        f"counts of {path}", counts, *shape, len(counts[0][0][0][0]) if folders and sizes else None, most=2**53
+    )
+    return {"tokens": sizes, "counts": counts, "layers": layers}
+
+
+def _share(counts: torch.Tensor) -> torch.Tensor:
+    return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Total variation between shares [L, R], mean over the layers."""
+    return (a - b).abs().sum(-1).mean().item() / 2
+
+
+def _spread(values: list[float]) -> str:
+    sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{sd}"
+
+
+def _summary(report: Routing) -> list[str]:
+    lines = []
+    for name, (others, own) in zip(report.tokens, report.distances(), strict=True):
+        more = sum(a > b for a, b in zip(others, own, strict=True))
+        lines.append(
+            f"{name}: {statistics.fmean(others) / max(statistics.fmean(own), 1e-12):.1f} times as far from the other texts as "
+            f"its halves from each other; farther with {more} of {len(report.seeds)} seeds."
+        )
+    return lines

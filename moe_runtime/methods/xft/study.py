@@ -1,0 +1,241 @@
+"""XFT by stages that are kept: each is trained once, lies in a folder of its own, and is read back by whoever needs it.
+
+    base --sft-->                     a dense model, tuned
+         --ewa-->                     a dense model: the mean of experts that were averaged while they were tuned
+         --moe--> --merge-->          upcycled and tuned; merged without training (INIT, uniform, given coefficients)
+                  --mix-->            merged with learned coefficients: XFT's result
+
+How they are kept, and what a hash is over: `stages`.
+"""
+
+import math
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from moe_runtime.config import SHARED_GATES, check_choice, check_shared_rate
+from moe_runtime.experiments import stages as stage_rows
+from moe_runtime.experiments.recipe import Recipe, Training, load_recipe, resolve_experts
+from moe_runtime.experiments.stages import KeptStages, Result, course_of, files_print, hash_of, loss_of, sizes_of
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from moe_runtime.io.prompts import MAGICODER_CHAT
+from moe_runtime.methods import xft
+from moe_runtime.methods.xft import baselines, folders
+from moe_runtime.methods.xft.baselines import AveragingCallback
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.ops.merging import mixing
+
+
+class Stages(KeptStages):
+    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+
+    `recipe` is a Recipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
+    """
+
+    FORMAT = 2
+
+    def __init__(self, recipe: Recipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
+        super().__init__(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), out, seed, say)
+
+    def trainings(self) -> tuple[Training, ...]:
+        """Return the recipe's trainings."""
+        return self.recipe.sft, self.recipe.tune, self.recipe.mix, self.recipe.ewa_training
+
+    @property
+    def train_rows(self):
+        """The rows to tune on, tokenized."""
+        return self.part("train")
+
+    @property
+    def held_out(self):
+        """The rows to judge by, tokenized; the same for every stage and seed."""
+        return self.part("held_out")
+
+    def base(self) -> Result:
+        """Return the dense model that all others start from: pre-trained here, or the recipe's, as safetensors."""
+        pretrain, r = self.recipe.pretrain, self.recipe
+        source = {"pretrain": pretrain.to_dict(), "length": r.data.max_length} if pretrain else {}
+
+        def make(tmp: Path, folder: Path) -> dict:
+            if pretrain is None:
+                with ranks.leading() as main:
+                    if main:
+                        model = ranks.load_model(r.base_model, r.dtype)
+                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                return self._judge(tmp / "model")
+            blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.data.max_length)
+            model, trained = self._pretrain(blocks, self.held_out, folder, r.data.max_length)
+            return self._finish(model, trained, tmp / "model")
+
+        settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
+        return self._stage("base", "base", settings, [], make, seed=0)
+
+    def sft(self, steps: int | None = None) -> Result:
+        """Return the baseline: the dense base, tuned as the recipe's `sft` says, or for `steps` optimizer steps."""
+        base, training = self.base(), _for_steps(self.recipe.sft, steps)
+
+        def make(tmp: Path, folder: Path) -> dict:
+            model = ranks.load_model(base.folder, self.recipe.dtype)
+            trained = self._train("sft", model, self.train_rows, self.held_out, training, folder)
+            return self._finish(model, trained, tmp / "model")
+
+        return self._stage("sft", "sft", self._settings(training), [base], make)
+
+    def moe(self, **moe_settings) -> Result:
+        """Return the base, upcycled with the recipe's experts and `moe_settings` in their place, and tuned."""
+        base, experts = self.base(), resolve_experts(self.recipe.experts | moe_settings)
+
+        def make(tmp: Path, folder: Path) -> dict:
+            model = ranks.load_model(base.folder, self.recipe.dtype)
+            receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
+            self.say(str(receipt).replace("\n", "\n  "))
+            trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
+            return self._finish(model, trained, tmp / "model")
+
+        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
+
+    def mix(
+        self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None
+    ) -> Result:
+        """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""
+        training = _for_steps(self.recipe.mix, steps)
+        rate = self.recipe.shared_rate if shared_rate is None else shared_rate
+        check_shared_rate(rate)
+
+        def make(tmp: Path, folder: Path) -> dict:
+            model = ranks.load_model(moe.folder, self.recipe.dtype)
+            xft.to_mergeable(model, shared_rate=rate, soup=soup)
+            trained = self._train("mix", model, self.train_rows, self.held_out, training, folder)
+            layers = [module for module in model.modules() if isinstance(module, MergedMLP)]
+            logits = [ranks.whole(layer.mixing_logits) for layer in layers]
+            alpha = [mixing(row, None if soup else rate).tolist() for row in logits]
+            course = course_of(trained)
+            del model, layers, trained  # before the dense model takes its memory
+            self._merge(moe, tmp / "model", alpha=alpha)
+            return course | self._judge(tmp / "model") | {"alpha": alpha}
+
+        settings = self._settings(training) | {"shared_rate": rate, "soup": soup}
+        return self._stage("mix", "soup" if soup else "xft", settings, [moe], make)
+
+    def merge(self, moe: Result, shared_rate: float | None = None, alpha=None) -> Result:
+        """Return the dense model of a tuned mixture without training: INIT, or `alpha` as `xft.merge` takes it."""
+        if alpha is None:
+            shared_rate = self.recipe.shared_rate if shared_rate is None else shared_rate
+            check_shared_rate(shared_rate)
+        elif isinstance(alpha, str):
+            check_choice("alpha", alpha, ("uniform",))
+        name = "init" if alpha is None else alpha if isinstance(alpha, str) else "given"
+        listed = alpha.tolist() if hasattr(alpha, "tolist") else alpha
+
+        def make(tmp: Path, folder: Path) -> dict:
+            used = self._merge(moe, tmp / "model", shared_rate=shared_rate, alpha=alpha)
+            return self._judge(tmp / "model") | {"alpha": used}
+
+        return self._stage("merge", name, {"shared_rate": shared_rate, "alpha": listed}, [moe], make)
+
+    def ewa(self, share: float | None = None, schedule: str | None = None, partition: str = "random") -> Result:
+        """Return the dense mean of experts that were averaged after every step; see methods.xft.baselines.to_ewa."""
+        base, training, ewa = self.base(), self.recipe.ewa_training, self.recipe.ewa
+        ewa = replace(ewa, share=ewa.share if share is None else share, schedule=schedule or ewa.schedule)
+        count = resolve_experts(self.recipe.experts).get("num_experts", 8)
+
+        def make(tmp: Path, folder: Path) -> dict:
+            model = ranks.load_model(base.folder, self.recipe.dtype)
+            baselines.to_ewa(model, num_experts=count, partition=partition, seed=42 + self.seed)
+            callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
+            trained = self._train("ewa", model, self.train_rows, self.held_out, training, folder, callbacks)
+            self._save(model, trained, tmp / "experts")
+            with ranks.leading() as main:
+                if main:
+                    alpha = "uniform" if partition == "router" else None
+                    folders.merge_folder(tmp / "experts", tmp / "model", alpha=alpha)
+                    shutil.rmtree(tmp / "experts")
+            course = course_of(trained)
+            del model, trained, callbacks
+            return course | self._judge(tmp / "model")
+
+        settings = self._settings(training) | {
+            "share": ewa.share, "schedule_of_share": ewa.schedule, "partition": partition, "num_experts": count,
+        }  # fmt: skip
+        return self._stage("ewa", "ewa", settings, [base], make)
+
+    def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:
+        """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
+        self._save(model, trained, folder)
+        if self._is_saved_as_trained(model):
+            return _numbers(model, trained)
+        return course_of(trained) | self._judge(folder)
+
+    def _merge(self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None) -> list:
+        """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
+        used = None
+        with ranks.leading() as main:
+            if main:
+                used = folders.merge_folder(moe.folder, target, shared_rate=shared_rate, alpha=alpha).alpha
+        return ranks.agree(used)
+
+    def _judge(self, folder: Path) -> dict:
+        """Load the model of a folder and take the held-out rows' losses; all processes share the rows."""
+        ranks.free_memory()
+        model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
+        tune = self.recipe.tune
+        batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
+        losses, tokens = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=tune.bf16)
+        return loss_of(losses, tokens) | sizes_of(model)
+
+    def data_key(self) -> str:
+        """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
+        r, pretrain = self.recipe, self.recipe.pretrain
+        python = platform.python_version()
+        base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
+        rows = [python if s == data.BUILT_IN else files_print(s) for s in (r.data.train, r.data.held_out) if s]
+        return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer and the rows to tune on and to judge by."""
+        r = self.recipe
+        tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
+        if r.data.prompt == "magicoder":
+            tokenizer.chat_template = MAGICODER_CHAT  # the base's own, if any, is not what the model learns
+        tokenizer.save_pretrained(folder / "tokenizer")
+        self.say(f"reading and tokenizing {r.data.train}")
+        train, held_out = stage_rows.tokenized(tokenizer, r)
+        data.save_rows(train, folder / "train")
+        data.save_rows(held_out, folder / "held_out")
+        self.say(f"{len(train):,} rows to tune on, {len(held_out):,} held out")
+        return {"train": len(train), "held_out": len(held_out), "data": r.data.to_dict()}
+
+
+def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Result]:
+    """Run the whole method and say what came out; return the base, the mixture, its INIT merge and the learned one.
+
+    `seed` is the recipe's unless given. The last result's folder is the dense model.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    gate = recipe.experts.get("gate", "xft")
+    if gate not in SHARED_GATES:
+        raise ValueError(
+            f"gate is {gate!r}, which has no shared expert; want one of {', '.join(SHARED_GATES)} in experts"
+        )
+    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    base, moe = stages.base(), stages.moe()
+    results = [base, moe, stages.merge(moe), stages.mix(moe)]
+    stages.say(f"{'':8s}{'loss':>9s}{'perplexity':>12s}{'parameters':>16s}{'per token':>16s}{'train s':>9s}")
+    for r in results:
+        sizes = f"{r.parameters:16,}{r.active_parameters:16,}"
+        stages.say(f"{r.name:8s}{r.loss:9.4f}{math.exp(min(r.loss, 700)):12.2f}{sizes}{r.total_seconds:9.0f}")
+    stages.say(f"the dense model: {results[-1].folder}")
+    return results
+
+
+def _for_steps(training: Training, steps: int | None) -> Training:
+    return training if steps is None else replace(training, epochs=None, steps=steps)
+
+
+def _numbers(model, trained: trainers.Trained) -> dict:
+    """A training's part of a result, of the model that was trained."""
+    return loss_of(trained.losses, trained.tokens) | sizes_of(model) | course_of(trained)

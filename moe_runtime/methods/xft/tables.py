@@ -1,0 +1,297 @@
+"""The tables and figures of the XFT paper that need training, one command each, on the stages of `xft_stages`.
+
+    table1         base, SFT, EWA, MoE, XFT                        Tables 1 to 3
+    ablate-gate    XFT's gate against three others                 Table 4
+    ablate-merge   MoE, INIT, learned, learned soup, uniform       Table 5
+    sweep-lambda   the shared expert's rate                        Table 6 of the long version
+    sweep-topk     experts per token                               footnote 1
+    budget         SFT for as many steps, and for as long          Table 8 of the long version
+    ewa-schedule   constant and linear share rate                  Figure 3
+    routing-stats  share of tokens per expert and text             Figure 4 (xft_routing)
+
+The measure is the held-out loss per label token, on rows that nothing was trained on, in place of the paper's benchmarks. A
+stage that OUT holds already is read, not trained, whichever command made it; so a command that was killed goes on.
+
+XFT's own picture: the tokens of each text per expert. The others are in `pictures`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe_runtime.config import GATES, SHARED_GATES
+from moe_runtime.experiments import plots, tables
+from moe_runtime.experiments.plots import COLOURS, figure_of
+from moe_runtime.experiments.recipe import Recipe, load_recipe, resolve_experts
+from moe_runtime.experiments.tables import Command, Report, Run, best, each, verdict
+from moe_runtime.methods.xft import routing_study
+from moe_runtime.methods.xft.study import Result, Stages
+
+
+def shares(report):
+    """Draw each text's share of tokens per routed expert, for the first, the middle and the last layer, of one seed."""
+    share = report.share(0)  # seeds name their experts differently: their bars cannot be averaged
+    L, R = share.shape[1:]
+    layers = sorted({0, (L - 1) // 2, L - 1})
+    width = 0.82 / len(report.tokens)
+    figure, all_axes = figure_of(report, (max(7.0, 1.1 * R + 1.5), 1.3 + 2.1 * len(layers)), rows=len(layers))
+    for axes, layer in zip(all_axes, layers):
+        for i, (name, colour) in enumerate(zip(report.tokens, _cycle(len(report.tokens)))):
+            places = [expert + (i - (len(report.tokens) - 1) / 2) * width for expert in range(R)]
+            axes.bar(
+                places, share[i, layer].tolist(), width, color=colour, label=name, edgecolor="white", linewidth=0.4
+            )
+        axes.axhline(1 / R, color="black", linestyle="--", linewidth=1)
+        axes.set_xticks(range(R), range(1, R + 1))
+        axes.set(ylabel=f"layer {report.layers[layer]}\nshare of tokens")
+        axes.grid(axis="y", alpha=0.25)
+    all_axes[-1].set_xlabel(f"routed expert (dashed: 1/{R}; seed {report.seeds[0]})")
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def _cycle(count: int):
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+TOP_KS = (2, 4, 6)
+SFT, EWA, MOE, XFT = "SFT", "EWA", "MoE", "XFT"
+
+
+def run(
+    command: str,
+    recipe: Recipe | str | Path = "tiny",
+    out: str | Path = "runs/xft",
+    *,
+    seeds: int = 3,
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
+    **options,
+) -> Report:
+    """Make a table, as `tables.run` says."""
+    return tables.run(
+        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
+    )
+
+
+def _table1(process: Run) -> dict:
+    def plan(stages: Stages):
+        yield "base", stages.base()
+        yield SFT, stages.sft()
+        yield EWA, stages.ewa()
+        moe = stages.moe()
+        yield MOE, moe
+        yield XFT, stages.mix(moe)
+
+    return {"entries": process.collect(plan), "reference": SFT, "summary": lambda report: [verdict(report, XFT)]}
+
+
+def _ablate_gate(process: Run) -> dict:
+    full = resolve_experts(process.recipe.experts).get("gate", "xft")
+    others = {
+        "no normalization (nonorm)": "nonorm",
+        "no shared expert (topk_softmax)": "topk_softmax",
+        "no shared expert (softmax_topk)": "softmax_topk",
+    }
+
+    def plan(stages: Stages):
+        yield SFT, stages.sft()
+        yield f"{MOE} ({full})", stages.moe()
+        for name, gate in others.items():
+            yield name, stages.moe(gate=gate)
+
+    return {"entries": process.collect(plan), "reference": f"{MOE} ({full})", "summary": each}
+
+
+def _ablate_merge(process: Run) -> dict:
+    init, soup, uniform = f"{XFT} (INIT)", "learned soup", "uniform"
+
+    def plan(stages: Stages):
+        moe = stages.moe()
+        yield MOE, moe
+        yield XFT, stages.mix(moe)
+        yield init, stages.merge(moe)
+        yield soup, stages.mix(moe, soup=True)
+        yield uniform, stages.merge(moe, alpha="uniform")
+
+    entries = process.collect(plan)
+    alpha = {entry.name: [result.alpha for result in entry.results] for entry in entries}
+    moved = _distance(alpha[XFT], alpha[init])
+    shared = statistics.fmean(row[0] for layers in alpha[soup] for row in layers)
+    rate = process.recipe.shared_rate
+
+    def summary(report: Report) -> list[str]:
+        return [
+            *each(report),
+            f"Learning moved a coefficient by {moved:.4f} at most from its initial value; the soup's shared expert went "
+            f"from {rate:.4f} to {shared:.4f} on average.",
+        ]
+
+    extra = {"largest_move_of_alpha": moved, "mean_shared_coefficient_of_the_soup": shared}
+    return {"entries": entries, "reference": XFT, "summary": summary, "extra": extra}
+
+
+def _sweep_lambda(process: Run, shared_rates: Sequence[float]) -> dict:
+    names = {rate: f"{XFT}, lambda {rate:g}" for rate in shared_rates}
+
+    def plan(stages: Stages):
+        yield SFT, stages.sft()
+        moe = stages.moe()
+        yield MOE, moe
+        for rate, name in names.items():
+            yield name, stages.mix(moe, shared_rate=rate)
+
+    extra = {"x": {name: rate for rate, name in names.items()}, "x_label": "lambda, the shared expert's rate"}
+    return {"entries": process.collect(plan), "reference": SFT, "summary": best(names.values()), "extra": extra}
+
+
+def _sweep_topk(process: Run, top_ks: Sequence[int]) -> dict:
+    moes, merged = ({k: f"{kind}, top {k}" for k in top_ks} for kind in (MOE, XFT))
+
+    def plan(stages: Stages):
+        yield SFT, stages.sft()
+        for k in top_ks:
+            moe = stages.moe(top_k=k)
+            yield moes[k], moe
+            yield merged[k], stages.mix(moe)
+
+    names = [*moes.items(), *merged.items()]
+    extra = {"x": {name: k for k, name in names}, "x_label": "experts per token, the shared one counted"}
+    return {"entries": process.collect(plan), "reference": SFT, "summary": best(merged.values()), "extra": extra}
+
+
+def _budget(process: Run) -> dict:
+    def plan(stages: Stages):
+        moe = stages.moe()
+        yield MOE, moe
+        merged = stages.mix(moe)
+        yield XFT, merged
+        same, steps = stages.sft(), moe.steps + merged.steps
+        yield "SFT, same steps", same if same.steps == steps else stages.sft(steps=steps)
+
+    moe, merged, same = process.collect(plan)
+    # one number of steps for all seeds, from the mean times of both
+    per_step = same.seconds / same.results[0].steps
+    steps = max(round(merged.seconds / per_step), 1)
+    process.say(
+        f"XFT took {merged.seconds:.1f} s, an SFT step {per_step:.4f} s: {steps} steps of SFT for the same time"
+    )
+    (longer,) = process.collect(lambda stages: iter([("SFT, same time", stages.sft(steps=steps))]))
+
+    def summary(report: Report) -> list[str]:
+        parts = [result.seconds for result in merged.results], [result.seconds for result in moe.results]
+        mixing, tuning = map(statistics.fmean, parts)
+        return [
+            *each(report),
+            f"XFT took {tuning:.1f} s of tuning and {mixing:.1f} s of mixing, {merged.seconds / same.seconds:.2f} times "
+            f"SFT's {same.seconds:.1f} s for as many steps; {steps} steps of SFT took {longer.seconds:.1f} s.",
+        ]
+
+    extra = {"seconds_per_sft_step": per_step, "sft_steps_for_the_same_time": steps}
+    return {"entries": [merged, same, longer, moe], "reference": XFT, "summary": summary, "extra": extra}
+
+
+def _ewa_schedule(process: Run) -> dict:
+    names = {schedule: f"{EWA}, {schedule}" for schedule in ("constant", "linear")}
+
+    def plan(stages: Stages):
+        yield SFT, stages.sft()
+        for schedule, name in names.items():
+            yield name, stages.ewa(schedule=schedule)
+
+    entries = process.collect(plan)
+    rises = {entry.name: max(map(_rise, entry.results)) for entry in entries}
+
+    def summary(report: Report) -> list[str]:
+        curves = [
+            f"{name}: the held-out loss rose by {rises[name]:.4f} at most above its lowest value before, over "
+            f"{len(report.entry(name).results[0].history)} points and {len(report.seeds)} seeds."
+            for name in names.values()
+        ]
+        return [*each(report), *curves]
+
+    extra = {"largest_rise_of_held_out_loss": rises, "share": process.recipe.ewa.share}
+    return {"entries": entries, "reference": names["constant"], "summary": summary, "extra": extra}
+
+
+def _routing_stats(process: Run, texts: Sequence[str], tokens: int, files: list) -> dict:
+    return routing_study.measure(process, texts, tokens)  # `files` is there for the report to tell a changed file
+
+
+def _distance(a, b) -> float:
+    """Largest difference between two nested lists of coefficients, [seeds][L][E]."""
+    pairs = zip((v for x in a for row in x for v in row), (v for x in b for row in x for v in row), strict=True)
+    return max(abs(x - y) for x, y in pairs)
+
+
+def _rise(result: Result) -> float:
+    """How far a history goes above the lowest loss before it: 0 for one that only falls, infinite for one that diverged."""
+    lowest, rise = math.inf, 0.0
+    for _, loss in result.history:
+        if not math.isfinite(loss):
+            return math.inf
+        rise, lowest = max(rise, loss - lowest), min(lowest, loss)
+    return rise
+
+
+def _check_shared(recipe: Recipe) -> dict:
+    """Refuse a recipe whose mixture has no shared expert: XFT's merge is not defined for it."""
+    gate = resolve_experts(recipe.experts).get("gate", "xft")
+    if gate not in SHARED_GATES:
+        raise ValueError(
+            f"gate is {gate!r}, which has no shared expert; want one of {', '.join(SHARED_GATES)} in the recipe"
+        )
+    return {}
+
+
+def _check_gates(recipe: Recipe) -> dict:
+    experts = resolve_experts(recipe.experts)
+    if experts.get("gate", "xft") != "xft":
+        raise ValueError(f"gate is {experts['gate']!r}; want 'xft' in the recipe, of which the others are ablations")
+    for gate in GATES[:4]:
+        resolve_experts(experts | {"gate": gate})
+    return {}
+
+
+def _check_lambdas(recipe: Recipe, shared_rates: Sequence[float] = LAMBDAS) -> dict:
+    bad = [rate for rate in shared_rates if not 0 <= rate <= 1]
+    if bad or not shared_rates or len(set(shared_rates)) < len(shared_rates):
+        given = ", ".join(f"{rate:g}" for rate in shared_rates) or "not given"
+        raise ValueError(f"lambda is {given}; want different numbers from 0 to 1")
+    return _check_shared(recipe) | {"shared_rates": tuple(map(float, shared_rates))}
+
+
+def _check_top_ks(recipe: Recipe, top_ks: Sequence[int] | None = None) -> dict:
+    """Check the numbers given; without any take those of TOP_KS that the recipe's experts allow."""
+    _check_shared(recipe)
+    experts = resolve_experts(recipe.experts)
+    if top_ks is None:
+        top_ks = [k for k in TOP_KS if k <= experts.get("num_experts", 8)]
+    if not top_ks or len(set(top_ks)) < len(top_ks):
+        raise ValueError(f"top_k is {', '.join(map(str, top_ks)) or 'not given'}; want different numbers")
+    for k in top_ks:
+        resolve_experts(experts | {"top_k": k})
+    return {"top_ks": tuple(top_ks)}
+
+
+COMMANDS = {
+    "table1": Command("XFT and its baselines", "XFT, Tables 1 to 3", _table1, plots.dots, _check_shared),
+    "ablate-gate": Command("What the gate does", "XFT, Table 4", _ablate_gate, plots.dots, _check_gates),
+    "ablate-merge": Command("What learning to merge does", "XFT, Table 5", _ablate_merge, plots.dots, _check_shared),
+    "sweep-lambda": Command(
+        "The shared expert's rate", "XFT, Table 6, long version", _sweep_lambda, plots.sweep, _check_lambdas
+    ),
+    "sweep-topk": Command("Experts per token", "XFT, footnote 1", _sweep_topk, plots.sweep, _check_top_ks),
+    "budget": Command("The price of training", "XFT, Table 8, long version", _budget, plots.times, _check_shared),
+    "ewa-schedule": Command("EWA's share rate", "XFT, Figure 3", _ewa_schedule, plots.curves),
+    "routing-stats": Command(
+        "Tokens per expert",
+        "XFT, Figure 4",
+        _routing_stats,
+        shares,
+        routing_study.check,
+        routing_study.Routing,
+    ),
+}

@@ -1,0 +1,122 @@
+"""What the routers of a model folder do on a file of text: numbers per layer, a CSV file, a heat map."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from moe_runtime.hf.dropin.experts import patch
+from moe_runtime.hf.dropin.stats import RouterStats, collect_router_stats
+from moe_runtime.hf.models.folders import read_config
+from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.trainer import check_ids
+from moe_runtime.io.console import bar
+from moe_runtime.io.rows import read_rows
+
+FILES = ("router_load.csv", "router_load.png")
+
+
+def router_report(
+    source: str | Path,
+    data: str | Path,
+    out: str | Path,
+    *,
+    tokens: int = 131072,
+    max_length: int = 1024,
+    batch_size: int = 4,
+) -> RouterStats:
+    """Run at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
+
+    `data` is what `read_rows` takes; a row gives at most max_length tokens. Runs on the GPU if there is one. Raises ValueError
+    for a folder or data that cannot be read, for data without a token or with one that the model does not have, and for a
+    model without routers; then it writes nothing.
+    """
+    for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; want at least 1")
+    read_config(source)  # says what is wrong with the folder
+    rows = read_rows(data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = ranks.load_tokenizer(source, "model")
+    try:
+        model = ranks.load_model(source, "auto", device, "model")
+    except RuntimeError as error:  # sizes that are not the config's; torch's own where memory is short
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0][:500]
+        raise ValueError(f"model is {str(source)!r}, which transformers cannot load: {reason}; get it again") from error
+    patch(model)
+    with bar("routing", "token") as update:
+        batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)
+        batches = _reported(_known(model, tokenizer, batches), tokens, update)
+        stats = collect_router_stats(model, batches)
+    if not stats.counts.any():
+        raise ValueError(f"data is {str(data)!r}, whose rows have no tokens; want text")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
+        write(out / name)
+    return stats
+
+
+def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
+    """Pass batches on; raise ValueError for a token that the model does not have."""
+    for batch in batches:
+        check_ids(model, [int(batch["input_ids"].max())], tokenizer)
+        yield batch
+
+
+def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
+    """Pass batches on, and report their tokens when the next one is asked for."""
+    done = 0
+    for batch in batches:
+        yield batch
+        done += int(batch["attention_mask"].sum())
+        update(done, tokens)
+
+
+def _text(row: dict, number: int, tokenizer) -> tuple[str, bool]:
+    """Return the text of the row of this number, and whether a chat template wrote it, special tokens and all."""
+    columns = [name for name in ("messages", "text", "prompt", "completion") if name in row]
+    values = [row[name] for name in columns]
+    if columns != ["messages"] and all(isinstance(value, str) for value in values):
+        return "".join(values), False
+    where = f"{' + '.join(columns)} of row {number}"
+    if columns == ["text"] or not all(isinstance(value, list) for value in values):
+        kinds, want = " and ".join(type(value).__name__ for value in values), "a string"
+        if columns != ["text"]:
+            want = "a list of messages" if columns == ["messages"] else "two strings or two lists of messages"
+        raise ValueError(f"{where} is {kinds}; want {want}")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{where} has messages, chat_template of the tokenizer is {tokenizer.chat_template!r}; want one; save the "
+            "tokenizer of a chat model beside the weights, or give text"
+        )
+    try:
+        return tokenizer.apply_chat_template([m for value in values for m in value], tokenize=False), True
+    except Exception as error:  # every template has exceptions of its own
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where} does not fit the chat template: {reason}; want role and content") from error
+
+
+def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
+    """Yield padded batches until the tokens are used up; the last row is cut to what is left."""
+    for first in range(0, len(rows), batch_size):
+        ids = []
+        for i in range(first, min(first + batch_size, len(rows))):
+            text, is_chat = _text(rows[i], i, tokenizer)
+            limit = min(max_length, max(tokens, 1))
+            # a chat template writes the special tokens itself: a second BOS would be one that no training has
+            found = tokenizer(text, truncation=True, max_length=limit, add_special_tokens=not is_chat)
+            if tokens > 0 and found["input_ids"]:
+                ids.append(found["input_ids"])
+                tokens -= len(ids[-1])
+        if not ids:
+            continue
+        length = max(map(len, ids))
+        # any id will do: the mask keeps padding out of attention and of the counts
+        padded = torch.tensor([row + row[-1:] * (length - len(row)) for row in ids], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids], device=device)
+        yield {"input_ids": padded, "attention_mask": mask, "use_cache": False}
+        if tokens <= 0:
+            return

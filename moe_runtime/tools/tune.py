@@ -1,0 +1,449 @@
+"""Launch configs measured on the user's own GPU, for `kernels.tiles` to look up: what `moe-runtime tune` does.
+
+A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean rows per expert as a power of two,
+so never to T. For every problem of a layer each candidate runs on random rows and must give what the built-in config gives;
+then all are timed in turn, round after round. The file, `tuning_file`'s, is written after every problem: a run that was
+stopped goes on there. A process reads the file at its first launch and keeps its configs from then on.
+
+The file of measured launch configs, which `kernels.tiles` reads: what `tuning` has done, and what it must not try again.
+
+Times on a GPU, and how far two results are apart: what the tuner and the benchmarks share.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.runtime.jit import KernelInterface
+
+from moe_runtime import backends
+from moe_runtime.hf.models.folders import Layer
+from moe_runtime.io import files
+from moe_runtime.kernels import dispatch, tiles
+from moe_runtime.kernels.candidates import candidates
+from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
+from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
+from moe_runtime.kernels.tiles import Problem, Tile
+
+
+class Unwritten(OSError):
+    """What is measured cannot be kept: no fault of the config that was to run."""
+
+
+class Results:
+    """The file of measured configs, for one GPU: what is done, what must not be tried again."""
+
+    def __init__(self, path: Path, device: str):
+        self.path, self.device = path, device
+        self.marker = path.with_name(f".{path.name}.trying")
+        tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
+        if self.marker.exists():  # the process that wrote it died without a word
+            with contextlib.suppress(ValueError):
+                died = json.loads(self.marker.read_text())
+                self.save_broken(died["key"], died["tile"], "the process died")
+            self.marker.unlink()
+
+    def read(self) -> dict:
+        """Return the GPU's part of the file."""
+        return self._load()["devices"].get(self.device, {"tiles": {}})
+
+    def done(self) -> set[str]:
+        """Return the keys of the problems that are measured."""
+        return set(self.read()["tiles"])
+
+    def broken(self, key: str) -> list[Tile | None]:
+        """Return the configs that ended a process when they ran on this problem; None stands for compiling many at once."""
+        entries = self.read().get("broken", {}).get(key, ())
+        return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
+
+    def save(self, key: str, entry: dict) -> None:
+        """Write the entry of a problem that `tuning.measure` made."""
+        self._change(lambda device: device["tiles"].update({key: entry}))
+
+    def save_broken(self, key: str, tile: dict | None, note: str) -> None:
+        """Note a config that ended a process, None for compiling many at once."""
+        entry = {"tile": tile, "note": note}
+        self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
+
+    def forget_broken(self) -> None:
+        """Forget the notes of `save_broken`, so that those configs are tried once more."""
+        if "broken" in self.read():
+            self._change(lambda device: device.pop("broken", None))
+
+    @contextlib.contextmanager
+    def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
+        """Leave a mark that stays if the process dies in this block, and only then."""
+        try:
+            self._mark(key, tile)
+            yield
+        finally:
+            if self.marker.exists():
+                self.marker.unlink()
+
+    def _mark(self, key: str, tile: Tile | None) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
+        except OSError as error:
+            raise Unwritten(error.errno, error.strerror, str(self.path)) from error
+
+    def _load(self) -> dict:
+        return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
+
+    def _change(self, change: Callable[[dict], object]) -> None:
+        # read anew: another process may measure another layer into the same file
+        values = self._load()
+        change(values["devices"].setdefault(self.device, {"tiles": {}}))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.atomic_write_json(self.path, values)
+
+
+LOSER = 1.25  # slower than the best by this factor after three rounds: not timed any more
+
+
+class EventTimer:
+    """Milliseconds that the GPU works, between two events; every call finds the L2 cache full of something else.
+
+    The GPU sleeps before each call, so that the call's launches are queued by the time its first kernel runs.
+    """
+
+    def __init__(self, device: torch.device, ahead_ms: float = 0.2):
+        size = max(torch.cuda.get_device_properties(device).L2_cache_size, 1 << 24)
+        self.other = torch.zeros(size, dtype=torch.float32, device=device)  # four times the cache
+        self.cycles = int(ahead_ms * 1.5e6)
+        self.device = device
+
+    def round(self, functions: Iterable[Callable[[], object]]) -> list[float]:
+        """Call each function once, in turn; return their milliseconds."""
+        pairs = []
+        for function in functions:
+            self.other.sum()  # reading leaves no line to be written back while the call runs
+            torch.cuda._sleep(self.cycles)
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            pair[0].record()
+            function()
+            pair[1].record()
+            pairs.append(pair)
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in pairs]
+
+
+def time_all(
+    functions: dict[Hashable, Callable[[], object]], timer, rounds: int, seconds: float
+) -> dict[Hashable, float]:
+    """Median milliseconds of each, all in turn in every round; who is far behind after three rounds is left there.
+
+    The first one stays to the end. After five rounds the next one begins only while all took less than `seconds`.
+    """
+    times = {name: [] for name in functions}
+    left, spent, medians = list(functions), 0.0, {}
+    for n in range(1, rounds + 1):
+        for name, ms in zip(left, timer.round([functions[name] for name in left])):
+            times[name].append(ms)
+            spent += ms / 1e3
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        if n == 3:
+            limit = LOSER * min(medians.values())
+            left = [name for i, name in enumerate(left) if i == 0 or medians[name] <= limit]
+        if n >= 5 and spent > seconds:
+            break
+    return medians
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the largest norm of a row's difference over the root mean square of the rows' norms, of two tensors [..., n].
+
+    inf for other shapes, no number if a NaN is anywhere.
+    """
+    if got.shape != want.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
+    step = max(1, (1 << 28) // want.shape[1])  # a float32 copy of all could be too much
+    errors, norms = [], []
+    for a, b in zip(got.split(step), want.split(step)):
+        b = b.float()
+        norms.append(b.square().sum())
+        errors.append((a.float() - b).square().sum(1).max())
+    rms = torch.stack(norms).sum() / len(want)
+    return float((torch.stack(errors).max() / rms.clamp_min(1e-30)).sqrt())
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
+# largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
+GAIN = 0.01  # by less than this share a candidate does not replace the built-in config
+ROUNDS, SECONDS = 15, 1.5  # of timing per problem, at most
+
+
+def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
+    """Return what `ops.moe_mlp_triton` looks up for this matrix product of the layer with T tokens."""
+    H, I, E, K, _, gated = layer
+    Z = I * (1 + gated)
+    N, length = {"up": (I, H), "down": (H, I), "dz": (I, H), "dx": (H, Z), "dw_up": (H, Z), "dw_down": (I, H)}[product]
+    kernel = product.partition("_")[0]
+    return tiles.problem_of(kernel, device, getattr(torch, dtype), N, length, T * K, E, kernel == "up" and gated)
+
+
+def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Callable[[Tile], tuple]:
+    """Return a function that runs this product with a config on random rows and weights; results are about 1."""
+    H, I, E, K, shared, gated = layer
+    R, Z = T * K, I * (1 + gated)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=getattr(torch, dtype), device=device).mul_(scale)
+
+    slots = torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices + shared
+    slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
+    offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
+
+    # made here: inside `compile_ahead` no kernel runs
+    rows_of = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
+    if product == "up":
+        x, w = random(T, H), random(E, Z, H, scale=H**-0.5)
+        return lambda tile: up_forward(x, w, None, row_slot, rows_of[tile.BLOCK_M], K, "silu", gated, True, tile)
+    if product in ("down", "dx"):
+        down = product == "down"
+        a = random(R, I if down else Z)
+        w = random(E, H, I, scale=I**-0.5) if down else random(E, Z, H, scale=Z**-0.5)
+        return lambda tile: (grouped_gemm_forward(a, w, None, rows_of[tile.BLOCK_M], down, tile),)
+    if product == "dz":
+        dout, w, z = random(T, H), random(E, H, I, scale=H**-0.5), random(R, Z)
+        weight = torch.rand(T, K, generator=generator, device=device)
+        return lambda tile: dz_backward(
+            dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile
+        )
+    gather = "x" if product == "dw_up" else "dy"
+    dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
+    return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
+
+
+def find_gpu() -> tuple[torch.device, EventTimer]:
+    """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the kernels."""
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA GPU: torch.cuda.is_available() is False; want a GPU, `tune` measures it")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := backends.why_not("triton", "moe_mlp", device):
+        raise ValueError(f"no GPU that runs the kernels: {reason}")
+    return device, EventTimer(device)
+
+
+class ContextLost(RuntimeError):
+    """A config broke the CUDA context: nothing runs any more in this process."""
+
+    def __init__(self, tile: Tile, note: str):
+        super().__init__(f"{tile} broke the CUDA context ({note}); run the command again, it skips this config")
+        self.tile = tile
+
+
+def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying) -> dict:
+    """Check and time `pool`, the built-in config first; return the file's entry for this problem.
+
+    `trying(tile)` is entered around each config's first run. Raises RuntimeError if the built-in config does not run.
+    """
+    notes, good, want = {}, [], None
+    for tile in pool:
+        got = None
+        try:
+            with trying(tile), _poisoned():
+                got = _comparable(problem, run(tile))
+                error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
+        except Unwritten:
+            raise
+        except Exception as failure:
+            notes[tile] = _one_line(failure)
+            _check_context(tile, notes[tile])
+            if want is None:
+                raise RuntimeError(f"the built-in config does not run: {notes[tile]}") from failure
+            continue
+        want = got if want is None else want
+        if error <= TOLERANCE[problem.dtype]:  # a NaN is not
+            good.append(tile)
+        else:
+            notes[tile] = f"wrong result: a row is off by {error:.1e}"
+    want = got = None
+    times = time_all({tile: functools.partial(run, tile) for tile in good}, timer, ROUNDS, SECONDS)
+    best = min(good, key=times.get)
+    if times[best] > times[pool[0]] * (1 - GAIN):
+        best = pool[0]
+    tried = [{"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")} for tile in pool]
+    table = {"tile": pool[0]._asdict(), "ms": times[pool[0]]}
+    return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
+
+
+def _comparable(problem: Problem, out: tuple) -> tuple:
+    """dz's partial sums depend on BLOCK_N, their sum does not."""
+    return (*out[:2], out[2].sum(1)) if problem.kernel == "dz" else out
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """torch.empty is NaN: memory that held the right result a moment ago would hide a tile that was never written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
+    """Compile the kernels of all configs at once, a thread each; whoever fails here fails again where it is noted."""
+    if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
+        return
+    launch = KernelInterface.__getitem__
+    workers = min(len(pool), os.cpu_count() or 1, 8)
+    try:
+        with ThreadPoolExecutor(workers) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            # what would launch only compiles; launchers know nothing of it
+            KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(kernel.warmup, grid=grid)
+            for tile in pool:
+                with contextlib.suppress(Exception):
+                    run(tile)
+            KernelInterface.__getitem__ = launch
+    except Exception:  # an API that Triton changed costs time, no result
+        pass
+    finally:
+        KernelInterface.__getitem__ = launch
+        with contextlib.suppress(ImportError, AttributeError):  # Triton 3.6 leaves it set if its exit raises
+            from triton.runtime._async_compile import active_mode
+
+            active_mode.set(None)
+
+
+def _check_context(tile: Tile, note: str) -> None:
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        raise ContextLost(tile, note) from None
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+class Step(NamedTuple):
+    """What became of one problem: measured, kept (it was in the file already), failed, or left for the next run."""
+
+    state: str
+    title: str
+    number: int
+    of: int
+    entry: dict | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.entry is None:
+            return f"{self.title}: {self.state}" + (f", {self.note}" if self.note else "")
+        ms, table = self.entry["ms"], self.entry["table"]["ms"]
+        return f"{self.title}: {short(Tile(**self.entry['tile']))}, {ms:.3f} ms; built in {table:.3f} ms ({self.state})"
+
+
+def short(tile: Tile) -> str:
+    """Return the config in one word or three."""
+    blocks = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}, {tile.num_warps} warps, {tile.num_stages} stages"
+    return (
+        blocks + f", group {tile.GROUP_M}" * (tile.GROUP_M != 8) + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
+    )
+
+
+def tune(
+    layers: dict[str, Layer],
+    tokens: list[int],
+    dtypes: list[str],
+    path: Path | None = None,
+    *,
+    again: bool = False,
+    seconds: float | None = None,
+) -> Iterator[Step]:
+    """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path` (`tiles.tuned_path()`).
+
+    Problems that the file has already are kept unless `again`. After `seconds` nothing new begins. Raises ValueError
+    without a GPU or for a file that is not ours, ContextLost where nothing can run any more.
+    """
+    for layer in layers.values():
+        layer.check()
+    device, timer = find_gpu()
+    results = Results(path or tiles.tuned_path(), tiles.device_name(device))
+    if again:
+        results.forget_broken()
+    begin, done = time.monotonic(), set() if again else results.done()
+    todo = {}  # key -> what to run; layers and tokens may share problems
+    for T, dtype, (name, layer), product in itertools.product(tokens, dtypes, layers.items(), PRODUCTS):
+        problem = problem_of(product, layer, T, dtype, device)
+        todo.setdefault(problem.key(), (problem, product, name, layer, T, dtype))
+    for n, (key, (problem, product, name, layer, T, dtype)) in enumerate(todo.items(), 1):
+        title = f"{name}, {T} tokens, {dtype}: {product}"
+        if key in done:
+            yield Step("kept", title, n, len(todo), results.read()["tiles"][key])
+        elif seconds is not None and time.monotonic() - begin > seconds:
+            yield Step("left", title, n, len(todo))
+        else:
+            yield _step(results, timer, problem, (product, layer, T, dtype, device), title, n, len(todo))
+
+
+def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n: int, of: int) -> Step:
+    trying = functools.partial(results.trying, problem.key())
+    broken = results.broken(problem.key())
+    pool = [tile for tile in candidates(problem) if tile not in broken]
+    if tiles.heuristic(problem) not in pool:
+        return Step(
+            "failed", title, n, of, note="the built-in config ended a process before; --again tries it once more"
+        )
+    try:
+        run = runner(*work)
+        if None not in broken:
+            with trying(None):
+                compile_ahead(run, pool)
+        entry = measure(run, problem, pool, timer, trying)
+    except ContextLost as lost:
+        results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
+        raise
+    except Unwritten:
+        raise
+    except Exception as failure:  # out of memory, or a built-in config that this GPU does not take
+        return Step("failed", title, n, of, note=_one_line(failure))
+    finally:
+        run = None
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):  # of a context that is lost
+                torch.cuda.empty_cache()
+    _, layer, T, dtype, _ = work
+    results.save(problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
+    return Step("measured", title, n, of, entry)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return what a measurement depends on beside the GPU, and the day."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        driver = "unknown"
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "driver": driver,
+        "date": time.strftime("%Y-%m-%d"),
+    }

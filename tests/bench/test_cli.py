@@ -1,0 +1,536 @@
+"""`moe-runtime bench`: what it runs, keeps and compares; from a clone, interrupted, with a benchmark that dies."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_runtime import cli
+from moe_runtime.bench import clock, compare, described, machine, report, running
+from moe_runtime.bench.conftest import Written
+from moe_runtime.bench.records import UNWRITTEN, Records, benchmarks, failures
+from moe_runtime.cli import bench as cli_bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def file_of(path: Path, rows: dict, **info) -> Path:
+    """A results file of one benchmark, or of several: {name: {variant: row}}."""
+    names = rows if all(name.startswith("bench_") for name in rows) else {"bench_x[a]": rows}
+    about = {"machine": "M", "torch": "2.11", "rounds": 9, "kind": "layer", "ceilings": {"GB/s": 10.0}} | info
+    found = [{"name": name, "extra_info": about | {"rows": rows}} for name, rows in names.items()]
+    path.write_text(json.dumps({"benchmarks": found}))
+    return path
+
+
+def row(ms: float, ratio: float = 1.0, **more) -> dict:
+    return {"ms": ms, "ratio": ratio, "spread": 0.1, "iqr": 0.02} | more
+
+
+def both(tmp_path, a: dict, b: dict, **info) -> compare.Comparison:
+    return compare.compare(file_of(tmp_path / "a.json", a), file_of(tmp_path / "b.json", b, **info))
+
+
+@pytest.mark.parametrize(
+    "a, b, says",
+    [
+        pytest.param(row(10.0, 1.2), row(12.0, 1.44), "slower x1.20", id="slower"),
+        pytest.param(row(10.0, 1.2), row(10.4, 1.25), "", id="within-five-percent"),
+        pytest.param(row(10.0, 1.2), row(12.0, 1.21), "", id="the-machine-is-slower"),
+        pytest.param(row(10.0, 1.2), row(10.1, 1.5), "", id="the-floor-is-faster"),
+        pytest.param(row(10.0, 1.2, iqr=0.15), row(12.0, 1.44, iqr=0.1), "", id="within-the-noise"),
+        pytest.param(row(10.0, 1.2), row(8.0, 0.96), "faster", id="faster"),
+        pytest.param(row(10.0, **{"peak MiB": 100.0}), row(10.0, **{"peak MiB": 120.0}), "peak MiB x1.20", id="memory"),
+        pytest.param(row(10.0, **{"peak MiB": 1.0}), row(10.0, **{"peak MiB": 4.0}), "", id="little-memory"),
+        pytest.param(
+            row(1.0, **{"saved KiB/token": 50.0}),
+            row(1.0, **{"saved KiB/token": 51.0}),
+            "saved KiB/token x1.02",
+            id="saved",
+        ),
+    ],
+)
+def test_what_is_a_regression(tmp_path, a, b, says):
+    """The floor is as fast as before: its pace is in the ratios."""
+    found = both(tmp_path, {"floor": row(8.0), "moe_runtime": a}, {"floor": row(8.0), "moe_runtime": b})
+    assert [row.verdict for row in found.rows] == ["", says]
+    assert [row.variant for row in found.regressions] == (["moe_runtime"] if says not in ("", "faster") else [])
+
+
+def test_a_peer_that_is_slower_is_no_regression_of_ours(tmp_path):
+    found = both(tmp_path, {"floor": row(8.0), "official": row(8.0)}, {"floor": row(8.0), "official": row(16.0, 2.0)})
+    assert found.rows[1].verdict == "slower x2.00" and found.regressions == []
+
+
+def test_parts_of_a_step_that_we_compute_are_ours(tmp_path):
+    parts = ("whole step", "optimizer", "experts forward", "transformers eager: experts forward")
+    a, b = ({"floor": row(1.0)} | {part: row(ms, ms) for part in parts} for ms in (1.0, 2.0))
+    found = both(tmp_path, a, b)
+    assert found.regressions == []
+    found = compare.compare(*(file_of(tmp_path / f"{n}.json", rows, kind="breakdown") for n, rows in enumerate((a, b))))
+    assert [row.variant for row in found.regressions] == ["whole step", "experts forward"]
+
+
+def test_the_first_variant_may_be_ours_and_files_older(tmp_path):
+    def old(ms):
+        return {key: value for key, value in row(ms).items() if key != "iqr"}
+
+    found = both(tmp_path, {"moe_runtime": old(10.0)}, {"moe_runtime": old(10.9)})
+    assert found.rows[0].noise == pytest.approx(0.1) and not found.regressions  # half of each spread
+    assert both(tmp_path, {"moe_runtime": old(10.0)}, {"moe_runtime": old(11.2)}).regressions
+
+
+@pytest.mark.parametrize("eager, slower", [(224.0, False), (200.0, True), (None, True)])
+def test_the_pace_is_the_others_where_the_first_variant_is_ours(tmp_path, eager, slower):
+    """A machine that is slower today is so for all; without another variant nobody can tell."""
+    a, b = ({"moe_runtime": row(ms)} for ms in (100.0, 112.0))
+    if eager is not None:
+        a, b = a | {"eager": row(200.0, 2.0)}, b | {"eager": row(eager, eager / 112)}
+    found = both(tmp_path, a, b)
+    assert [row.variant for row in found.regressions] == ["moe_runtime"] * slower
+
+
+def test_what_is_missing_in_the_second_file_is_named(tmp_path):
+    a = {"floor": row(1.0), "moe_runtime": row(1.0), "moe_runtime cuda": row(1.0), "eager": row(1.0)}
+    names = ("bench_a", "bench_b", "bench_c")
+    one = file_of(tmp_path / "a.json", dict.fromkeys(names, a))
+    rest = {"floor": row(1.0), "moe_runtime": row(1.0)}
+    other = file_of(tmp_path / "b.json", {"bench_a": rest}, notes={"moe_runtime cuda": "no compiler"})
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"failed": {"bench_b": "boom"}}))
+    found = compare.compare(one, other)
+    assert [(lost.benchmark, lost.variant, lost.verdict) for lost in found.regressions] == [
+        ("bench_a", "moe_runtime cuda", "missing: no compiler"),
+        ("bench_b", "moe_runtime", "missing: the benchmark failed: boom"),
+        ("bench_b", "moe_runtime cuda", "missing: the benchmark failed: boom"),
+    ]
+    text, whole = compare.text(found), compare.as_json(found)
+    assert "missing in B: bench_a: eager: no note says why" in text and "no regression of ours" not in text
+    assert "regression: bench_a: moe_runtime cuda: missing: no compiler" in text
+    assert len(whole["missing"]) == 6 and len(whole["regressions"]) == 3 and found.alone[0] == ["bench_b", "bench_c"]
+
+
+def test_failures_of_lines_are_those_that_did_not_end_later(tmp_path):
+    records = Records(tmp_path / "r.jsonl")
+    records.write("a", failed="boom")
+    records.write("b", failed="bang")
+    records.write("a", extra_info={"rows": {}})
+    assert failures(records.path) == {"b": "bang"}
+
+
+@pytest.mark.parametrize("read", [benchmarks, failures])
+@pytest.mark.parametrize("line", ["[1]", "3", "null", '{"extra_info": {}}'])
+def test_lines_that_are_no_benchmark_s_are_named(read, line, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"name": "a", "failed": "boom"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*r\.jsonl is .*; want a file that moe-runtime bench wrote"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("read", "values", "says"),
+    [
+        (benchmarks, {"benchmarks": [3]}, "which has the benchmark 3"),
+        (benchmarks, {"benchmarks": [{"name": "a", "extra_info": None}]}, "which has the benchmark {'name': 'a'"),
+        (benchmarks, {"benchmarks": {"a": 1}}, "whose benchmarks are {'a': 1}"),
+        (failures, {"failed": ["a"]}, r"whose failed is \['a'\]"),
+    ],
+)
+def test_files_of_something_else_are_named(read, values, says, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"path is .*r\.json, {says}.*; want a file that moe-runtime bench wrote"):
+        read(tmp_path / "r.json")
+
+
+def test_times_where_memory_is_counted_are_not_compared(tmp_path):
+    found = both(tmp_path, {"eager": row(1.0)}, {"eager": row(9.0)}, kind="memory")
+    assert found.rows[0].verdict == "" and found.rows[0].noise == float("inf")
+    grown = {"moe_runtime": row(9.0, **{"saved KiB/token": 2.0})}
+    found = both(tmp_path, {"moe_runtime": row(1.0, **{"saved KiB/token": 1.0})}, grown, kind="memory")
+    assert found.rows[0].verdict == "saved KiB/token x2.00" and found.regressions
+
+
+@pytest.mark.parametrize("rounds, slower", [(4, False), (5, True)])
+def test_few_rounds_have_their_whole_spread_as_noise(tmp_path, rounds, slower):
+    a, b = ({"floor": row(1.0), "moe_runtime": row(ms, ms)} for ms in (1.0, 1.15))
+    found = compare.compare(*(file_of(tmp_path / f"{n}.json", rows, rounds=rounds) for n, rows in enumerate((a, b))))
+    assert found.rows[1].noise == pytest.approx(0.05 if slower else 0.2) and bool(found.regressions) == slower
+
+
+def test_too_few_rounds_tell_nothing(tmp_path):
+    found = both(tmp_path, {"moe_runtime": row(1.0)}, {"moe_runtime": row(9.0)}, rounds=1)
+    assert not found.regressions and "fewer than 3 rounds" in found.warnings[-1]
+    assert "unknown" in compare.text(found) and compare.as_json(found)["rows"][0]["noise"] is None
+
+
+def test_other_machines_versions_and_paces_are_named(tmp_path):
+    same = {"moe_runtime": row(1.0)}
+    assert both(tmp_path, same, same).warnings == []
+    found = both(tmp_path, same, same, torch="2.12", ceilings={"GB/s": 5.0})
+    assert found.warnings == [
+        "torch differs: 2.11 and 2.12",
+        "the machine's own GB/s are 0.50 times as many in the second file",
+    ]
+    one = file_of(tmp_path / "a.json", same, backend="cpp avx512")
+    found = compare.compare(one, file_of(tmp_path / "b.json", same, backend="torch"))
+    assert found.warnings == ["backend differs: cpp avx512 and torch"]
+    assert both(tmp_path, {"bench_a": same}, {"bench_b": same}).warnings == ["the files have no benchmark in common"]
+
+
+def test_ratios_of_a_kind(tmp_path):
+    a = {f"bench_x[{n}]": {"floor": row(1.0), "moe_runtime": row(1.0)} for n in range(3)}
+    b = {name: {"floor": row(1.0), "moe_runtime": row(n + 1.0, n + 1.0)} for n, name in enumerate(a)}
+    found = both(tmp_path, a, b | {"bench_y": {"moe_runtime": row(1.0)}})
+    assert compare.by_kind(found) == [("layer", "floor", 3, 1.0, 1.0, 1.0), ("layer", "moe_runtime", 3, 1.0, 2.0, 3.0)]
+    assert found.alone == ([], ["bench_y"])
+    assert "| layer | moe_runtime | 3 | 1.000 | 2.000 | 3.000 |" in compare.text(found)
+    assert "only in B: bench_y" in compare.text(found)
+
+
+def test_compare_on_the_command_line(tmp_path):
+    a = file_of(tmp_path / "a.json", {"floor": row(1.0), "moe_runtime": row(1.0)})
+    b = file_of(tmp_path / "b.json", {"floor": row(1.0), "moe_runtime": row(2.0, 2.0)})
+    good = CliRunner().invoke(cli.app, ["bench", "--compare", str(a), str(a)])
+    assert good.exit_code == 0 and "no regression of ours" in good.stdout
+    bad = CliRunner().invoke(cli.app, ["bench", "--compare", str(a), str(b), "--json"])
+    assert bad.exit_code == 1
+    assert json.loads(bad.stdout)["regressions"] == [{"benchmark": "bench_x[a]", "variant": "moe_runtime"}]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        pytest.param("{", "is not valid JSON", id="broken"),
+        pytest.param("{}", "holds no benchmarks; want a file that moe-runtime bench wrote", id="another"),
+    ],
+)
+def test_files_of_others_are_refused(tmp_path, text, says):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        compare.compare(path, path)
+
+
+def test_the_results_of_the_repository_compare():
+    old, new = sorted((ROOT / "bench" / "results").glob("*-cpu.json"))[:2]
+    found = compare.compare(old, new)
+    assert len(found.rows) > 40 and json.dumps(compare.as_json(found), allow_nan=False)
+
+
+def test_kinds_and_names_choose_files():
+    every = {path.name for path in (ROOT / "bench").glob("bench_*.py")}
+    assert {path.name for path in running.files(None)} == every
+    assert {path.name for path in running.files("merging,routing")} == {"bench_merging.py", "bench_routing.py"}
+    groups = running.kinds()
+    assert running.files("layer, step") == sorted(groups["layer"] + groups["step"])
+    with pytest.raises(ValueError, match="only is 'layers'; want kinds .*layer.* or names .*merging"):
+        running.files("op,layers")
+
+
+def test_kinds_are_those_that_the_help_names():
+    assert tuple(described.KINDS) == cli_bench.KINDS and set(running.kinds()) <= set(described.KINDS)
+
+
+def test_file_is_named_by_date_commit_and_device(tmp_path):
+    path = running.place(tmp_path)
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{re.escape(machine.commit())}-{running.DEVICE}\.json", path.name)
+    assert running.place(tmp_path / "my.json") == tmp_path / "my.json"
+    begun = tmp_path / f"2020-01-01-{machine.commit()}-{running.DEVICE}.jsonl"
+    begun.touch()
+    assert running.place(tmp_path) == begun.with_suffix(".json")
+    with pytest.raises(ValueError, match="which is a file; want a folder, or a name that ends in .json"):
+        running.place(begun)
+
+
+def test_tiny_results_have_a_file_of_their_own(tmp_path):
+    assert running.place(tmp_path, tiny=True).name.endswith(f"-{running.DEVICE}-tiny.json")
+    begun = tmp_path / f"2020-01-01-{machine.commit()}-{running.DEVICE}-tiny.jsonl"
+    begun.touch()
+    assert running.place(tmp_path, tiny=True) == begun.with_suffix(".json") != running.place(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "there, arguments, says",
+    [
+        pytest.param({"tiny": False}, ["--tiny"], "holds real results; want another file for tiny ones", id="tiny"),
+        pytest.param({"tiny": True}, [], "holds tiny results; want another file for real ones", id="real"),
+        pytest.param(
+            {"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was begun with 15; want as many", id="rounds"
+        ),
+    ],
+)
+def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says):
+    path = tmp_path / "r.jsonl"
+    Records(path).write("bench_x", extra_info={"rows": {"moe_runtime": row(1.0)}} | there)
+    before = path.read_text()
+    done = CliRunner().invoke(cli.app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments])
+    assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    if "tiny" in there:  # the same of a file that is whole
+        path.unlink()
+        whole = file_of(tmp_path / "r.json", {"moe_runtime": row(1.0)}, **there)
+        done = CliRunner().invoke(cli.app, ["bench", "--only", "merging", "--out", str(whole), *arguments])
+        assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
+
+
+def test_older_files_are_read_by_the_names_of_today(tmp_path):
+    found = both(
+        tmp_path,
+        {"bench_mixing_step": {"moe_runtime": row(1.0)}},
+        {"bench_mixing_step[small]": {"moe_runtime": row(1.0)}},
+    )
+    assert [row.benchmark for row in found.rows] == ["bench_mixing_step[small]"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        pytest.param(["--rounds", "0"], "rounds is 0; want at least 1", id="rounds"),
+        pytest.param(["--seconds", "-1"], "seconds is -1.0; want a positive number", id="seconds"),
+        pytest.param(["--only", "what"], "only is 'what'; want kinds", id="only"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):
+    done = CliRunner().invoke(cli.app, ["bench", *arguments, "--out", str(tmp_path / "x")])
+    assert isinstance(done.exception, ValueError) and says in str(done.exception) and not list(tmp_path.iterdir())
+
+
+def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
+    done = CliRunner().invoke(cli.app, ["bench", "--out", str(tmp_path)])
+    assert isinstance(done.exception, ImportError) and "pip install 'moe-runtime[bench]'" in str(done.exception)
+
+
+def command(*arguments) -> list[str]:
+    return [sys.executable, "-m", "moe_runtime.cli", "bench", *map(str, arguments)]
+
+
+QUICK = """
+import time
+import pytest
+
+KIND = "op"
+
+@pytest.mark.parametrize("n", range(3))
+def bench_quick(interleaved, n):
+    interleaved({"copy (floor)": lambda: time.sleep(0.001), "moe_runtime": lambda: time.sleep(0.002)}, bytes=8)
+"""
+DIES = """
+import os
+import pytest
+
+def bench_dies(interleaved):
+    os.kill(os.getpid(), 9)
+
+def bench_fails(interleaved):
+    raise ValueError("no such thing")
+
+def bench_skips(interleaved):
+    pytest.skip("not here")
+"""
+SLOW = """
+import time
+
+def bench_slow(interleaved):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A folder of benchmarks of the test's own, with the machinery of bench/."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "conftest.py").write_text("from moe_runtime.bench.conftest import *\n")
+    monkeypatch.setattr(running, "FOLDER", folder)
+    settings = tuple(f"--rootdir={folder}" if word.startswith("--rootdir") else word for word in running.SETTINGS)
+    monkeypatch.setattr(running, "SETTINGS", settings)
+
+    def write(**files: str) -> Path:
+        for name, text in files.items():
+            (folder / f"bench_{name}.py").write_text(text)
+        return folder
+
+    return write
+
+
+def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
+    folder(a=DIES, b=QUICK)
+    heard = []
+    lines, target = tmp_path / "out" / "r.jsonl", tmp_path / "out" / "r.json"
+    running.run(running.files(None), lines, ["--tiny"], lambda done, total: heard.append((done, total)))
+    outcome = running.gather(lines, target)
+    assert outcome.failed.keys() == {"bench_dies", "bench_fails"} and outcome.skipped.keys() == {"bench_skips"}
+    assert (
+        outcome.failed["bench_dies"] == "the process died of SIGKILL"
+        and "no such thing" in outcome.failed["bench_fails"]
+    )
+    assert "not here" in outcome.skipped["bench_skips"]
+    whole = json.loads(target.read_text())
+    assert [bench["name"] for bench in whole["benchmarks"]] == [f"bench_quick[{n}]" for n in range(3)]
+    assert whole["about"]["commit"] == machine.commit() and whole["failed"] == outcome.failed
+    assert heard[-1][1] == 6 and all(done <= total for done, total in heard)
+    # what failed is tried again, and only that
+    assert Records(lines).done() == {"bench_skips", *(f"bench_quick[{n}]" for n in range(3))}
+    folder(a="def bench_dies(interleaved):\n    interleaved({'moe_runtime': lambda: 1})\n")
+    running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
+    outcome = running.gather(lines, target)
+    assert not outcome.failed and not lines.exists()
+    assert {bench["name"] for bench in benchmarks(target)} == {"bench_dies", *(f"bench_quick[{n}]" for n in range(3))}
+    info = benchmarks(target)[0]["extra_info"]
+    assert info["tiny"] is True and info["asked"] == 15
+    assert info["kind"] == "op" and info["bytes"] == 8 and info["rows"]["moe_runtime"]["ms"] > 1
+
+
+LOSES = """
+from moe_runtime.bench import clock, conftest
+
+conftest.CUDA, conftest.ceilings, clock.launch_configs = True, lambda *_: {}, lambda: "built in"
+
+def measure_gpu(variants, rounds, seconds, pedantic, notes, compare):
+    if "bad" in variants:
+        raise clock.ContextLost(variants["bad"](), "RuntimeError: CUDA error")
+    return clock.measure_cpu(variants, rounds, pedantic)
+
+clock.measure_gpu = measure_gpu
+
+def bench_alone(interleaved):
+    interleaved({"moe_runtime": lambda: 1, "bad": lambda: "bad"})
+
+def bench_together(interleaved):
+    interleaved({"moe_runtime": lambda: 1, "bad": lambda: "one of the variants"})
+"""
+
+
+def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
+    """Who loses it by itself is left out; in the timed rounds nobody knows who it was."""
+    folder(a=LOSES, b=QUICK)
+    lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
+    running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
+    outcome = running.gather(lines, target)
+    assert outcome.failed == {"bench_together": "one of the variants broke the CUDA context: RuntimeError: CUDA error"}
+    found = {bench["name"]: bench["extra_info"] for bench in benchmarks(target)}
+    assert len(found) == 4 and found["bench_alone"]["notes"] == {"bad": "RuntimeError: CUDA error"}
+
+
+def test_what_failed_now_is_not_what_was_measured_earlier(tmp_path):
+    rows = {"moe_runtime": row(1.0)}
+    target = file_of(tmp_path / "r.json", {"bench_a": rows, "bench_b": rows, "bench_c": rows}, torch="2.10")
+    records = Records(tmp_path / "r.jsonl")
+    records.write("bench_a", extra_info={"rows": rows, "torch": "2.11"})
+    records.write("bench_b", failed="boom")
+    assert running.gather(records.path, target).failed == {"bench_b": "boom"}
+    assert [bench["name"] for bench in benchmarks(target)] == ["bench_a", "bench_c"]
+    assert json.loads(target.read_text())["about"]["torch"] == "2.11"
+
+
+def test_a_file_that_cannot_be_imported_is_an_error_with_its_reason(folder, tmp_path):
+    folder(a="import nothing_of_that_name\n")
+    with pytest.raises(RuntimeError, match="nothing_of_that_name"):
+        running.run(running.files(None), tmp_path / "r.jsonl", ["--tiny"], lambda done, total: None)
+
+
+def test_what_was_measured_earlier_stays_in_the_file(folder, tmp_path):
+    folder(b=QUICK)
+    lines, target = tmp_path / "r.jsonl", file_of(tmp_path / "r.json", {"moe_runtime": row(1.0)})
+    running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
+    assert running.gather(lines, target).path == target
+    assert [bench["name"] for bench in benchmarks(target)] == ["bench_x[a]", *(f"bench_quick[{n}]" for n in range(3))]
+
+
+def test_results_that_cannot_be_written_end_the_run_with_their_name(tmp_path, monkeypatch):
+    """What the benchmarks' process says of it is what the command's OSError says."""
+    folder, lines = tmp_path / "folder", tmp_path / "r.jsonl"
+    folder.mkdir()
+    with pytest.raises(pytest.exit.Exception) as stop:
+        Written(folder).write("bench_a", began=True)
+    assert stop.value.returncode == UNWRITTEN
+    monkeypatch.setattr(running, "_pytest", lambda *_: (UNWRITTEN, f"!!! {stop.value.msg} !!!"))
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*r\.jsonl'"):
+        running.run([], lines, [], lambda done, total: None)
+
+
+def test_nothing_new_begins_when_the_command_is_gone(folder, tmp_path):
+    """A process that was killed leaves the one of its benchmarks, which would go on beside the next command's."""
+    where = folder(a=QUICK)
+    settings = [f"--rootdir={where}" if word.startswith("--rootdir") else word for word in running.SETTINGS]
+    run = [sys.executable, "-m", "pytest", *settings, where / "bench_a.py", "--tiny", "--results", tmp_path / "r.jsonl"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run([*map(str, run), "--owner", "1"], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert "whoever asked for this is gone" in done.stdout and not Records(tmp_path / "r.jsonl").done(), done.stdout
+
+
+def test_what_stands_is_said_when_a_run_is_interrupted(tmp_path):
+    lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
+    assert cli_bench._stands(lines, target, None) == "nothing was written"
+    Records(lines).write("bench_a", skipped="no")
+    assert f"1 benchmarks are in {lines}; the same command goes on" in cli_bench._stands(lines, target, None)
+    lines.unlink()
+    target.write_text("{}")
+    assert cli_bench._stands(lines, target, None) == f"whole already: {target}"
+    assert cli_bench._stands(lines, target, cli_bench._mark(target)) == "nothing was written"
+
+
+def test_a_result_that_holds_a_nan_differs_by_no_number(tmp_path):
+    """JSON has no NaN: the file of the results could not be written."""
+    nan = torch.full((2, 3), float("nan"))
+    assert clock.difference(nan, torch.ones(2, 3)) == {"difference": None}
+    rows = {"floor": row(1.0), "moe_runtime": row(1.0, difference=None)}
+    assert "holds a NaN or has another shape" in report.text([file_of(tmp_path / "r.json", rows)])
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from moe_runtime import cli
+from moe_runtime.bench import running
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+running.FOLDER = Path(sys.argv[1])
+running.SETTINGS = tuple(f"--rootdir={sys.argv[1]}" if word.startswith("--rootdir") else word for word in running.SETTINGS)
+sys.argv = ["moe-runtime", *sys.argv[2:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("whom", ["group", "process"])
+def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
+    """A terminal signals the whole group, a script the process alone."""
+    where, lines = folder(a=QUICK, b=SLOW), tmp_path / "r.jsonl"
+    arguments = [where, "bench", "--tiny", "--out", tmp_path / "r.json"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, *map(str, arguments)], stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    while Records(lines).unfinished() != "bench_slow":
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in said
+    assert f"3 benchmarks are in {lines}; the same command goes on" in said
+    assert len(Records(lines).done()) == 3 and not (tmp_path / "r.json").exists()
+    with pytest.raises(ProcessLookupError):  # nobody is left
+        os.killpg(process.pid, 0)
+
+
+def test_a_run_from_the_clone_prints_its_tables(tmp_path):
+    """The benchmarks themselves, by the command a user types; and --json of the same."""
+    done = subprocess.run(
+        command("--only", "averaging", "--tiny", "--out", tmp_path), capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not (tmp_path / ".benchmarks").exists()
+    path = next(tmp_path.glob("*.json"))
+    assert (
+        "| bench_average_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout
+    )
+    assert report.text([path]) in done.stdout and [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []

@@ -1,0 +1,485 @@
+"""The benchmarks' pictures: what is drawn is what the file says, nothing of it left away and nothing added."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.bench import (
+    pictures,
+    pictures_bars,
+    pictures_layer,
+    pictures_roofline,
+    pictures_style,
+    pictures_tokens,
+)
+from moe_runtime.bench.pictures_style import read
+
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ("transformers eager", "transformers grouped_mm", "transformers batched_mm", "torch grouped_mm")
+CPU = {
+    "machine": "AMD EPYC 9004, 2 threads", "driver": "none", "torch": "2.13.0+cpu", "triton": "3.7.1",
+    "transformers": "5.23.0", "commit": "0123abc", "date": "2026-11-22", "rounds": 9,
+}  # fmt: skip
+GPU = CPU | {"machine": "NVIDIA H200", "driver": "570.1", "torch": "2.13.0+cu130", "tiles": "built in"}
+CEILINGS = {"fp32": {"TFLOP/s": 0.18, "GB/s": 20.0}, "bf16": {"TFLOP/s": 0.36, "GB/s": 20.0}}
+FAST = {"bf16": {"TFLOP/s": 780.0, "GB/s": 4000.0}}
+SHAPES = {"coarse": (2048, 512, 1408, 8, 6), "fine": (2048, 512, 256, 64, 8)}
+MODELS = {"XFT-DSCoder-1.3B": (16384, 2048, 5504, 8, 6), "OLMoE": (16384, 2048, 1024, 64, 8)}
+
+
+def entry(name: str, info: dict, ms: dict, *, flops=0, bytes=0, tokens=0, shape=None, more=None, **fields) -> dict:
+    """One benchmark as `interleaved` writes it, of {variant: milliseconds}."""
+    floor, rows = next(iter(ms.values())), {}
+    for variant, time in ms.items():
+        rates = {"TFLOP/s": flops / time / 1e9, "GB/s": bytes / time / 1e6, "tokens/s": tokens / time * 1e3}
+        rows[variant] = {"ms": time, "ratio": time / floor, "spread": 0.05} | {k: v for k, v in rates.items() if v}
+        rows[variant] |= (more or {}).get(variant, {})
+    said = {"flops": flops, "bytes": bytes, "tokens": tokens}
+    if shape is not None:
+        fields["shape"] = {"name": shape[0], **dict(zip("THIEK", shape[1], strict=True))}
+    return {"name": name, "extra_info": info | fields | {k: v for k, v in said.items() if v} | {"rows": rows}}
+
+
+def layer_of(function: str, name: str, sizes, dtype: str, info: dict, id: str, slow: dict) -> dict:
+    T, H, I, E, K = sizes
+    passes = 3 if "backward" in function else 1
+    flops, used = passes * 6 * T * K * H * I, min(E, T * K)
+    bytes = passes * (2 if dtype == "bf16" else 4) * (3 * used * H * I + 2 * T * H)
+    peak, copy = info["ceilings"].values()
+    best = max(flops / peak / 1e9, bytes / copy / 1e6)
+    ms = {"dense matmul (floor)": best * 1.05} if "tokens" not in function else {}
+    ms |= {variant: best * factor for variant, factor in slow.items()}
+    kind = "tokens" if "tokens" in function else "layer"
+    tokens = T if kind == "tokens" else 0
+    return entry(
+        f"{function}[{id}]", info, ms, flops=flops, bytes=bytes, tokens=tokens, shape=(name, sizes), kind=kind, dtype=dtype
+    )  # fmt: skip
+
+
+def sweeps(table: dict, dtypes, tokens, ceilings: dict, info: dict) -> list[dict]:
+    """Layers and sweeps over the tokens; at few tokens one of transformers' implementations is faster than ours."""
+    found = []
+    for dtype in dtypes:
+        there = info | {"ceilings": ceilings[dtype]}
+        for name, sizes in table.items():
+            slow = {"moe_runtime": 1.2, "moe_runtime torch": 1.4} | dict(zip(PEERS, (2.1, 1.7, 9.0, 1.5), strict=True))
+            for function in ("bench_forward", "bench_forward_backward"):
+                found.append(layer_of(function, name, sizes, dtype, there, f"{name}-{dtype}", slow))
+            for T in tokens:
+                at, id = (T, *sizes[1:]), f"{name}-{T}-{dtype}"
+                for function in ("bench_tokens", "bench_tokens_backward")[: 1 + (T >= 256)]:
+                    fast = slow | ({"transformers grouped_mm": 1.1, "moe_runtime": 1.3} if T < 16 else {})
+                    found.append(layer_of(function, name, at, dtype, there, id, fast))
+    return found
+
+
+def steps(name: str, dtype: str, info: dict) -> list[dict]:
+    """A step's parts, what is kept, XFT's step and the moving kernels."""
+    there = info | {"dtype": dtype}
+    parts = {
+        "whole step": 100.0, "embedding, head and loss": 12.0, "attention and norms": 20.0, "router": 3.0,
+        "experts forward": 15.0, "experts backward": 33.0, "optimizer": 14.0,
+    }  # fmt: skip
+    peers = {
+        f"{peer}: experts {part}": ms for peer in PEERS[:2] for part, ms in (("forward", 22.0), ("backward", 61.0))
+    }
+    saved = {"moe_runtime": 20.25, "transformers eager": 96.5, "transformers grouped_mm": 81.0}
+    columns = {variant: {"saved KiB/token": value} for variant, value in saved.items()}
+    columns["moe_runtime"]["formula KiB/token"] = 20.5
+    xft = {
+        "moe_runtime": 9000.0,
+        "transformers eager": 11000.0,
+        "transformers grouped_mm": 15000.0,
+        "official": 13000.0,
+    }
+    peaks = {variant: {"peak MiB": ms / 3} for variant, ms in xft.items()}
+    return [
+        entry(f"bench_step_breakdown[{name}-{dtype}]", there, parts | peers, kind="breakdown", shape=(name, SHAPES["fine"])),
+        entry(f"bench_saved_memory[{name}-{dtype}]", there, saved, more=columns, kind="memory", shape=(name, SHAPES["fine"])),
+        entry(f"bench_xft_step[{name}-{dtype}]", there, xft, tokens=512, more=peaks, kind="step"),
+    ]  # fmt: skip
+
+
+def moving(info: dict) -> list[dict]:
+    """Kernels that only move bytes, two shapes of one and one of the other."""
+    copy, official = {"copy (floor)": 1.0, "moe_runtime torch": 1.25}, {"fp32 stack, mm, cast (official)": 0.8}
+    there = {
+        "bytes": 20_000_000,
+        "flops": 7_000_000,
+        "kind": "op",
+        "dtype": "bf16",
+        "ceilings": {"TFLOP/s": 0.36, "GB/s": 20.0},
+    }
+    slow = copy | {"moe_runtime torch": 2.0} | official
+    return [
+        entry("bench_merge_experts[coarse-merge]", info, copy | official, shape=("coarse", SHAPES["coarse"]), **there),
+        entry("bench_merge_experts[fine-merge]", info, slow, shape=("fine", SHAPES["fine"]), **there),
+        entry("bench_merge_experts[fine-dalpha]", info, copy, shape=("fine", SHAPES["fine"]), **there),
+    ]
+
+
+def cpu_file() -> list[dict]:
+    found = sweeps(SHAPES, ("fp32", "bf16"), (1, 4, 16, 64, 256, 1024, 4096), CEILINGS, CPU)
+    return found + steps("fine", "fp32", CPU) + steps("fine", "bf16", CPU) + moving(CPU)
+
+
+def gpu_file() -> list[dict]:
+    return sweeps(MODELS, ("bf16",), (1, 64, 1024, 16384, 65536), FAST, GPU) + steps("OLMoE", "bf16", GPU)
+
+
+def write(path: Path, found: list[dict]) -> Path:
+    path.write_text(json.dumps({"benchmarks": found}))
+    return path
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def found(request, tmp_path):
+    """The benchmarks of a CPU's file and of a GPU's."""
+    return read(write(tmp_path / "r.json", {"cpu": cpu_file, "gpu": gpu_file}[request.param]()))
+
+
+def of(found, function: str) -> list:
+    return [bench for bench in found if bench.function == function]
+
+
+def titled(figure, *words: str):
+    """The one panel whose title holds all the words."""
+    (axes,) = [axes for axes in figure.axes if all(word in axes.get_title(loc="left") for word in words)]
+    return axes
+
+
+def lines_of(axes) -> dict:
+    return {line.get_label(): line for line in axes.lines}
+
+
+def bars_of(axes) -> dict[str, float]:
+    """{implementation: width of its bar}, from the top down."""
+    bars = sorted(((bar, c.get_label()) for c in axes.containers for bar in c), key=lambda pair: pair[0].get_y())
+    return {name: bar.get_width() for bar, name in bars}
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text().strip() for text in axes.texts]
+
+
+def test_the_roof_is_the_ceilings_of_the_file(found):
+    figure = pictures_roofline.roofline(found)
+    for dtype in {bench.dtype for bench in of(found, "bench_forward")}:
+        ceilings = next(b.info["ceilings"] for b in of(found, "bench_forward") if b.dtype == dtype)
+        axes = titled(figure, f"{dtype}: ")
+        x, y = lines_of(axes)["roof"].get_data()
+        assert len(x) == 3 and x[1] == pytest.approx(ceilings["TFLOP/s"] * 1e3 / ceilings["GB/s"])
+        want = [min(ceilings["TFLOP/s"], at * ceilings["GB/s"] / 1e3) for at in x]
+        assert y == pytest.approx(want) and y[1] == y[2] > y[0]
+        assert f"{ceilings['TFLOP/s']:.3g} TFLOP/s" in axes.get_title(loc="left")
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+def test_all_of_ours_and_the_best_of_the_others_are_on_the_roofline(found):
+    figure = pictures_roofline.roofline(found)
+    for bench in of(found, "bench_tokens"):
+        lines = lines_of(titled(figure, f"{bench.dtype}: "))
+        drawn = {
+            label.partition("] ")[2]: line
+            for label, line in lines.items()
+            if label.startswith(f"bench_tokens[{bench.id}]")
+        }
+        few = bench.tokens < 16
+        assert set(drawn) == {
+            "moe_runtime",
+            "moe_runtime torch",
+            "transformers grouped_mm" if few else "torch grouped_mm",
+        }
+        for name, line in drawn.items():
+            x, y = (values[0] for values in line.get_data())
+            assert x == pytest.approx(bench.info["flops"] / bench.info["bytes"])
+            assert y == pytest.approx(bench.info["flops"] / bench.rows[name]["ms"] / 1e9)
+            assert line.get_color() == pictures_style.STYLES[name][0]
+            assert (line.get_markerfacecolor() == "white") == (not name.startswith("moe_runtime"))
+    ways = [line.get_xdata() for axes in figure.axes for line in axes.lines if line.get_label() == "sweep"]
+    several = {(b.shape, b.dtype, b.function) for b in found if b.function.startswith("bench_tokens")}
+    assert len(ways) == len(several) and all(list(way) == sorted(way) and len(way) > 2 for way in ways)
+
+
+def test_what_only_moves_bytes_is_a_bar_of_its_share_of_the_copy(tmp_path):
+    found = read(write(tmp_path / "r.json", moving(CPU)))
+    (axes,) = pictures_roofline.roofline(found).axes
+    # 20 MB in 1.25, 2 and 0.8 ms are 16, 10 and 25 GB/s of 20
+    bars = {container.get_label(): [bar.get_width() for bar in container] for container in axes.containers}
+    official = "fp32 stack, mm, cast (official)"
+    assert bars == {
+        "merge experts, merge, bf16: moe_runtime torch": [pytest.approx(statistics.median([0.8, 0.5]))],
+        f"merge experts, merge, bf16: {official}": [pytest.approx(1.25)],
+        "merge experts, dalpha, bf16: moe_runtime torch": [pytest.approx(0.8)],
+    }
+    ticks = sorted(sorted(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2)
+    assert ticks == [pytest.approx([0.5, 0.8]), pytest.approx([1, 1]), pytest.approx([1.25, 1.25])]
+    assert {"65%", f"125%  {official}", "80%"} <= set(texts(axes)) and axes.get_xlim()[1] > 1.25
+
+
+def test_throughput_has_a_line_per_implementation(found):
+    figure = pictures_tokens.throughput(found)
+    for function, name in (("bench_tokens", "forward"), ("bench_tokens_backward", "forward + backward")):
+        for shape, dtype in {(bench.shape, bench.dtype) for bench in of(found, function)}:
+            group = [bench for bench in of(found, function) if (bench.shape, bench.dtype) == (shape, dtype)]
+            (axes,) = [axes for axes in figure.axes if axes.get_title(loc="left") == f"{shape}, {dtype}: {name}"]
+            lines = lines_of(axes)
+            assert {label for label in lines if label != "faster"} == {"moe_runtime", "moe_runtime torch", *PEERS}
+            for variant in ("moe_runtime", *PEERS):
+                T, rates = lines[variant].get_data()
+                assert list(T) == [bench.tokens for bench in group]
+                assert list(rates) == [bench.rows[variant]["tokens/s"] for bench in group]
+            assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+def test_who_is_faster_than_ours_is_ringed_and_named(found):
+    figure = pictures_tokens.throughput(found)
+    shape, dtype = found[0].shape, "bf16"
+    axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == f"{shape}, {dtype}: forward")
+    few = [b for b in of(found, "bench_tokens") if (b.shape, b.dtype) == (shape, dtype) and b.tokens < 16]
+    T, rates = lines_of(axes)["faster"].get_data()
+    assert list(T) == [bench.tokens for bench in few]
+    assert list(rates) == [bench.rows["transformers grouped_mm"]["tokens/s"] for bench in few]
+    said = axes.get_xlabel().splitlines()[1:]
+    assert said == [f"T = {bench.tokens}: transformers grouped_mm 1.18 times ours" for bench in few]
+    backward = next(
+        axes for axes in figure.axes if axes.get_title(loc="left") == f"{shape}, {dtype}: forward + backward"
+    )
+    assert "faster" not in lines_of(backward) and backward.get_xlabel() == "T (1k = 1024)"
+
+
+def test_many_losses_are_counted(tmp_path):
+    slow = [
+        layer_of("bench_tokens", "fine", (T, 512, 256, 64, 8), "fp32", CPU | {"ceilings": CEILINGS["fp32"]}, f"fine-{T}-fp32",
+                 {"moe_runtime": 2.0, "transformers eager": 1.0})
+        for T in (1, 2, 4, 8, 16, 32)
+    ]  # fmt: skip
+    (axes,) = pictures_tokens.throughput(read(write(tmp_path / "r.json", slow))).axes
+    said = axes.get_xlabel()
+    assert "T = 8: transformers eager 2.00 times ours" in said and "and 2 more" in said and "T = 16" not in said
+    assert len(lines_of(axes)["faster"].get_xdata()) == 6
+
+
+def test_memory_is_drawn_with_the_formula(found):
+    figure = pictures_bars.memory(found)
+    for bench in of(found, "bench_saved_memory"):
+        axes = titled(figure, f"{bench.shape}, {bench.dtype}")
+        assert bars_of(axes) == {"moe_runtime": 20.25, "transformers eager": 96.5, "transformers grouped_mm": 81.0}
+        assert list(lines_of(axes)["published formula"].get_xdata()) == [20.5, 20.5]
+        assert texts(axes) == ["20.2", "96.5", "81.0"]
+
+
+def test_breakdown_stacks_what_was_measured(found):
+    figure = pictures_bars.breakdown(found)
+    for bench in of(found, "bench_step_breakdown"):
+        axes = titled(figure, f"{bench.shape}, {bench.dtype}")
+        stacks = {container.get_label(): container.patches[0] for container in axes.containers}
+        ours = [
+            "experts forward",
+            "experts backward",
+            "embedding, head and loss",
+            "attention and norms",
+            "router",
+            "optimizer",
+        ]
+        left = 0.0
+        for part in ours:
+            bar = stacks[f"moe_runtime: {part}"]
+            assert (bar.get_x(), bar.get_width()) == (pytest.approx(left), bench.rows[part]["ms"])
+            left += bar.get_width()
+        assert stacks["transformers eager: experts backward"].get_width() == 61.0
+        assert stacks["transformers eager: router"].get_width() == 3.0
+        assert list(lines_of(axes)["whole step"].get_xdata()) == [100.0, 100.0]
+        assert {"sum 97, whole 100 ms", "132 ms"} <= set(texts(axes)) and len(stacks) == 3 * 6
+
+
+def test_a_part_that_was_not_measured_is_left_out(tmp_path):
+    bench = steps("fine", "fp32", CPU)[0]
+    for name in ("router", "whole step", "transformers eager: experts backward"):
+        del bench["extra_info"]["rows"][name]
+    (axes,) = pictures_bars.breakdown(read(write(tmp_path / "r.json", [bench]))).axes
+    labels = {container.get_label() for container in axes.containers}
+    assert not any("router" in label for label in labels) and "whole step" not in lines_of(axes)
+    assert "transformers eager: experts forward" in labels and "transformers eager: experts backward" not in labels
+
+
+def test_xft_shows_speed_and_memory(found):
+    figure = pictures_bars.xft(found)
+    panels = {axes.get_xlabel().partition(" (")[0]: bars_of(axes) for axes in figure.axes}
+    ms = {"moe_runtime": 9000.0, "transformers eager": 11000.0, "transformers grouped_mm": 15000.0, "official": 13000.0}
+    assert panels["tokens/s"] == pytest.approx({name: 512 / time * 1e3 for name, time in ms.items()})
+    assert panels["peak MiB"] == pytest.approx({name: time / 3 for name, time in ms.items()})
+
+
+def test_xft_shows_the_whole_memory_where_the_file_has_it(tmp_path):
+    bench = steps("fine", "fp32", CPU)[2]
+    for row in bench["extra_info"]["rows"].values():
+        row["total MiB"] = row["peak MiB"] + 1000
+    _, memory = pictures_bars.xft(read(write(tmp_path / "r.json", [bench]))).axes
+    assert memory.get_xlabel() == "total MiB (less is better)"
+    assert bars_of(memory)["official"] == pytest.approx(13000 / 3 + 1000)
+
+
+def test_xft_without_memory_has_only_speed(tmp_path):
+    bench = steps("fine", "fp32", CPU)[2]
+    for row in bench["extra_info"]["rows"].values():
+        del row["peak MiB"]
+    (axes,) = pictures_bars.xft(read(write(tmp_path / "r.json", [bench]))).axes
+    assert axes.get_xlabel().startswith("tokens/s")
+
+
+def test_layer_bars_are_ratios_and_a_long_one_is_cut(found):
+    figure = pictures_layer.layer(found)
+    for bench in of(found, "bench_forward"):
+        (axes,) = [a for a in figure.axes if a.get_title(loc="left").startswith(f"{bench.shape}, ") and
+                   a.get_title(loc="left").endswith(f"{bench.dtype}\nforward")]  # fmt: skip
+        bars, ours = bars_of(axes), bench.rows["moe_runtime"]["ratio"]
+        end = 3 * ours
+        assert bars.pop("transformers batched_mm") == pytest.approx(end) and end < 9 / 1.05
+        assert f"{9 / 1.05:.2f} \u2192" in texts(axes)
+        assert bars == {name: bench.rows[name]["ratio"] for name in bars} and bars["moe_runtime"] == ours
+        assert [list(line.get_xdata()) for line in axes.lines] == [[1, 1]]
+
+
+def test_many_layers_are_dots(tmp_path):
+    names = {f"model {i}": sizes for i, sizes in enumerate([*MODELS.values()] * 3)}
+    found = read(write(tmp_path / "r.json", sweeps(names, ("bf16",), (), FAST, GPU)))
+    figure = pictures_layer.layer(found)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "forward, T=16384, bf16", "forward + backward, T=16384, bf16"
+    ]  # fmt: skip
+    for axes, function in zip(figure.axes, ("bench_forward", "bench_forward_backward")):
+        lines = lines_of(axes)
+        for y, bench in enumerate(of(found, function)):
+            for name in ("moe_runtime", *PEERS):
+                x = lines[f"{bench.shape}: {name}"].get_data()
+                assert (list(x[0]), list(x[1])) == ([bench.rows[name]["ratio"]], [y])
+
+
+def drawn(found) -> dict:
+    figures = {name: draw(found) for name, draw in pictures.PICTURES.items()}
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def test_what_was_not_measured_makes_no_picture(tmp_path):
+    step = entry("bench_training_step[x-fp32]", CPU, {"moe_runtime": 1.0, "transformers eager": 2.0})
+    assert drawn(read(write(tmp_path / "r.json", [step]))) == {}
+    assert pictures.write_pictures(tmp_path / "r.json") == [] and [p.name for p in tmp_path.iterdir()] == ["r.json"]
+    for function, names in (
+        ("bench_saved_memory", {"memory"}), ("bench_xft_step", {"xft"}), ("bench_step_breakdown", {"breakdown"}),
+        ("bench_merge_experts", {"roofline"}), ("bench_tokens", {"roofline", "throughput"}),
+        ("bench_forward", {"roofline", "layer"}),
+    ):  # fmt: skip
+        only = [bench for bench in cpu_file() if bench["name"].startswith(f"{function}[")]
+        assert set(drawn(read(write(tmp_path / "r.json", only)))) == names, function
+
+
+def test_without_ceilings_there_is_no_roof(tmp_path):
+    benches = [bench for bench in cpu_file() if "ceilings" in bench["extra_info"]]
+    for bench in benches:
+        del bench["extra_info"]["ceilings"]
+    assert "roofline" not in drawn(read(write(tmp_path / "r.json", benches)))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_published_files_can_be_drawn(path, tmp_path):
+    written = pictures.write_pictures(path, tmp_path)
+    assert {f"{path.stem}-layer.png", f"{path.stem}-layer.svg"} <= {p.name for p in written}
+    figure, rows = pictures_layer.layer(read(path)), {}
+    for bench in read(path):
+        rows |= {(bench.function, bench.id): bench.rows}
+    axes = next(a for a in figure.axes if a.get_title(loc="left").startswith("coarse") and
+                a.get_title(loc="left").endswith("fp32\nforward"))  # fmt: skip
+    want = rows["bench_forward", "coarse-fp32"]["moe_runtime"]["ratio"]
+    assert bars_of(axes)["moe_runtime"] == want
+
+
+def test_the_frame_says_where_the_numbers_come_from(found):
+    info = found[0].info
+    for name, figure in drawn(found).items():
+        said = figure.get_supxlabel()
+        for key in ("machine", "torch", "transformers", "commit", "date"):
+            assert info[key] in said, (name, key)
+        title = figure.get_suptitle() or figure.legends[0].get_title().get_text()
+        assert title and figure.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
+
+
+def test_several_machines_in_a_file_are_all_named(tmp_path):
+    found = read(write(tmp_path / "r.json", steps("fine", "fp32", CPU) + steps("fine", "bf16", GPU)))
+    said = pictures_style.caption(found)
+    assert "AMD EPYC" in said and "NVIDIA H200" in said and said.count("commit 0123abc") == 1
+
+
+def test_labels_do_not_overlap(found):
+    """Of each panel the titles, ticks' names and numbers, and of the figure the legend and the line below."""
+    import matplotlib
+
+    with matplotlib.rc_context(pictures.SETTINGS):
+        for name, figure in drawn(found).items():
+            figure.draw_without_rendering()
+            boxes = [(axes.get_title(loc="left"), axes._left_title.get_window_extent()) for axes in figure.axes]
+            boxes += [(t.get_text(), t.get_window_extent()) for a in figure.axes for t in a.texts]
+            boxes += [(a.get_xlabel(), a.xaxis.label.get_window_extent()) for a in figure.axes]
+            for axes in figure.axes:
+                low, high = sorted(axes.get_ylim())
+                ticks = [t for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
+                boxes += [(t.get_text(), t.get_window_extent()) for t in ticks]
+            boxes += [("legend", legend.get_window_extent()) for legend in figure.legends]
+            boxes += [("below", figure._supxlabel.get_window_extent()), ("title", figure._suptitle.get_window_extent())]
+            boxes = [(text, box) for text, box in boxes if text and box.width > 1]
+            for i, (text, box) in enumerate(boxes):
+                whole = figure.bbox
+                inside = box.x0 >= 0 and box.x1 <= whole.x1 and box.y0 >= 0 and box.y1 <= whole.y1
+                assert inside, (name, text)
+                for other, at in boxes[:i]:
+                    apart = box.x1 <= at.x0 or at.x1 <= box.x0 or box.y1 <= at.y0 + 1 or at.y1 <= box.y0 + 1
+                    assert apart, (name, text, other)
+
+
+def test_files_are_the_same_each_time_and_text_is_text(tmp_path):
+    path = write(tmp_path / "2026-11-22-0123abc-cpu.json", steps("fine", "fp32", CPU))
+    one, other = (pictures.write_pictures(path, tmp_path / folder) for folder in ("a", "b"))
+    names = [
+        f"2026-11-22-0123abc-cpu-{name}.{kind}" for name in ("memory", "breakdown", "xft") for kind in ("png", "svg")
+    ]
+    assert [p.name for p in one] == names == sorted((p.name for p in (tmp_path / "a").iterdir()), key=names.index)
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
+    svg = one[1].read_text()
+    assert "moe_runtime</text>" in svg and "<dc:date>" not in svg and "Matplotlib v" not in svg
+
+
+def test_colours_belong_to_implementations_and_can_be_told_apart():
+    styles = pictures_style.STYLES
+    assert len(set(styles.values())) == len({colour for colour, _ in styles.values()}) == len(styles)
+    assert pictures_style.style("who knows") == pictures_style.style("who knows") != pictures_style.FLOOR
+    assert pictures_style.style("copy (floor)") == pictures_style.FLOOR
+    names = ["x (floor)", "b", "official", "moe_runtime, apart", "transformers eager", "moe_runtime"]
+    assert pictures_style.ordered(names) == [names[i] for i in (5, 3, 4, 2, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        pytest.param("[]", "is a JSON list; want one JSON object", id="list"),
+        pytest.param("no json", "is not valid JSON", id="text"),
+        pytest.param('{"benchmarks": [{"name": "x"}]}', "which holds no benchmarks; want a file", id="half"),
+    ],
+)
+def test_what_is_no_results_file_is_said(tmp_path, text, says):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"x.json.*{says}"):
+        pictures.write_pictures(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_command_prints_what_it_wrote(tmp_path, capsys):
+    path = write(tmp_path / "r.json", steps("fine", "fp32", CPU)[1:2])
+    pictures.main([str(path), "-o", str(tmp_path / "out")])
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [p.name for p in written] == ["r-memory.png", "r-memory.svg"] and all(
+        p.stat().st_size > 1000 for p in written
+    )

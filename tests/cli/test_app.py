@@ -1,0 +1,270 @@
+"""moe-runtime, the command, as a user runs it: what it prints, its exit code, and that bad input writes nothing."""
+
+import json
+import pwd
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from moe_runtime import cli
+from moe_runtime.backends import OPS
+from moe_runtime.config import PRESETS
+from moe_runtime.io import console
+from tests.hf.tiny import dense
+
+
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Call the command in this process, which has the imports; test_a_real_process shows that it is the same."""
+
+    def call(*arguments, **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["moe-runtime", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out = capfd.readouterr()
+        return Result(stop.value.code or 0, out.out, out.err)
+
+    return call
+
+
+def test_a_real_process(tmp_path):
+    command = [sys.executable, "-m", "moe_runtime.cli", "upcycle", str(tmp_path), str(tmp_path / "out")]
+    out = subprocess.run(command, capture_output=True, text=True)
+    assert out.returncode == 1 and out.stdout == ""
+    assert out.stderr.strip().splitlines()[-1].startswith("error: model is ") and "Traceback" not in out.stderr
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "dense"
+    dense("llama").save_pretrained(folder)
+    return folder
+
+
+def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "FIRST", 0.0)
+    monkeypatch.setattr(console, "EVERY", 0.0)
+    out = run("upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3, "--check")
+    assert out.returncode == 0, out.stderr
+    assert "relative error" in out.stdout and "next: moe-runtime train" in out.stdout
+    assert "checking: 50% of 2 models" in out.stderr and "upcycling: 100% of " in out.stderr
+    out = run("to-mergeable", tmp_path / "moe", tmp_path / "mix", "--shared-rate", 0.6)
+    assert out.returncode == 0, out.stderr
+    out = run("merge", tmp_path / "mix", tmp_path / "merged")
+    assert out.returncode == 0 and "layer 1: alpha 0.6000" in out.stdout, out.stderr
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["rope_theta"] == 1e5 and "moe_runtime" not in config
+
+
+def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
+    sizes = ("--num-experts", 4, "--top-k", 3)
+    out = run("upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
+    assert out.returncode == 0, out.stderr
+    out = run(
+        "upcycle", base, tmp_path / "b", *sizes, "--preset", "xft-official", "--router", "linear", "--no-noisy-gate"
+    )
+    assert out.returncode == 0, out.stderr
+    official, ours = (
+        json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"] for name in "ab"
+    )
+    assert {name: official[name] for name in PRESETS["xft-official"]} == PRESETS["xft-official"]
+    assert {name for name in official if official[name] != ours[name]} == {"router", "noisy_gate"}
+    assert (ours["router"], ours["noisy_gate"]) == ("linear", False)
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param(("{base}", "{out}", "--top-k", 9), "top_k is 9", id="K > E"),
+        pytest.param(("{base}", "{out}", "--gate", "best"), "gate is 'best'; want one of xft", id="unknown gate"),
+        pytest.param(("{base}", "{out}", "--preset", "best"), "preset is 'best'; want one of xft-paper", id="preset"),
+        pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers is 'a-b'", id="bad layers"),
+        pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
+        pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
+        pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
+        pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments, match):
+    names = {"base": base, "out": tmp_path / "out", "tmp": tmp_path}
+    before = sorted(base.iterdir())
+    out = run("upcycle", *(str(argument).format(**names) for argument in arguments))
+    assert out.returncode == 1 and match in out.stderr
+    assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1
+    assert sorted(base.iterdir()) == before and not list(tmp_path.iterdir())
+
+
+def test_unknown_architecture_is_refused_with_the_reason(run, tmp_path):
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    out = run("upcycle", tmp_path / "opt", tmp_path / "out")
+    assert out.returncode == 1 and "opt has no MLP module of its own" in out.stderr and not (tmp_path / "out").exists()
+
+
+def test_merge_of_a_dense_folder_is_refused(run, base, tmp_path):
+    out = run("merge", base, tmp_path / "out")
+    assert out.returncode == 1 and "want an upcycled model's folder" in out.stderr
+
+
+def test_doctor_names_every_op_and_why(run):
+    out = run("doctor")
+    assert out.returncode == 0 and all(op in out.stdout for op in OPS) and "torch" in out.stdout
+    report = json.loads(run("doctor", "--json").stdout)
+    assert set(report["backends"]) == set(OPS)
+    assert all(value.split(";")[0] in ("torch", "triton", "cuda", "cpp") for value in report["backends"].values())
+
+
+def test_doctor_says_that_an_asked_backend_cannot_run(run):
+    out = run("doctor", MOE_RUNTIME_BACKEND="triton", TRITON_INTERPRET="0")
+    assert "error: backend is 'triton' for merge_experts, but the tensor is on the CPU" in out.stdout
+    out = run("doctor", MOE_RUNTIME_BACKEND="fast")
+    assert "backend is 'fast'; want one of torch, triton, cuda" in out.stdout
+
+
+@pytest.mark.parametrize("verb", ["", "demo", "upcycle", "to-mergeable", "merge", "doctor", "tune"])
+def test_help_has_an_example(run, verb):
+    out = run(*filter(None, [verb]), "--help")
+    assert out.returncode == 0 and (not verb or f"Example: moe-runtime {verb}" in out.stdout)
+
+
+def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
+    out = run(
+        "train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out"
+    )
+    assert out.returncode != 0 and "none" in out.stderr and "Traceback" not in out.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_is_quick():
+    code = "import sys; from moe_runtime import cli; print([m for m in ('torch', 'transformers', 'trl') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stderr
+
+
+SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--top-k", 2, "--tokens", "16")
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param((), "no layer is named; want --shape, --model, or --hidden-size", id="no layer"),
+        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; want the layer's four sizes", id="half a layer"),
+        pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
+        pytest.param(("--shape", "olmoe", *SIZES), "shape stands beside --model or sizes", id="shape and sizes"),
+        pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
+        pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
+        pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; want integers of at least 1", id="bad tokens"),
+        pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; want integers of at least 1", id="no tokens"),
+        pytest.param((*SIZES, "--dtype", "int8"), "dtype is 'int8'; want one of bfloat16", id="bad dtype"),
+        pytest.param((*SIZES, "--top-k", 4), "top_k is 4, num_experts is 3", id="K > E"),
+    ],
+)
+def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, arguments, match):
+    names = {"base": base, "tmp": tmp_path}
+    out = run("tune", *(str(argument).format(**names) for argument in arguments), XDG_CACHE_HOME=str(tmp_path))
+    assert out.returncode == 1 and match.format(**names) in out.stderr
+    assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_tune_without_a_gpu_says_so(run, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    out = run("tune", "--shape", "all", XDG_CACHE_HOME=str(tmp_path))
+    assert out.returncode == 1 and out.stderr.startswith("error: no CUDA GPU") and not list(tmp_path.iterdir())
+
+
+def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
+    def getpwuid(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    out = run("tune", *SIZES)
+    assert out.returncode == 1 and out.stderr.startswith("error: HOME is None, and this user has no other; ")
+    assert len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+    out = run("tune", *SIZES, "--out", "tiles.json")
+    assert out.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
+    assert out.stdout.endswith("the kernels read no file: there is no home, and no XDG_CACHE_HOME, not this file\n")
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """A GPU that is the interpreter, and a clock that stops the run in the round that a test names."""
+    from moe_runtime.tools import tune
+
+    class Clock:
+        left = 10**6
+
+        def round(self, functions):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return [5.0 if function.args[0].BLOCK_M == 32 else 8.0 for function in functions]
+
+    clock = Clock()
+    monkeypatch.setattr(tune, "find_gpu", lambda: (torch.device("cpu"), clock))
+    monkeypatch.setattr(tune, "ROUNDS", 2)
+    monkeypatch.setattr(tune, "PRODUCTS", ("up", "down"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tune.tiles.read_tuned.cache_clear()
+    yield clock
+    tune.tiles.read_tuned.cache_clear()
+    tune.tiles.lookup.cache_clear()
+
+
+def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path):
+    path = tmp_path / "moe_runtime" / "tiles.json"
+    assert f"built in; {path} has none for this device" in run("doctor").stdout
+    clock.left = 3
+    out = run("tune", *SIZES)
+    assert out.returncode == 130
+    assert out.stdout.startswith("[1/2] layer, 16 tokens, bfloat16: up: 32x32x32, ") and "[2/2]" not in out.stdout
+    clock.left = 10**6
+    out = run("tune", *SIZES)
+    assert out.returncode == 0 and out.stdout.splitlines()[-1] == f"{path}: 1 kept, 1 measured"
+    assert out.stdout.splitlines()[1].endswith("5.000 ms; built in 8.000 ms (measured)")
+    assert "built in" in run("doctor").stdout  # this process has read the file already
+    from moe_runtime.kernels import tiles
+
+    tiles.read_tuned.cache_clear()
+    assert f"{path}: 2 measured here" in run("doctor").stdout
+    path.write_text("{")
+    tiles.read_tuned.cache_clear()
+    assert f"error: {path} is not a file of `moe-runtime tune`" in run("doctor").stdout
+    out = run("tune", *SIZES)
+    assert out.returncode == 1 and f"error: {path} is not a file of" in out.stderr and path.read_text() == "{"
+
+
+def test_tune_reads_sizes_from_a_model_and_writes_elsewhere(run, clock, base, tmp_path):
+    run("upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
+    out = run("tune", "--model", tmp_path / "moe", "--tokens", "16", "--out", tmp_path / "t.json", "--top-k", 2)
+    assert out.returncode == 0 and "moe, 16 tokens, bfloat16: down" in out.stdout, out.stderr
+    entry = next(iter(json.loads((tmp_path / "t.json").read_text())["devices"]["interpreter"]["tiles"].values()))
+    assert entry["layer"] == {
+        "hidden_size": 32, "intermediate_size": 48, "num_experts": 4, "top_k": 2, "shared": True, "gated": True
+    }  # fmt: skip
+
+
+def test_tune_ends_where_the_context_is_lost(run, clock, monkeypatch):
+    from moe_runtime.tools import tune
+
+    def lost(*_):
+        raise tune.ContextLost(tune.Tile(16, 32, 32), "illegal memory access")
+
+    monkeypatch.setattr(tune, "measure", lost)
+    out = run("tune", *SIZES)
+    assert out.returncode == 3 and "illegal memory access); run the command again" in out.stderr

@@ -1,0 +1,280 @@
+"""What holds for every verb: help with an example that parses, --json, completion without torch; found by walking the tree."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from moe_runtime import cli, config
+from moe_runtime.cli import verbs as cli_verbs
+from moe_runtime.cli.verbs import Ends, Kept, choices, verb
+from moe_runtime.experiments.recipe import shipped_recipes
+from moe_runtime.io.console import jsonable, print_table
+from moe_runtime.io.prompts import PROMPTS
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = get_command(cli.app)
+
+
+def walk(command, words=()) -> dict[tuple[str, ...], object]:
+    """Return words -> command of all groups and verbs."""
+    found = {words: command}
+    for name, one in getattr(command, "commands", {}).items():
+        found |= walk(one, (*words, name))
+    return found
+
+
+ALL = walk(TREE)
+VERBS = {words: command for words, command in ALL.items() if not hasattr(command, "commands")}
+NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in ALL]
+
+
+def test_the_tree_is_whole():
+    groups = {words for words in ALL if words not in VERBS}
+    assert groups == {(), ("xft",), ("esft",), ("upit",), ("fuser",)}
+    verbs = [
+        "demo",
+        "upcycle",
+        "to-mergeable",
+        "merge",
+        "export",
+        "train",
+        "stats",
+        "run",
+        "doctor",
+        "tune",
+        "fuse",
+        "bench",
+    ]
+    assert {words[0] for words in VERBS if len(words) == 1} == set(verbs) and len(VERBS) > 40
+
+
+@pytest.mark.parametrize("words", NAMES)
+def test_help_says_what_everything_is_for_and_gives_an_example(words):
+    command = ALL[words]
+    assert command.help and command.help.strip()[0].isupper(), "no help"
+    for option in command.params:
+        # typer's own context and the completion's options are not ours
+        assert getattr(option, "help", None), f"{option.name} has no help"
+    out = CliRunner().invoke(cli.app, [*words, "--help"])
+    start = "Example: moe-runtime " + " ".join(words)
+    assert out.exit_code == 0 and start in " ".join(out.output.split())
+    assert words not in VERBS or "--json" in out.output
+    assert out.output.startswith(("Usage: ", "usage: ")) and len(out.output.splitlines()[0]) < 100
+
+
+@pytest.mark.parametrize("words", NAMES)
+def test_the_example_parses(words):
+    epilog = ALL[words].epilog
+    assert epilog.startswith("Example: moe-runtime ")
+    typed = shlex.split(epilog.removeprefix("Example: "))[1:]
+    assert tuple(typed[: len(words)]) == words, "the example is of another verb"
+    command, context = TREE, None
+    while hasattr(command, "commands"):
+        context = command.make_context(command.name, list(typed), parent=context)
+        name, command, typed = command.resolve_command(context, [*context._protected_args, *context.args])
+    command.make_context(name, typed, parent=context)  # raises UsageError where it does not parse
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in VERBS])
+def test_every_verb_has_json(words):
+    options = {option.name: option for option in VERBS[words].params}
+    assert "json" in options and options["json"].opts == ["--json"], f"{words} has no --json"
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """A command line of one verb that prints on the way, and whose result a test gives."""
+
+    def make(result, kept=None):
+        app = typer.Typer()
+
+        def one(path: Path = Path("x")):
+            """Do it."""
+            print("on the way")
+            typer.echo("by typer")
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        verb(app, example="one", kept=kept)(one)
+        return app
+
+    monkeypatch.delenv("RANK", raising=False)
+    return make
+
+
+def test_json_is_alone_on_stdout(app):
+    result = {"path": Path("a/b"), "loss": float("nan"), "rows": (1, 2)}
+    out = CliRunner().invoke(app(result), ["--json"])
+    assert out.exit_code == 0 and json.loads(out.stdout) == {"path": "a/b", "loss": None, "rows": [1, 2]}
+    assert out.stderr.splitlines() == ["on the way", "by typer"]
+    out = CliRunner().invoke(app(result), [])
+    assert out.stdout.splitlines() == ["on the way", "by typer"] and out.stderr == ""
+
+
+def test_json_is_alone_whoever_writes():
+    """NCCL and programs that are started write to the descriptor, past Python's stdout."""
+    code = (
+        "import os, subprocess, typer\n"
+        "from moe_runtime.cli.verbs import verb\n"
+        "app = typer.Typer()\n"
+        "@verb(app, example='x')\n"
+        "def loud():\n"
+        "    os.write(1, b'from C\\n')\n"
+        "    subprocess.run(['echo', 'from a program'])\n"
+        "    print('from Python')\n"
+        "    return {'a': 1}\n"
+        "app()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout) == {"a": 1}, done.stderr
+    assert done.stderr.splitlines() == ["from C", "from a program", "from Python"]
+
+
+def test_an_exit_code_comes_behind_the_json(app):
+    out = CliRunner().invoke(app(Ends({"worse": 1}, 1)), ["--json"])
+    assert out.exit_code == 1 and json.loads(out.stdout) == {"worse": 1}
+
+
+def test_one_process_prints_the_json(app, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    out = CliRunner().invoke(app({"a": 1}), ["--json"])
+    assert out.exit_code == 0 and out.stdout == ""
+
+
+def test_an_interruption_says_what_the_work_says_is_kept(app):
+    stop = KeyboardInterrupt()
+    stop.kept = "the last checkpoint is c"
+    for error, line in ((KeyboardInterrupt(), "interrupted; nothing was written"), (stop, f"interrupted; {stop.kept}")):
+        out = CliRunner().invoke(app(error, Kept()), ["--json"])
+        assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line
+
+
+def test_records_become_objects():
+    import torch
+
+    from moe_runtime.config import MoEConfig
+
+    settings = MoEConfig(hidden_size=8, intermediate_size=4)
+    assert jsonable(settings)["hidden_size"] == 8
+    assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
+    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
+    json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
+
+
+def test_a_table_is_plain_where_nobody_looks(capsys):
+    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
+    out = capsys.readouterr().out
+    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
+    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
+
+
+def test_no_color_is_heeded(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table("losses", [("model", "left")], [("a",)])
+    out = capsys.readouterr().out
+    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour
+
+
+# completion and start
+
+
+def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
+    """Return what a shell offers behind `line`, and the seconds of CPU that it took."""
+    words = line.split(" ")
+    env = {
+        **os.environ, "_MOE_RUNTIME_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1),
+        "_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }  # fmt: skip
+    code = (
+        "import sys\n"
+        "from moe_runtime import cli\n"
+        "sys.argv = ['moe-runtime']\n"
+        "try:\n    cli.main()\n"
+        "finally:\n    sys.stderr.write(' '.join(m for m in ('torch', 'transformers', 'rich.table') if m in sys.modules))\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "", f"imported or said: {done.stderr}"
+    return done.stdout.splitlines(), time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        pytest.param("moe-runtime to", ["to-mergeable"], id="verb"),
+        pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
+        pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
+        pytest.param("moe-runtime upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
+        pytest.param("moe-runtime upcycle a b --router ", ["linear", "mlp"], id="router"),
+        pytest.param(
+            "moe-runtime run upit/", ["upit/llama-2-7b-lora", "upit/sheared-llama-2.7b", "upit/tiny"], id="recipe"
+        ),
+        pytest.param("moe-runtime xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
+        pytest.param("moe-runtime upit ckpt b", ["back"], id="a table's strategy"),
+        pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
+        pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
+    ],
+)
+def test_completion_offers_the_words_that_fit(line, offered):
+    assert sorted(completed(line)[0]) == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete_too(shell):
+    assert "small" in "\n".join(completed("moe-runtime demo --preset ", shell)[0])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_for_the_shell_is_shown(shell):
+    env = {**os.environ, "_MOE_RUNTIME_COMPLETE": f"source_{shell}"}
+    code = "import sys; from moe_runtime import cli; sys.argv = ['moe-runtime']; cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert "_MOE_RUNTIME_COMPLETE" in done.stdout and done.returncode == 0
+
+
+def test_words_that_are_offered_are_those_that_are_taken():
+    from moe_runtime.experiments import demo
+    from moe_runtime.methods.esft import recipe as esft_recipe
+    from moe_runtime.methods.ultrafuser import recipe as ultrafuser_recipe
+    from moe_runtime.methods.upit import recipe as upit_recipe
+
+    assert sorted(choices(cli_verbs.recipes("xft"))("")) == sorted(shipped_recipes())
+    for method, module in (("esft", esft_recipe), ("upit", upit_recipe), ("ultrafuser", ultrafuser_recipe)):
+        assert sorted(cli_verbs.recipes(method)()) == sorted(module.shipped_recipes())
+    assert sorted(demo.PRESETS) == sorted(completed("moe-runtime demo --preset ")[0])
+    assert set(config.GATES) == set(completed("moe-runtime upcycle a b --gate ")[0])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["upcycle", "--help"], ["esft", "--help"]])
+def test_help_and_version_start_without_torch(arguments):
+    code = (
+        "import resource, sys\n"
+        "from moe_runtime import cli\n"
+        f"sys.argv = ['moe-runtime', *{arguments!r}]\n"
+        "try:\n    cli.main()\n"
+        "finally:\n"
+        "    names = [m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules]\n"
+        "    sys.stderr.write(' '.join([*names, str(resource.getrusage(resource.RUSAGE_SELF).ru_utime)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout
+    # CPU time: a busy machine is no slow start. 0.15 s where it was written
+    assert float(done.stderr) < 0.5, done.stderr
+
+
+def test_version():
+    from moe_runtime import __version__
+
+    out = CliRunner().invoke(cli.app, ["--version"])
+    assert out.exit_code == 0 and out.output == f"moe-runtime {__version__}\n"

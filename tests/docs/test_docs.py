@@ -1,0 +1,101 @@
+"""Each example of docs/ runs as it stands, on a tiny model in a folder `model` and a few lines in `data.jsonl`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from tests.hf.dropin.test_layers import TOKENIZER, stock
+
+ROOT = Path(__file__).resolve().parents[2]
+DROP_IN = ROOT / "docs" / "drop-in.md"
+
+
+class Block(NamedTuple):
+    """A fenced block under a heading; `file` is the name that its fence gives it."""
+
+    heading: str
+    language: str
+    file: str
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    found = []
+    for part in path.read_text().split("\n## ")[1:]:
+        heading = part.partition("\n")[0]
+        fences = re.findall(r"```(\w+)(?: file=(\S+))?\n(.*?)```", part, re.DOTALL)
+        found += [Block(heading, *fence) for fence in fences]
+    return found
+
+
+PYTHON = [block for block in blocks(DROP_IN) if block.language == "python"]
+FILES = {block.file: block for block in blocks(DROP_IN) if block.file}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stock().save_pretrained("model")
+    TOKENIZER.save_pretrained("model")
+    rows = [{"text": f"{i} and {j} make {i + j}"} for i in range(4) for j in range(4)]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def script(text: str, folder: Path, *launcher: str) -> str:
+    """Run Python text as a script of its own."""
+    path = folder / "example.py"
+    path.write_text(text)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launcher, str(path)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if not block.file], ids=lambda block: block.heading)
+def test_examples_run(block, folder):
+    names: dict = {"__name__": "__main__"}
+    exec(compile(block.text, str(DROP_IN), "exec"), names)
+    trains = any(call in block.text for call in (".train()\n", "optimizer.step()"))
+    before = stock().state_dict()
+    weights = names.get("merged", names["model"]).state_dict()
+    assert {name for name, weight in weights.items() if not torch.equal(weight.cpu(), before[name])} == (
+        set(before) if trains else set()
+    )
+
+
+def test_the_accelerate_script_on_two_processes(folder):
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    script(FILES["train.py"].text, folder, *launcher, "--mixed_precision", "no", "--dynamo_backend", "no")
+    from transformers import AutoModelForCausalLM
+
+    tuned = AutoModelForCausalLM.from_pretrained("tuned").state_dict()
+    before = AutoModelForCausalLM.from_pretrained("model").state_dict()
+    assert tuned.keys() == before.keys()
+    assert all(not torch.equal(tuned[name], weight) for name, weight in before.items())
+
+
+def test_the_fsdp2_config_is_one(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "fsdp2.yaml"
+    path.write_text(FILES["fsdp2.yaml"].text)
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
+    layer = yaml.safe_load(path.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
+    assert any(type(module).__name__ == layer for module in stock().modules())
+
+
+def test_the_zero3_config_is_one():
+    config = json.loads(FILES["zero3.json"].text)
+    assert config["zero_optimization"]["stage"] == 3

@@ -1,0 +1,175 @@
+"""The messages of docs/troubleshooting.md are those that users get: each is provoked, and compared."""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+
+import pytest
+
+from moe_runtime.native import cuda
+from tests.hf.dropin.test_layers import TOKENIZER, stock
+from tests.hf.tiny import dense
+from tests.support.fences import ROOT, Fence, fences, run_cli
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+CONSOLE = [fence for fence in fences(PAGE) if fence.language == "console"]
+PYCON = [fence for fence in fences(PAGE) if fence.language == "pycon"]
+place = {"ids": lambda fence: f"line-{fence.line}"}
+
+
+class Missing:
+    """An import hook: a module that is not installed."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """What goes wrong: a dense and a stock model, an upcycled one, folders that are cut off, incomplete or pickled."""
+    from moe_runtime.methods.xft.folders import upcycle_folder
+
+    folder = tmp_path_factory.mktemp("troubles")
+    dense("llama").save_pretrained(folder / "base")
+    stock().save_pretrained(folder / "qwen3-moe")
+    for name in ("base", "qwen3-moe"):
+        TOKENIZER.save_pretrained(folder / name)
+    upcycle_folder(folder / "base", folder / "moe", num_experts=4, top_k=2)
+    for name in ("broken", "pickled", "half"):
+        (folder / name).mkdir()
+        shutil.copy(folder / "base" / "config.json", folder / name)
+    (folder / "broken" / "model.safetensors").write_bytes((folder / "base" / "model.safetensors").read_bytes()[:4000])
+    (folder / "pickled" / "pytorch_model.bin").touch()
+    index = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
+    (folder / "half" / "model.safetensors.index.json").write_text(index)
+    (folder / "rows.jsonl").write_text('{"text": "3 and 4 make 7"}\n' * 4)
+    (folder / "odd.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    return folder
+
+
+@pytest.fixture
+def folder(models, tmp_path, monkeypatch):
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "MOE_RUNTIME_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def make(words: list[str], folder) -> str:
+    """Run the Makefile on a .venv that is not there, and return the one line that it ends with before it installs."""
+    command = [*words, f"VENV={folder}/venv", "--no-print-directory", "-C", str(ROOT)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and not (folder / "venv").exists()
+    return done.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("fence", CONSOLE, **place)
+def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
+    command, *says = fence.text.splitlines()
+    words = shlex.split(command.removeprefix("$ "))
+    assert command.startswith("$ ") and says
+    if words[0] == "make":
+        assert make(words, folder) == "\n".join(says)
+        return
+    if missing := fence.options.get("without"):
+        monkeypatch.delitem(sys.modules, missing, raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
+    before = sorted(path.name for path in folder.iterdir())
+    code, out, err = run_cli(words, monkeypatch)
+    assert code == 1
+    printed = (err if says[0].startswith("error:") else out).replace(str(folder.resolve()), "/home/me")
+    assert printed.splitlines()[-len(says) :] == says
+    assert sum(line.startswith("error:") for line in err.splitlines()) == says[0].startswith("error:")
+    assert sorted(path.name for path in folder.iterdir()) == before, "it left something"
+
+
+@pytest.mark.parametrize("fence", PYCON, **place)
+def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
+    *lines, says = fence.text.splitlines()
+    assert all(line.startswith(">>> ") for line in lines)
+    monkeypatch.setattr(cuda, "places", list)  # a machine where nobody has built it
+    cuda._find.cache_clear()
+    names: dict = {}
+    try:
+        for line in lines[:-1]:
+            exec(line.removeprefix(">>> "), names)
+        with pytest.raises(Exception) as caught:
+            exec(lines[-1].removeprefix(">>> "), names)
+    finally:
+        cuda._find.cache_clear()
+    assert "".join(traceback.format_exception_only(caught.value)).strip() == says
+
+
+def constants() -> str:
+    """All that the package's messages are made of: its texts, each of which may have values between its parts."""
+    parts = []
+    for path in (*(ROOT / "moe_runtime").rglob("*.py"), *(ROOT / "kernels").glob("*.py")):
+        parts += [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def test_messages_that_want_a_gpu_are_in_the_code():
+    table = PAGE.read_text().split("Only on machines with a GPU:")[1].split("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(messages) >= 4
+    text = constants()
+    for message in messages:
+        for part in re.split(r"sm_\d+", message):
+            assert part.strip() in text, message
+
+
+DOCTOR = PAGE.read_text().split("## What doctor finds\n")[1].split("\n## ")[0]
+
+
+def doctors_texts() -> set[str]:
+    """What doctor's problems are made of: the texts, long enough to be a message's, of the functions that yield them."""
+    found = set()
+    for path in (ROOT / "moe_runtime").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_problems"):
+                texts = [one.value for part in node.body[1:] for one in ast.walk(part) if isinstance(one, ast.Constant)]
+                found |= {text.strip() for text in texts if isinstance(text, str) and " " in text and len(text) >= 12}
+    return found
+
+
+def test_every_problem_that_doctor_can_name_is_on_the_page():
+    texts = doctors_texts()
+    assert len(texts) >= 14
+    assert not [text for text in texts if text not in DOCTOR]
+
+
+def test_doctor_can_name_every_problem_of_the_page():
+    """Capitals stand for what it found; a message is put together at " is " and "; "."""
+    text = constants()
+    rows = [row[1] for row in re.findall(r"^\| .+ \| (`+)(.+?)\1[^`]*\|$", DOCTOR, re.MULTILINE)]
+    assert len(rows) >= 15
+    for row in rows:
+        for part in re.split(r"\b[A-Z]{2,}\b(?!_|=)|XDG_CACHE_HOME|'torch>=2.11'| is |; ", row):
+            assert part.strip(" '") in text, f"{row}: {part}"
+
+
+def test_a_message_that_changed_is_found(folder, monkeypatch):
+    fence = CONSOLE[-1]
+    with pytest.raises(AssertionError):
+        test_commands_end_as_the_page_says(
+            fence._replace(text=fence.text.replace("want", "wants")), folder, monkeypatch
+        )
+
+
+def test_debug_shows_where_it_was(folder, monkeypatch):
+    importlib.import_module("moe_runtime.methods.xft.folders")
+    monkeypatch.setenv("MOE_RUNTIME_DEBUG", "1")
+    with pytest.raises(ValueError, match="which has no config.json"):
+        run_cli(["moe-runtime", "upcycle", "nowhere", "moe-2"], monkeypatch)

@@ -1,0 +1,427 @@
+"""hf/dropin/balance.py: both losses against transformers' own, in a stock model's loss and in what Trainer and TRL make of it."""
+
+import copy
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from moe_runtime.hf.dropin import balance
+from moe_runtime.hf.dropin.balance import per_layer_loss, pooled_loss, use_balance_loss
+from moe_runtime.hf.dropin.layers import routed_layers
+from moe_runtime.hf.models.tiny import train_tokenizer
+from tests.hf import stock as families
+from tests.hf import tiny
+from tests.support.stock_moe import FAMILIES, batch, stock
+
+COEF = 0.3
+KINDS = ("per_layer", "pooled")
+# whose classes add an auxiliary loss of their own; granitemoe's, too, but in transformers 5.17 it crashes
+WITH_OWN_LOSS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "phimoe")
+
+
+def logits_of(layers=4, rows=3, length=7, E=8):
+    generator = torch.Generator().manual_seed(3)
+    return tuple(2 * torch.randn(rows * length, E, generator=generator) for _ in range(layers))
+
+
+def a_mask(rows=3, length=7):
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[0, 4:] = 0
+    mask[2, :2] = 0
+    return mask
+
+
+def reference(model, inputs, kind="per_layer"):
+    """The loss with its balance loss, written out, through the router logits that transformers itself gives."""
+    out = model(**inputs, output_router_logits=True)
+    E, K = out.router_logits[0].shape[1], model.config.num_experts_per_tok
+    groups = [out.router_logits] if kind == "pooled" else [(logits,) for logits in out.router_logits]
+    parts = [load_balancing_loss_func(group, E, K, inputs.get("attention_mask")) for group in groups]
+    plain = model(**inputs, output_router_logits=False).loss
+    return plain, torch.stack(parts).mean()
+
+
+def close(a, b, error=1e-5):
+    return torch.allclose(a, b, rtol=error, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, a_mask()], ids=["all", "padded"])
+def test_pooled_is_transformers_own(mask):
+    logits = [x.requires_grad_() for x in logits_of()]
+    got, want = pooled_loss(logits, 8, 3, mask), load_balancing_loss_func(tuple(logits), 8, 3, mask)
+    assert torch.allclose(got, want, rtol=1e-6)
+    for a, b in zip(torch.autograd.grad(got, logits), torch.autograd.grad(want, logits), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("mask", [None, a_mask()], ids=["all", "padded"])
+def test_per_layer_is_the_mean_of_the_same_formula(mask):
+    logits = logits_of()
+    want = torch.stack([load_balancing_loss_func((layer,), 8, 3, mask) for layer in logits]).mean()
+    assert torch.allclose(per_layer_loss(logits, 8, 3, mask), want, rtol=1e-6)
+
+
+def test_four_layers_that_collapse_on_different_experts_only_look_balanced_when_pooled():
+    layers = []
+    for layer in range(4):
+        logits = torch.full((100, 8), -1e4)
+        logits[:, 2 * layer : 2 * layer + 2] = 0  # probability 1/2 each
+        layers.append(logits)
+    balanced = [torch.eye(8)[torch.arange(96) % 8] + torch.eye(8)[(torch.arange(96) + 1) % 8]] * 4
+    assert pooled_loss(layers, 8, 2).item() == pytest.approx(2.0)
+    assert pooled_loss(balanced, 8, 2).item() == pytest.approx(2.0)
+    assert per_layer_loss(balanced, 8, 2).item() == pytest.approx(2.0)
+    assert per_layer_loss(layers, 8, 2).item() == pytest.approx(8.0)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="router_logits are .*want one"):
+        pooled_loss(logits_of(), 9, 2)
+    with pytest.raises(ValueError, match="top_k is 9"):
+        per_layer_loss(logits_of(), 8, 9)
+    with pytest.raises(ValueError, match=r"attention_mask is \(3, 6\)"):
+        per_layer_loss(logits_of(), 8, 2, torch.ones(3, 6))
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WITH_OWN_LOSS)
+def test_a_models_own_loss_is_replaced(name, kind, padding):
+    model, inputs = stock(name).eval(), batch(padding=padding)
+    lm_loss, aux_loss = reference(model, inputs, kind)
+    model.config.output_router_logits = True  # so that it would add its own
+    with_own = model(**inputs).loss
+    in_use = use_balance_loss(model, kind, COEF)
+    out = model(**inputs)
+    assert close(out.aux_loss, aux_loss) and torch.equal(out.lm_loss, lm_loss)
+    assert close(out.loss, lm_loss + COEF * aux_loss)
+    assert [tuple(x.shape) for x in out.router_logits] == [(18, 8)] * 2
+    in_use.close()
+    assert torch.equal(model(**inputs).loss, with_own)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
+    model, inputs = stock(name).eval(), batch(padding=3)
+    caught = []
+    modules = [module for path, module in model.named_modules() if path.endswith(("mlp.gate", "router"))]
+
+    def catch(module, args, out):  # the logits are the only floats of this width
+        caught.append(next(part for part in out if part.is_floating_point() and part.shape[-1] == 8))
+
+    handles = [module.register_forward_hook(catch) for module in modules]
+    loss = model(**inputs).loss
+    (loss + COEF * per_layer_loss(caught, 8, 2, inputs["attention_mask"])).backward()
+    for handle in handles:
+        handle.remove()
+    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    use_balance_loss(model, "per_layer", COEF)
+    model(**inputs).loss.backward()
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(modules) == 2 and all(tiny.distance(a, b) < 1e-5 for a, b in zip(got, want, strict=True) if b.norm() > 0)
+    assert all(any(p.grad.norm() > 0 for p in module.parameters()) for module in modules)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_routers_are_found_in_every_family_by_what_it_declares_and_without(family):
+    model = families.build(family)
+    layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
+    declared, beside = balance._declared_routers(model), balance._routers_beside(model, layers)
+    # a layer whose experts go by the token's id has no say in the balance
+    hashed = family == "deepseek_v4"
+    assert len(beside) == len(layers) and len(declared) in (0, len(layers) - hashed)
+    places, seen = dict(beside), []
+
+    def compare(place, module, args, out):
+        parts = out if isinstance(out, tuple) else (out,)
+        seen.append(torch.equal(place(parts), places[module](parts)))
+
+    for module, place in declared:
+        module.register_forward_hook(functools.partial(compare, place))
+    with torch.no_grad():
+        families.run(model, "eager")
+    assert all(seen) and len(seen) >= len(declared)
+
+
+class Collapse(torch.overrides.TorchFunctionMode):
+    """Makes a router's product, to a logit for each of 8 experts, 0 for the first `used` ones and far less for the others."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.used = used
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        # some have a skip expert or shared ones beside the 8; nothing else in a router is as narrow
+        if func is torch.nn.functional.linear and 8 <= out.shape[-1] <= 12:
+            return 0 * out - 1e4 * (torch.arange(out.shape[-1]) >= self.used)
+        return out
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_collapse_costs_every_family_the_same(family):
+    model, used, seen = families.build(family), 3, []
+    in_use = use_balance_loss(model, coef=1.0)
+
+    def see(*_):
+        seen.append((in_use._loss(in_use._logits), in_use._logits[0].shape[1], in_use._top_k))
+
+    model.register_forward_hook(see, prepend=True)
+    for module, _ in in_use.routers:
+        mode = Collapse(used)
+        module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)
+        module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), prepend=True)
+    with torch.no_grad():
+        families.run(model, "eager", output_router_logits=True)
+    # every slot on `used` experts, each of probability 1 / used: E sum_e (top_k / used) (1 / used)
+    (loss, E, top_k), *_ = seen
+    assert loss.item() == pytest.approx(E / used * top_k, rel=1e-4) and E in (8, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_known_from_logits(dtype):
+    logits = torch.randn(50, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert balance._are_probabilities(logits.float().softmax(-1).to(dtype))
+    for other in (logits, logits.abs(), logits.sigmoid(), logits.softmax(-1) * 1.1):
+        assert not balance._are_probabilities(other)
+    x = torch.tensor([[0.0, 1.0]], dtype=dtype, requires_grad=True)
+    balance._log(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_compiled_code_tells_them_apart_too():
+    torch.compiler.reset()
+    in_use, x = use_balance_loss(stock("mixtral"), coef=1.0), logits_of()[0]
+    # no eager call has shown what this class gives
+    compiled = torch.compile(lambda found: in_use._as_logits(torch.nn.Linear, found), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x) and close(compiled(x.softmax(-1)), x.log_softmax(-1))
+    assert torch.equal(in_use._as_logits(torch.nn.Linear, x[:0]), x[:0]) and not in_use._softmaxed
+    assert close(in_use._as_logits(torch.nn.Linear, x.softmax(-1)), x.log_softmax(-1))
+    assert in_use._softmaxed == {torch.nn.Linear: True}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_tuple_has_the_loss_in_it(wanted):
+    model, inputs = stock("mixtral").eval(), batch(padding=3)
+    in_use = use_balance_loss(model, coef=COEF)
+    want = model(**inputs, output_router_logits=wanted)
+    got = model(**inputs, output_router_logits=wanted, return_dict=False)
+    assert isinstance(got, tuple) and len(got) == len(want) and torch.equal(got[0], want.loss)
+    assert torch.equal(got[list(want).index("logits")], want.logits)
+    assert model(input_ids=inputs["input_ids"], return_dict=False)[0].shape == (2, 9, 64)
+    in_use.close()
+    assert len(model(**inputs, return_dict=False)) < len(got) or not wanted
+
+
+def test_positional_arguments_count_as_named_ones():
+    model, inputs = stock("mixtral").eval(), batch(padding=3)
+    model.config.output_router_logits = True  # so that it would add its own
+    use_balance_loss(model, coef=COEF)
+    inputs["num_items_in_batch"] = torch.tensor(36)
+    want = model(**inputs)
+    names = list(inspect.signature(model.forward).parameters)
+    places = names[: names.index("output_router_logits") + 1]
+    given = inputs | {"output_router_logits": True}
+    got = model(*(given.get(name) for name in places), num_items_in_batch=inputs["num_items_in_batch"])
+    assert "labels" in places and torch.equal(got.loss, want.loss) and torch.equal(got.aux_loss, want.aux_loss)
+
+
+def test_logits_of_an_interrupted_call_do_not_count():
+    model, inputs = stock("qwen3_moe").eval(), batch()
+    in_use = use_balance_loss(model, coef=COEF)
+    want = model(**inputs).loss
+    interrupted = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**inputs)
+    interrupted.remove()
+    assert len(in_use._logits) == 1 and torch.equal(model(**inputs).loss, want)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_nothing_is_added_without_labels_and_nothing_is_kept():
+    model, inputs = stock("qwen3_moe").eval(), batch()
+    plain = model(input_ids=inputs["input_ids"])
+    in_use = use_balance_loss(model, "per_layer", COEF)
+    out = model(input_ids=inputs["input_ids"])
+    assert torch.equal(out.logits, plain.logits) and out.loss is None and out.aux_loss is None and not in_use._logits
+    tokens = model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False)
+    in_use.close()
+    assert torch.equal(tokens, model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False))
+
+
+def test_closing_gives_hooks_and_config_back():
+    model = stock("deepseek_v3")
+    before, hooks = model.config.to_dict(), [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    use_balance_loss(model, "per_layer", 0.1)
+    in_use = use_balance_loss(model, "per_layer", 0.2)  # takes the place of the first
+    inputs = batch()
+    out = model(**inputs)
+    assert close(out.loss, out.lm_loss + 0.2 * out.aux_loss) and model.config.router_aux_loss_coef == 0.2
+    in_use.close()
+    assert model.config.to_dict() == before
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_a_copy_of_the_model_has_a_loss_of_its_own():
+    model, inputs = stock("mixtral").eval(), batch()
+    in_use = use_balance_loss(model, "per_layer", COEF)
+    twin = copy.deepcopy(model)
+    want = model(**inputs)
+    in_use.close()
+    got = twin(**inputs)
+    assert torch.equal(got.loss, want.loss) and model(**inputs).loss < want.loss
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_keeps_the_gradient_or_is_refused(reentrant):
+    model, inputs = stock("qwen3_moe"), batch()
+    use_balance_loss(model, "per_layer", COEF)
+    model(**inputs).loss.backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        with pytest.raises(ValueError, match="use_reentrant is True"):
+            model(**inputs)
+    else:
+        model(**inputs).loss.backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want, strict=True))
+
+
+def test_inside_peft_the_router_in_training_gets_the_gradient():
+    from peft import LoraConfig, get_peft_model
+
+    inputs, config = batch(padding=3), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"])
+    plain = stock("qwen3_moe").eval()
+    use_balance_loss(plain, "per_layer", COEF)
+    want = plain(**inputs)
+    model = get_peft_model(stock("qwen3_moe"), config).eval()
+    use_balance_loss(model, "per_layer", COEF)
+    out = model(**inputs)
+    assert torch.equal(out.loss, want.loss)
+    (out.loss - out.lm_loss).backward()
+    trained = [p for name, p in model.named_parameters() if ".gate.modules_to_save." in name]
+    assert len(trained) == 2 and all(p.grad.norm() > 0 for p in trained)
+
+
+def test_the_whole_model_is_one_graph():
+    torch.compiler.reset()
+    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch()
+    model.set_experts_implementation("grouped_mm")
+    use_balance_loss(model, coef=COEF)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert close(compiled(**inputs).loss, model(**inputs).loss)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in-use-before-compiling", "in-use-after-compiling"])
+def test_compiled_models_have_the_loss_too(late):
+    torch.compiler.reset()
+    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch(padding=3)
+    in_use = use_balance_loss(model, "per_layer", COEF)
+    want = model(**inputs).loss
+    want.backward()
+    gradient = model.model.layers[0].mlp.gate.weight.grad.clone()
+    in_use.close()
+    model.zero_grad()
+    compiled = torch.compile(model, backend="eager")
+    if late:
+        compiled(**inputs)
+    use_balance_loss(model, "per_layer", COEF)
+    loss = compiled(**inputs).loss
+    loss.backward()
+    assert close(loss, want) and close(model.model.layers[0].mlp.gate.weight.grad, gradient)
+    torch.compiler.reset()
+
+
+def test_what_has_no_router_logits_is_refused():
+    with pytest.raises(ValueError, match="model is Linear; want a model of transformers"):
+        use_balance_loss(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="without a router"):
+        use_balance_loss(tiny.dense(), coef=0.1)
+    with pytest.raises(ValueError, match=r"for our own layers set MoEConfig\(balance_loss=...\)"):
+        use_balance_loss(tiny.upcycled(), coef=0.1)
+    for coef in (0, None, True, float("inf"), float("nan")):
+        model = stock("deepseek_v3")  # whose config has no coefficient
+        with pytest.raises(ValueError, match=f"coef is {coef}; want a number above 0"):
+            use_balance_loss(model, coef=coef)
+    with pytest.raises(ValueError, match="kind is 'mean'; want one of per_layer, pooled"):
+        use_balance_loss(stock("mixtral"), "mean")
+
+
+ROWS = [batch(1, 9 - i, seed=i) for i in range(4)]
+ROWS = [{name: tensor[0].tolist() for name, tensor in row.items()} for row in ROWS]
+
+
+def collate(rows):
+    """Pad to the longest row, by hand."""
+    length = max(len(row["input_ids"]) for row in rows)
+    out = {
+        name: torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
+        for name, fill in {"input_ids": 0, "labels": -100}.items()
+    }
+    return out | {"attention_mask": (out["labels"] != -100).long()}
+
+
+class Plain(Trainer):
+    """transformers' Trainer, its gradients kept."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.gradients = [p.grad.clone() for p in self.model.parameters()]
+        return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_accumulation_makes_it_the_mean_weighted_by_tokens(name, kind, tmp_path):
+    model = stock(name)
+    use_balance_loss(model, kind, COEF)
+    items = sum(len(row["labels"]) - 1 for row in ROWS)
+    for row in ROWS:
+        out = model(**collate([row]))
+        share = (len(row["labels"]) - 1) / items
+        (share * (out.lm_loss + COEF * out.aux_loss)).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        learning_rate=0.0,
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=1,
+    )
+    trainer = Plain(model, args, collate, ROWS)
+    trainer.train()
+    assert all(tiny.distance(a, b) < 1e-5 for a, b in zip(trainer.gradients, want, strict=True) if b.norm() > 0)
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "routers.md"
+
+
+@pytest.mark.parametrize("text", re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
+def test_the_examples_of_the_docs_run(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = train_tokenizer(["3 and 4 make 7", "a longer line: 30 and 40 make 70"], 280)
+    tokenizer.save_pretrained("model")
+    stock("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained("model")
+    names: dict = {"__name__": "__main__"}
+    exec(compile(text, str(DOCUMENT), "exec"), names)
+    gradients = [p.grad for n, p in names["model"].named_parameters() if n.endswith("mlp.gate.weight")]
+    assert len(gradients) == 2 and all((grad is not None) == ("backward" in text) for grad in gradients)

@@ -1,0 +1,230 @@
+"""Stock MoE models on our experts in the stack that users have: checkpointing, compile, autocast, Trainer, TRL, PEFT."""
+
+import copy
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import moe_runtime
+from moe_runtime.hf.dropin import experts
+from moe_runtime.hf.dropin.experts import is_experts
+from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from tests.hf.tiny import distance
+from tests.hf.training.test_trainer import COMMON as SETTINGS
+
+datasets.disable_progress_bars()
+TEXTS = [f"{i} and {j} make {i + j}" for i in range(6) for j in range(4)]
+TOKENIZER = train_tokenizer(TEXTS, 280)
+COMMON = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
+    # transposed, interleaved, biased, clamped
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 24, "layer_types": ["full_attention"] * 2},
+}
+EVERY = pytest.mark.parametrize("kind", MODELS)
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def stock(kind: str = "qwen3_moe", implementation: str = "moe_runtime", **changes):
+    """A tiny stock model whose parts all show in the loss."""
+    moe_runtime.register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **COMMON | MODELS[kind] | changes)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+    return model
+
+
+def ids(rows: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(3, len(TOKENIZER), (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def gradients(model, **inputs) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (model(ids(), labels=ids(), **inputs).loss).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: dict, want: dict, tolerance: float = 1e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert distance(got[name], value) < tolerance, name
+
+
+@pytest.fixture
+def routed(monkeypatch):
+    """The ids of every call of our experts function, recomputation's too."""
+    seen, run = [], experts.experts_forward
+
+    def noting(self, hidden_states, top_k_index, top_k_weights):
+        seen.append(top_k_index.clone())
+        return run(self, hidden_states, top_k_index, top_k_weights)
+
+    monkeypatch.setattr(experts, "experts_forward", noting)
+    return seen
+
+
+@EVERY
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(kind, reentrant, routed):
+    want = gradients(stock(kind).train())
+    routed.clear()
+    model = stock(kind).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    got = gradients(model)
+    assert all(torch.equal(got[name], value) for name, value in want.items()) and got.keys() == want.keys()
+    first, again = routed[:2], routed[2:]
+    assert len(again) == 2  # each layer ran again, and took the same way; the last layer comes first
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(again)))
+
+
+@EVERY
+def test_a_compiled_training_step(kind):
+    torch._dynamo.reset()
+    model = stock(kind)
+    want = gradients(model)
+    explained = torch._dynamo.explain(lambda x: model(x, labels=x, use_cache=False).loss)(ids())
+    assert explained.graph_break_count == 0, explained.break_reasons
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    compiled(ids(), labels=ids(), use_cache=False).loss.backward()
+    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want)
+
+
+def test_inductor_and_another_number_of_tokens():
+    torch._dynamo.reset()
+    model = stock("qwen3_moe", num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True)
+    for length in (12, 7, 9):
+        x = ids(2, length)
+        with torch.no_grad():
+            assert distance(compiled(x, use_cache=False).logits, model(x).logits) < 1e-5
+
+
+@EVERY
+def test_autocast(kind):
+    """Loss and gradients under autocast are as near to float32's as eager's are."""
+    want = gradients(stock(kind, "eager"))
+    errors = {}
+    for implementation in ("eager", "moe_runtime"):
+        model = stock(kind, implementation)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = gradients(model)
+        assert all(g.dtype == torch.float32 for g in got.values()) and got.keys() == want.keys()
+        errors[implementation] = torch.tensor([distance(got[name], value) for name, value in want.items()])
+    # a few tokens go to another expert in bfloat16, in either implementation
+    assert errors["moe_runtime"].median() < 1.5 * errors["eager"].median() + 1e-3
+
+
+def rows() -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"text": text} for text in TEXTS])
+
+
+def trained(trainer: str, model, folder, **settings):
+    common = SETTINGS | {"per_device_train_batch_size": 4} | settings
+    if trainer == "sft":
+        common = {"bf16": False, "gradient_checkpointing": False, "max_length": 64} | common
+        loop = SFTTrainer(model, SFTConfig(str(folder), **common), train_dataset=rows(), processing_class=TOKENIZER)
+    else:
+        data = rows().map(lambda row: {"input_ids": TOKENIZER(row["text"])["input_ids"]}, remove_columns="text")
+        data = data.map(lambda row: {"labels": row["input_ids"]})
+        loop = Trainer(model, TrainingArguments(str(folder), **common), pair_collator(TOKENIZER), data)
+    loop.train()
+    return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
+
+
+@EVERY
+@pytest.mark.parametrize("trainer", ["trainer", "sft"])
+def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
+    settings = {"gradient_accumulation_steps": 2}
+    models = {name: stock(kind, name) for name in ("eager", "moe_runtime")}
+    losses = {name: trained(trainer, model, tmp_path / name, **settings) for name, model in models.items()}
+    assert losses["moe_runtime"] == pytest.approx(losses["eager"], rel=2e-4) and losses["eager"][2] < losses["eager"][0]
+    before = stock(kind).state_dict()
+    for (name, want), got in zip(models["eager"].state_dict().items(), models["moe_runtime"].state_dict().values()):
+        moved = want - before[name]
+        # Adam's first steps are signs: where a gradient is nothing but rounding, they differ
+        assert moved.norm() > 0 and distance(got - before[name], moved) < 2e-2, name
+
+
+def test_a_trained_model_is_saved_as_it_was_and_loads_anywhere(tmp_path):
+    model = stock("mixtral")
+    trained("trainer", model, tmp_path / "run")
+    model.save_pretrained(tmp_path / "model")
+    for implementation in ("moe_runtime", "grouped_mm"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation=implementation)
+        assert distance(loaded.eval()(ids()).logits, model.eval()(ids()).logits) < 1e-5
+
+
+def adapted(kind: str, r: int, implementation: str = "moe_runtime"):
+    """LoRA on attention and on the expert stacks, both factors random."""
+    config = LoraConfig(
+        r=r, lora_alpha=8, target_modules=["q_proj", "v_proj"], target_parameters=STACKS, init_lora_weights=False
+    )
+    torch.manual_seed(1)
+    return get_peft_model(stock(kind, implementation), config)
+
+
+@EVERY
+@pytest.mark.parametrize("r", [3, "E"], ids=["r-is-not-E", "r-is-E"])
+def test_lora_on_the_stacks(kind, r, tmp_path):
+    E = MODELS[kind].get("num_experts") or MODELS[kind]["num_local_experts"]
+    model = adapted(kind, E if r == "E" else r)
+    assert moe_runtime.patch(model) == 2
+    trains = [name for name, p in model.named_parameters() if p.requires_grad]
+    # q, v and both stacks, in both layers, two factors each
+    assert len(trains) == 16 and sum("experts" in name for name in trains) == 8
+    want = gradients(adapted(kind, E if r == "E" else r, "eager"))
+    assert_same(gradients(model), want)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        gradients(model)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != (name in trains), name
+    logits = model.eval()(ids()).logits.detach()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(stock(kind), tmp_path).eval()
+    assert distance(loaded(ids()).logits, logits) < 1e-6
+    merged = model.merge_and_unload()
+    assert [m for m in merged.modules() if is_experts(m)] and distance(merged(ids()).logits, logits) < 1e-5
+
+
+def test_deepcopy_and_hooks_of_a_whole_model():
+    model = stock()
+    other = copy.deepcopy(model)
+    assert torch.equal(other(ids()).logits, model(ids()).logits)
+    shapes = []
+    block = next(module for module in model.modules() if is_experts(module))
+    block.register_forward_hook(lambda module, args, out: shapes.append([tuple(t.shape) for t in (*args, out)]))
+    model(ids())
+    assert shapes == [[(24, 32), (24, 2), (24, 2), (24, 32)]]
+
+
+def test_generate_takes_any_number_of_tokens():
+    model = stock().eval()
+    eager = stock(implementation="eager").eval()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    for rows_, beams in ((1, 1), (3, 1), (2, 3)):
+        prompts = ids(rows_, 5)
+        want = eager.generate(prompts, num_beams=beams, **options)
+        assert torch.equal(model.generate(prompts, num_beams=beams, **options), want)

@@ -1,0 +1,212 @@
+"""Experts spread over 2 and 4 gloo processes: losses, gradients, clipped AdamW steps and the checkpoint of one process."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.hf.dropin.parallel import shard_experts
+from tests.hf.tiny import distance
+from tests.support import dist_expert_parallel as worker
+from tests.support.dist_launch import Launches
+from tests.support.lora_models import lora_model
+
+TWO = [name for name, scenario in worker.SCENARIOS.items() if torch.Size(scenario.mesh).numel() == 2]
+FOUR = [name for name in worker.SCENARIOS if name not in TWO]
+alone = functools.cache(worker.alone)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By scenario: its checkpoint folder and what each rank found; all scenarios of as many ranks in one launch."""
+    launches = Launches(worker.__file__, tmp_path_factory)
+
+    def result(name: str):
+        ranks = 2 if name in worker.OTHERS else torch.Size(worker.SCENARIOS[name].mesh).numel()
+        folder = launches(ranks, *([*TWO, *worker.OTHERS] if ranks == 2 else FOUR))
+        files = [folder / f"{name}-rank{rank}.pt" for rank in range(ranks)]
+        return folder / name, [torch.load(file, weights_only=False) for file in files]
+
+    return result
+
+
+@pytest.mark.parametrize("name", worker.SCENARIOS)
+def test_equals_one_process(name, results):
+    _, ranks = results(name)
+    want = alone(worker.SCENARIOS[name].family, len(ranks))
+    assert min(want["norms"]) > worker.MAX_NORM  # or nothing was clipped
+    for rank, got in enumerate(ranks):
+        assert not got["missing"] and got["gradients"].keys() == want["gradients"].keys()
+        assert got["losses"] == pytest.approx([losses[rank] for losses in want["losses"]], rel=1e-5)
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-5)
+        for parameter, gradient in want["gradients"].items():
+            assert gradient.norm() > 0 and distance(got["gradients"][parameter], gradient) < 1e-5, parameter
+        for parameter, weight in want["weights"].items():
+            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+        assert distance(got["logits"], want["logits"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", worker.SCENARIOS)
+def test_each_rank_holds_its_share(name, results):
+    scenario, (_, ranks) = worker.SCENARIOS[name], results(name)
+    whole = {parameter: weight.shape for parameter, weight in alone(scenario.family, len(ranks))["weights"].items()}
+    replicas = scenario.mesh[0] if scenario.engine == "fsdp2" else 1
+    for got in ranks:
+        assert {parameter for parameter in whole if "experts" in parameter} == got["experts"].keys()
+        for parameter, shape in got["experts"].items():
+            assert shape[0] == whole[parameter][0] // scenario.mesh[1] // replicas and shape[1:] == whole[parameter][1:]
+
+
+COUNTED = [
+    name for name, scenario in worker.SCENARIOS.items() if scenario.family != "ours" and not scenario.checkpointing
+]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counts_are_those_of_the_own_tokens(name, results):
+    _, ranks = results(name)
+    K = worker.FIELDS["num_experts_per_tok"]
+    for rank, got in enumerate(ranks):
+        passes = worker.STEPS * worker.batch(rank).numel() + worker.batch(0).numel()
+        for counts in got["counts"].values():
+            assert counts.sum() == passes * K
+
+
+@pytest.mark.parametrize("name", worker.SCENARIOS)
+def test_one_checkpoint(name, results):
+    """Plain from_pretrained reads it, and the stock implementation runs it."""
+    folder, ranks = results(name)
+    want = alone(worker.SCENARIOS[name].family, len(ranks))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter for parameter, _ in model.named_parameters()} == want["weights"].keys()
+    for parameter, weight in model.named_parameters():
+        assert torch.equal(weight, ranks[0]["weights"][parameter]), parameter
+    with torch.no_grad():
+        assert distance(model(worker.batch(0)).logits, want["logits"]) < 1e-5
+
+
+def test_trainer(results, tmp_path):
+    """transformers' Trainer as it comes: DDP, gradient accumulation, clipping."""
+    model = worker.make("qwen3_moe")
+    want = worker.train_and_save(model, 1, str(tmp_path), type(model).save_pretrained)
+    folder, ranks = results("trainer")
+    assert len(want["steps"]) == 2 and min(norm for _, norm in want["steps"]) > worker.MAX_NORM
+    for got in ranks:
+        assert got["wrapped"] == "DistributedDataParallel"
+        assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
+        for parameter, weight in want["weights"].items():
+            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(weight, ranks[0]["weights"][parameter]) for parameter, weight in model.named_parameters())
+    first, got = (AutoModelForCausalLM.from_pretrained(there / "step1").state_dict() for there in (tmp_path, folder))
+    assert first.keys() == got.keys() and not torch.equal(got["lm_head.weight"], model.lm_head.weight)
+    assert all(distance(got[name], weight) < 1e-5 for name, weight in first.items())
+
+
+def test_trainer_saves_nothing_on_one_rank(results):
+    """One rank alone would raise at the first checkpoint, and the others would wait for it."""
+    _, ranks = results("refused")
+    for got in ranks:
+        assert "save_strategy is 'steps', model is Qwen3MoeForCausalLM with its experts on" in got["error"]
+        assert got["step"] == 0
+
+
+def test_trainer_saves_adapters(results, tmp_path):
+    """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
+    from peft import PeftModel
+
+    want = worker.train(worker.with_lora(worker.make("qwen3_moe")), 1, str(tmp_path))
+    folder, ranks = results("lora")
+    for got in ranks:
+        assert got["steps"] == [pytest.approx(step, rel=1e-5) for step in want["steps"]]
+        for parameter, weight in want["weights"].items():
+            assert distance(got["weights"][parameter], weight) < 1e-5, parameter
+    saved = PeftModel.from_pretrained(worker.make("qwen3_moe"), folder / "checkpoint-2")
+    assert all(torch.equal(p, ranks[0]["weights"][name]) for name, p in saved.named_parameters())
+    assert (folder / "checkpoint-1").is_dir()
+
+
+def test_overflow_on_one_rank(results):
+    """The experts' optimizer skips its step on every rank, the other one's gradients are finite on all."""
+    _, ranks = results("overflow")
+    names = alone("qwen3_moe", 2)["weights"].keys()
+    for got in ranks:
+        assert got["moved"] == {name for name in names if ".experts." not in name} and got["scale"] == 0.5
+
+
+@pytest.fixture
+def three():
+    """A mesh of three ranks that are not there: what is refused is refused before anything is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    yield functools.partial(init_device_mesh, "cpu")
+    torch.distributed.destroy_process_group()
+
+
+def test_refuses(three):
+    model, mesh = worker.make("qwen3_moe"), three((3,))
+    before = dict(model.named_parameters())
+    for make, says in [
+        (lambda: shard_experts(model, mesh), "num_experts is 8 in model.layers.0.mlp.experts, the mesh has 3 ranks"),
+        (lambda: shard_experts(model, three((1, 1, 3))), "mesh has 3 dimensions"),
+        (lambda: shard_experts(model, mesh, gradients="max"), "gradients is 'max'; want one of mean, sum"),
+        (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "model is Linear, without experts"),
+        (lambda: shard_experts(DistributedDataParallel(model), mesh), "model is wrapped in DistributedDataParallel"),
+        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp is of LoRA experts, without stacks; want whole"),
+        (
+            lambda: shard_experts(lora_model(form="linear"), mesh),
+            "gate_proj is of LoRA experts, without stacks; want whole",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            make()
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is parameter for name, parameter in before.items())
+    assert model.model.layers[0].mlp.experts.config._experts_implementation != "moe_runtime"
+
+
+def test_a_second_call_changes_nothing(three, tmp_path):
+    config = transformers.Qwen3MoeConfig(**worker.FIELDS, moe_intermediate_size=24, num_experts=6)
+    model, mesh = transformers.Qwen3MoeForCausalLM(config), three((3,))
+    down = model.model.layers[0].mlp.experts.down_proj
+    down.requires_grad_(False)
+    assert shard_experts(model, mesh) == 2
+    first = dict(model.named_parameters())
+    got = first["model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(got.to_local(), down[2:4]) and not got.requires_grad  # rank 1 of 3
+    assert got.to_local().untyped_storage().nbytes() == down.nbytes // 3  # the rest is gone
+    assert shard_experts(model, mesh) == 2
+    assert all(first[name] is parameter for name, parameter in model.named_parameters())
+    with pytest.raises(ValueError, match="expert_parallel.save_pretrained.* on every rank"):
+        model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
+    with pytest.raises(ValueError, match="model is Qwen3MoeModel with its experts"):
+        model.model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a DTensor .* want it whole"):
+        shard_experts(model, three((1, 3)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"target_parameters": ["mlp.experts.down_proj"]}, id="LoRA"),
+        pytest.param({"target_modules": ["q_proj"], "modules_to_save": ["experts"]}, id="a trained copy"),
+    ],
+)
+def test_no_adapters_of_experts(options, three):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(worker.make("qwen3_moe"), LoraConfig(r=2, **options))
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.* lies in PEFT's adapters"):
+        shard_experts(model, three((3,)))
+
+
+def test_no_second_plan(three):
+    model = worker.make("qwen3_moe")
+    model.model.layers[0].mlp.experts._is_expert_parallel = True  # as transformers' own plan leaves it
+    with pytest.raises(ValueError, match="layers.0.mlp.experts holds a part of its experts already"):
+        shard_experts(model, three((3,)))

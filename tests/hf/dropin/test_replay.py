@@ -1,0 +1,379 @@
+"""hf/dropin/replay.py: stock models and our own choose the recorded experts, bit-equal where nothing else changed."""
+
+import contextlib
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import moe_runtime
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.dropin import balance as routers
+from moe_runtime.hf.dropin.layers import routed_layers
+from moe_runtime.hf.dropin.replay import RoutingRecord, record_routing, replay_routing
+from moe_runtime.modules.moe import MoE
+from tests.hf import stock as families
+from tests.hf import tiny
+from tests.support.stock_moe import FAMILIES, batch, stock
+
+UNSTEERED = ("phimoe", "zaya")
+STEERED = [name for name in FAMILIES if name != "phimoe"]
+GATES = ("xft", "softmax_topk_renorm", "sigmoid_topk")
+
+
+def model_of(name, **changes):
+    """A stock model, or ours with the gate `name`."""
+    if name not in GATES:
+        return stock(name, **changes)
+    return tiny.upcycled(gate=name, changes={"vocab_size": 64}).train()
+
+
+def step(model, inputs, backward=True):
+    """Logits, loss and gradients of one step."""
+    model.zero_grad()
+    out = model(**inputs)
+    if backward:
+        out.loss.backward()
+    return [out.logits.detach(), out.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def ids_equal(a, b):
+    return a.ids.keys() == b.ids.keys() and all(equal(a.ids[name], b.ids[name]) for name in a.ids)
+
+
+def add_noise(model):
+    """Make every router of `model` choose otherwise: its weights get noise, in place."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".gate." in name or ".router." in name:
+                p.add_(torch.randn(p.shape, generator=generator))
+
+
+@pytest.mark.parametrize("name", [*STEERED, *GATES])
+def test_a_replay_of_the_record_is_bit_equal_forward_and_backward(name):
+    model, inputs = model_of(name), batch()
+    plain = step(model, inputs)
+    with record_routing(model) as record:
+        recorded = step(model, inputs)
+    with record_routing(model) as again, replay_routing(model, record):
+        replayed = step(model, inputs)
+    assert equal(plain, recorded) and equal(recorded, replayed) and ids_equal(record, again)
+    assert len(record.ids) == 2 and all(calls[0].shape == (18, calls[0].shape[1]) for calls in record.ids.values())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if "Router" in type(m).__name__)
+
+
+@pytest.mark.parametrize("name", [*STEERED, *GATES])
+def test_other_routers_keep_the_experts_and_get_a_gradient(name):
+    model, inputs = model_of(name), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+    add_noise(model)
+    with record_routing(model) as free:
+        other = step(model, inputs)
+    assert not ids_equal(record, free)
+    with record_routing(model) as again, replay_routing(model, record):
+        replayed = step(model, inputs)
+    assert ids_equal(record, again) and not torch.equal(other[0], replayed[0])
+    routers = [p for n, p in model.named_parameters() if ".gate.weight" in n or ".router." in n]
+    assert routers and all(p.grad is not None and p.grad.norm() > 0 for p in routers)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_every_family_of_transformers_is_recorded_and_replayed(family):
+    model = families.build(family)
+
+    def run():
+        with torch.no_grad():
+            return families.run(model, "eager")[0]
+
+    with record_routing(model) as record:
+        want = run()
+    with replay_routing(model, record):
+        assert torch.equal(run(), want)
+    layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for module, _ in routers._routers_beside(model, layers):
+            for p in module.parameters():
+                p.add_(torch.randn(p.shape, generator=generator))
+    with record_routing(model) as free:
+        run()
+    assert not ids_equal(free, record)
+    with contextlib.ExitStack() as stack:
+        if family in UNSTEERED:
+            stack.enter_context(pytest.raises(ValueError, match="does not choose by torch.topk"))
+        with record_routing(model) as again, replay_routing(model, record):
+            got = run()
+        assert ids_equal(again, record) and not torch.equal(got, want) and got.isfinite().all()
+
+
+def test_the_weights_are_the_routers_own_for_the_forced_experts():
+    model = stock("qwen3_moe", num_hidden_layers=1)
+    block = model.model.layers[0].mlp
+    with record_routing(model) as record:
+        model(**batch())
+    add_noise(model)
+    seen = []
+    block.gate.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    with replay_routing(model, record):
+        model(**batch())
+    (x, (_, weights, ids)), (want,) = seen[0], record.ids["model.layers.0.mlp.experts"]
+    probability = (x @ block.gate.weight.T).softmax(-1).gather(1, want.long())
+    assert torch.equal(ids, want.long())
+    assert torch.allclose(weights, probability / probability.sum(-1, keepdim=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("noise", ["input", "logits"])
+def test_noise_on_the_router_by_a_hook_does_not_move_tokens(noise):
+    model, inputs = stock("deepseek_v3"), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+    for layer in model.model.layers[1:]:
+        if noise == "input":
+            layer.mlp.gate.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn_like(args[0]),))
+        else:
+            layer.mlp.gate.register_forward_hook(
+                lambda m, args, out: (out[0], out[1] * torch.rand_like(out[1]), out[2])
+            )
+    with record_routing(model) as free:
+        model(**inputs)
+    with record_routing(model) as again, replay_routing(model, record):
+        model(**inputs)
+    assert ids_equal(record, again) and (noise == "logits" or not ids_equal(record, free))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", "moe_runtime"])
+def test_under_any_experts_implementation(implementation):
+    moe_runtime.register()
+    model, inputs = stock("mixtral", intermediate_size=64), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+    model.set_experts_implementation(implementation)
+    add_noise(model)
+    with record_routing(model) as again, replay_routing(model, record):
+        model(**inputs).loss.backward()
+    assert ids_equal(record, again)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "xft"])
+def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
+    batches = [batch(seed=seed) for seed in (1, 2, 3)]
+    model = model_of(name)
+    with record_routing(model) as record:
+        for inputs in batches:
+            model(**inputs)
+    add_noise(model)
+
+    def gradients():
+        model.zero_grad()
+        with replay_routing(model, record):
+            losses = [model(**inputs).loss for inputs in batches]
+            for i in (1, 2, 0):  # in no order
+                losses[i].backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with record_routing(model) as again:
+        got = gradients()
+    assert equal(got, want) and ids_equal(record, again)  # and what ran again is not recorded
+
+
+def test_a_backward_pass_left_for_later_is_warned_of():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.warns(UserWarning, match="outside of replay_routing"), replay_routing(model, record):
+        model(**inputs)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        with replay_routing(model, record):
+            model(**inputs)
+
+
+def test_every_call_of_generate_has_its_record():
+    model, prompt = stock("qwen3_moe").eval(), batch()["input_ids"]
+    with record_routing(model) as record:
+        want = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert [len(ids) for ids in record.ids["model.layers.0.mlp.experts"]] == [18, 2, 2, 2]
+    with replay_routing(model, record):
+        got = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(got, want)
+
+
+def test_a_record_fits_the_model_inside_its_wrappers():
+    peft = pytest.importorskip("peft")
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        want = model(**inputs).logits
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    wrapped = peft.get_peft_model(copy.deepcopy(model), config)
+    add_noise(wrapped)
+    with record_routing(wrapped) as again, replay_routing(wrapped, record):
+        wrapped(**inputs)
+    assert ids_equal(record, again) and want.isfinite().all()
+
+
+def test_a_file_keeps_the_record(tmp_path):
+    model, inputs = stock("deepseek_v3"), batch()
+    with record_routing(model) as record:
+        for _ in range(11):  # so that names do not sort as numbers do
+            inputs["input_ids"] = inputs["input_ids"].roll(1, 1)
+            model(**inputs)
+    record.save(tmp_path / "ids.safetensors")
+    (tmp_path / "any").write_text("")
+    assert (tmp_path / "ids.safetensors").stat().st_mode == (tmp_path / "any").stat().st_mode  # save_file leaves 0600
+    read = RoutingRecord.load(tmp_path / "ids.safetensors")
+    assert ids_equal(read, record) and read.num_experts == record.num_experts
+    assert all(ids.dtype == torch.int32 for calls in read.ids.values() for ids in calls)
+
+
+def test_bad_files_are_refused(tmp_path):
+    path = tmp_path / "ids.safetensors"
+    RoutingRecord({"a": [torch.tensor([[0, 8]])]}, {"a": 8}).save(path)
+    with pytest.raises(ValueError, match="ids of a, call 0, are 0 to 8; want 0 to 8, exclusive"):
+        RoutingRecord.load(path)
+    from safetensors.torch import save_file
+
+    save_file({"a/0": torch.tensor([[0.5]])}, path, {"format": "moe_runtime.routing.1"})
+    with pytest.raises(ValueError, match="not|torch.int32|integers"):
+        RoutingRecord.load(path)
+    save_file({"a/0": torch.tensor([[1]])}, path)
+    with pytest.raises(ValueError, match="format of .* is None"):
+        RoutingRecord.load(path)
+
+
+def test_what_does_not_fit_is_refused_and_leaves_no_trace():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+    want = model(**inputs).logits
+    cases = [
+        (batch(length=5), r"call 0 of model.layers.0.mlp.experts has 10 tokens, the record has 18 tokens"),
+        (batch(seed=7) | {"twice": True}, r"call 1 of .* has 18 tokens, the record has 1 calls"),
+    ]
+    for case, message in cases:
+        twice = case.pop("twice", False)
+        with pytest.raises(ValueError, match=message), replay_routing(model, record):
+            model(**case)
+            if twice:
+                model(**case)
+    with (
+        pytest.raises(ValueError, match="outside of a call of the model"),
+        replay_routing(model, record),
+    ):
+        model.model.layers[0].mlp(torch.randn(2, 9, 32))
+    assert torch.equal(model(**inputs).logits, want)
+    assert len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "xft"])
+def test_calls_of_the_record_that_are_left_are_refused(name):
+    model, inputs = model_of(name), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+        model(**inputs)
+    with (
+        pytest.raises(ValueError, match="was called 1 times, the record has 2 calls"),
+        replay_routing(model, record),
+    ):
+        model(**inputs)
+
+
+def test_an_interrupted_block_leaves_nothing_behind():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    interrupted = model.model.layers[1].mlp.gate.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), replay_routing(model, record):
+        model(**inputs)
+    interrupted.remove()
+    assert len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+def test_a_model_is_pickled_while_it_is_recorded():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        twin = pickle.loads(pickle.dumps(model))
+        twin(**inputs)
+        assert not record.ids
+        model(**inputs)
+    assert len(record.ids) == 2
+
+
+def test_records_of_other_models_are_refused():
+    model = stock("qwen3_moe")
+    for ids in ({}, {"other": [torch.zeros(18, 2, dtype=torch.int32)]}):
+        with pytest.raises(ValueError, match="record has the layers"), replay_routing(model, RoutingRecord(ids)):
+            pass
+    far = {"model.layers.0.mlp.experts": [torch.full((18, 2), 9)]}
+    with pytest.raises(ValueError, match="to expert 9; want 0 to 7"), replay_routing(model, RoutingRecord(far)):
+        pass
+    with pytest.raises(ValueError, match="without a router"), record_routing(torch.nn.Linear(2, 2)):
+        pass
+    compiled = torch.compile(model)
+    with pytest.raises(ValueError, match="compiled; want the model"), replay_routing(compiled, RoutingRecord()):
+        pass
+
+
+def test_routers_that_cannot_be_steered_are_refused_when_they_go_astray():
+    model, inputs = stock("phimoe").eval(), batch()
+    with record_routing(model) as record:  # which works for every router
+        want = model(**inputs).logits
+    with replay_routing(model, record):
+        assert torch.equal(model(**inputs).logits, want)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.router.weight.neg_()
+    message = r"its router does not choose by torch.topk, 2 of 8, and cannot be steered"
+    with pytest.raises(ValueError, match=message), replay_routing(model, record):
+        model(**inputs)
+
+
+def test_a_router_that_changes_ids_afterwards_is_refused():
+    model, inputs = stock("qwen3_moe"), batch()
+    with record_routing(model) as record:
+        model(**inputs)
+        model(**inputs)
+    calls = []
+
+    def from_the_second_call_on(module, args, out):
+        calls.append(1)
+        return (*out[:2], (out[2] + 1) % 8) if len(calls) > 1 else None
+
+    model.model.layers[0].mlp.gate.register_forward_hook(from_the_second_call_on)
+    with pytest.raises(ValueError, match="went to other experts than the record's"), replay_routing(model, record):
+        model(**inputs)
+        model(**inputs)
+        calls.append("both calls ran: the second one is compared at the end")
+    assert isinstance(calls[-1], str)
+    with pytest.raises(ValueError, match="went to other experts than the record's"), replay_routing(model, record):
+        model(**inputs)
+        calls.append("never")
+    assert calls[-1] == 1
+
+
+def test_the_whole_layer_op_is_not_a_way_around():
+    layer = MoE(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=3, gate="softmax_topk"))
+    torch.nn.init.normal_(layer.gate.weight)
+    model, x = torch.nn.Sequential(layer), torch.randn(7, 16)
+    assert layer._is_whole(x)
+    forced = torch.tensor([[5, 0, 2]] * 7)
+    with record_routing(model) as seen, replay_routing(model, RoutingRecord({"0.gate": [forced]})):
+        out = model(x)
+    weight = (x @ layer.gate.weight.T).softmax(-1).gather(1, forced)
+    assert torch.equal(seen.ids["0.gate"][0], forced.int())
+    assert torch.allclose(out, layer.experts(x, forced, weight), atol=1e-6)

@@ -1,0 +1,504 @@
+"""stats.py: the measures against hand-made counts, the counting against the routers' own ids."""
+
+import copy
+import csv
+import math
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_runtime
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.dropin import stats
+from moe_runtime.hf.dropin.replay import record_routing
+from moe_runtime.hf.dropin.stats import RouterCounter, RouterStats, collect_router_stats
+from moe_runtime.modules.moe import MoE
+from tests.support import count_worker
+from tests.support.dist_launch import launch
+from tests.support.stock_moe import FAMILIES, batch, stock
+
+H = 16
+
+
+class Toy(nn.Module):
+    """Two MoE layers with residuals; `reentrant` says how it checkpoints them, None that it does not."""
+
+    def __init__(self, reentrant=None, **settings):
+        super().__init__()
+        config = MoEConfig(**{"hidden_size": H, "intermediate_size": 8, "num_experts": 5, "top_k": 3} | settings)
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": MoE(config)}) for _ in range(2)])
+        self.drop, self.reentrant = nn.Dropout(0.0), reentrant
+        for layer in self.layers:
+            nn.init.normal_(layer["mlp"].gate.weight)
+
+    def forward(self, x, attention_mask=None):
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = x + layer["mlp"](x)
+            else:
+                x = x + checkpoint(layer["mlp"], x, use_reentrant=self.reentrant)
+        return x
+
+
+def ids_of(model, x):
+    """Expert ids of each layer, [T, K], by the layers' own records."""
+    for layer in model.layers:
+        layer["mlp"].records = []
+    with torch.no_grad():
+        model(x)
+    records = [layer["mlp"].records[0].topk_idx for layer in model.layers]
+    for layer in model.layers:
+        layer["mlp"].records = None
+    return records
+
+
+def bincount(ids, E=5):
+    return torch.stack([torch.bincount(i.flatten().long(), minlength=E) for i in ids])
+
+
+def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
+    counts = torch.tensor([[5, 5, 5, 5], [20, 0, 0, 0], [10, 5, 5, 0], [0, 0, 0, 0]])
+    assert stats.expert_load(counts).tolist() == [[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0] * 4]
+    assert stats.dead_experts(counts).sum(1).tolist() == [0, 3, 1, 4]
+    assert stats.max_violation(counts).tolist() == [1, 4, 2, 0]
+    entropy = stats.load_entropy(counts)
+    want = torch.tensor([1, 0, 1.5 * math.log(2) / math.log(4), 0], dtype=torch.float64)
+    assert torch.allclose(entropy, want)
+    one = torch.tensor([7])
+    assert stats.max_violation(one) == 1 and stats.load_entropy(one) == 1
+
+
+def test_four_layers_that_collapse_on_different_experts_are_all_flagged():
+    # pooled over layers, as in transformers' load_balancing_loss_func, this load is perfectly even
+    counts = torch.zeros(4, 8, dtype=torch.int64)
+    for layer in range(4):
+        counts[layer, 2 * layer : 2 * layer + 2] = 500
+    assert counts.sum(0).unique().tolist() == [500]
+    seen = RouterStats(counts, ("0", "1", "2", "3"))
+    assert seen.max_violation.tolist() == [4] * 4 and seen.dead.sum(1).tolist() == [6] * 4
+    warning = seen.warning()
+    assert all(f"layer {layer}: experts" in warning for layer in range(4)) and "entropy 0.33" in warning
+
+
+def test_warning_is_for_dead_experts_and_low_entropy_only():
+    def warning(*counts, **kwargs):
+        return RouterStats(torch.tensor([counts]), ("7",)).warning(**kwargs)
+
+    assert warning(100, 90, 110, 95) is None
+    assert "layer 7: experts 3 got no token" in warning(100, 100, 100, 0)
+    assert "layer 7: entropy 0.1" in warning(1000, 10, 10, 10)
+    assert warning(1000, 10, 10, 10, min_entropy=0.05) is None
+    assert warning(2, 0, 1, 1) is None  # too few to say
+
+
+def test_shared_experts_are_in_the_load_but_not_in_the_measures():
+    seen = RouterStats(torch.tensor([[100, 50, 50, 50, 50]]), ("0",), num_shared=1)
+    assert seen.max_violation.tolist() == [1] and seen.entropy.tolist() == [1] and seen.warning() is None
+    assert seen.load[0, 0] == 1 / 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="xft"),
+        pytest.param({"gate": "topk_softmax", "top_k": 2}, id="without-shared"),
+        pytest.param({"noisy_gate": True}, id="noisy"),
+        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+    ],
+)
+def test_counts_are_the_bincount_of_the_ids(settings):
+    model = Toy(**settings).eval()
+    batches = [torch.randn(2, 9, H), torch.randn(7, H), torch.randn(0, H)]
+    got = collect_router_stats(model, batches)
+    want = sum(bincount(ids_of(model, x), got.counts.shape[1]) for x in batches)
+    assert torch.equal(got.counts, want) and got.layers == ("0", "1")
+    assert got.num_shared == model.layers[0]["mlp"].config.has_shared_expert
+    assert torch.allclose(got.load.sum(1), torch.ones(2, dtype=torch.float64))
+    assert all(math.isfinite(value) for value in got.summary().values())
+
+
+def test_padding_is_left_out():
+    model, x = Toy().eval(), torch.randn(2, 6, H)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    got = collect_router_stats(model, [{"x": x, "attention_mask": mask}])
+    ids = [i.view(2, 6, -1)[mask.bool()] for i in ids_of(model, x)]
+    assert torch.equal(got.counts, bincount(ids)) and got.counts[0].sum() == 9 * 3
+    counter = RouterCounter(model)
+    model(x, mask)
+    assert torch.equal(counter.read().counts, got.counts)
+    counter.close()
+    # with a cache, one new token per row and a mask over all
+    new = x[:, -1:]
+    got = collect_router_stats(model, [{"x": new, "attention_mask": mask}])
+    assert torch.equal(got.counts, bincount([i[1:] for i in ids_of(model, new)]))
+
+
+def test_collecting_changes_nothing():
+    model, x = Toy(), torch.randn(4, H)
+    model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    before = model(x)
+    collect_router_stats(model, [x])
+    assert [module.training for module in model.modules()] == modes and torch.equal(model(x), before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(TypeError):
+        collect_router_stats(model, [{"wrong": x}])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_is_not_counted(reentrant):
+    model, x = Toy(reentrant=reentrant), torch.randn(8, H, requires_grad=True)
+    calls = []
+    for layer in model.layers:
+        layer["mlp"].gate.register_forward_hook(lambda *_: calls.append(1))
+    counter = RouterCounter(model)
+    model(x).sum().backward()
+    assert len(calls) == 4  # so the routers did run twice
+    counts = counter.read().counts
+    counter.close()
+    model.reentrant = None
+    assert torch.equal(counts, bincount(ids_of(model, x))) and counts.sum(1).tolist() == [24, 24]
+
+
+def test_outputs_and_gradients_do_not_know_of_the_counter():
+    results = []
+    for count in (False, True):
+        torch.manual_seed(3)
+        model = Toy(noisy_gate=True, balance_loss="cv2", balance_loss_coef=0.1)
+        counter = RouterCounter(model) if count else None
+        out = model(torch.randn(8, H))
+        out.square().sum().backward()
+        results.append([out, *(p.grad for p in model.parameters())])
+        assert counter is None or counter.read().counts.sum() == 8 * 3 * 2
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_reading_resets_when_asked_and_training_only_when_asked():
+    model, x = Toy(), torch.randn(4, H)
+    counter = RouterCounter(model, only_training=True)
+    model(x)
+    model.eval()(x)
+    assert counter.read().counts.sum() == 4 * 3 * 2
+    assert counter.read(reset=True).counts.sum() == 4 * 3 * 2 and counter.read().counts.sum() == 0
+    model.train().layers[0]["mlp"](x)  # not a call of the model itself
+    assert counter.read().counts.sum() == 0
+    model(x)
+    counter.close()
+    model(x)
+    assert counter.read().counts.sum() == 4 * 3 * 2
+
+
+def test_counting_is_closed_again_after_an_error():
+    model, x = Toy(), torch.randn(4, H)
+    counter = RouterCounter(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, H + 1))
+    model.layers[0]["mlp"](x)
+    assert counter.read().counts.sum() == 0
+
+
+def test_a_copy_that_is_never_called_has_no_row():
+    model, x = Toy(), torch.randn(4, H)
+    model.layers[0]["mlp"].spare = MoE(model.layers[0]["mlp"].config)
+    seen = collect_router_stats(model, [x])
+    assert seen.counts.shape == (2, 5) and seen.layers == ("0", "1")
+
+
+def test_layers_of_different_sizes_are_counted_and_judged_each_by_its_own(tmp_path):
+    model, x = Toy(), torch.randn(40, H)
+    small = MoEConfig(hidden_size=H, intermediate_size=8, num_experts=3, top_k=2, gate="softmax_topk")
+    model.layers[1]["mlp"] = MoE(small)
+    with torch.no_grad():
+        model.layers[1]["mlp"].gate.weight.zero_()  # ties go to experts 0 and 1
+    seen = collect_router_stats(model, [x])
+    first, second = (torch.bincount(ids.flatten().long(), minlength=5) for ids in ids_of(model, x))
+    assert seen.counts.tolist() == [first.tolist(), second.tolist()] and second.tolist() == [40, 40, 0, 0, 0]
+    assert seen.num_experts == (5, 3) and seen.num_shared == (1, 0)
+    assert seen.dead.tolist() == [(first == 0).tolist(), [False, False, True, False, False]]
+    assert seen.max_violation[1] == 1.5 and seen.entropy[1] == pytest.approx(math.log(2) / math.log(3))
+    assert [row[:3] for row in seen.rows()[5:]] == [("1", 0, 0), ("1", 1, 0), ("1", 2, 0)] and len(seen.rows()) == 8
+    assert "layer 1: experts 2 got no token" in seen.warning() and "router/1/load/2" in seen.per_layer()
+    assert "router/1/load/3" not in seen.per_layer()
+    drawn = seen.heatmap(tmp_path / "load.png").images[0].get_array()
+    assert drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2] and drawn[1, 0] == 1.5
+
+
+def test_models_that_cannot_be_counted_are_refused():
+    with pytest.raises(ValueError, match="model is Linear, without a router"):
+        RouterCounter(nn.Linear(2, 2))
+
+
+def test_processes_add_their_counts(tmp_path):
+    launch(count_worker.__file__, 2, tmp_path)
+
+
+def test_paths_name_layers_that_numbers_do_not_tell_apart():
+    model = nn.ModuleDict({"a": Toy(), "b": Toy()})
+    model.forward = lambda x: model["b"](model["a"](x))
+    seen = collect_router_stats(model, [torch.randn(4, H)])
+    assert seen.layers == ("a.layers.0.mlp", "a.layers.1.mlp", "b.layers.0.mlp", "b.layers.1.mlp")
+
+
+def test_csv_holds_every_expert(tmp_path):
+    seen = collect_router_stats(Toy(), [torch.randn(8, H)])
+    seen.to_csv(tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == stats.FIELDS and len(rows) == 2 * 5
+    assert [int(row["slots"]) for row in rows] == seen.counts.flatten().tolist()
+    assert [float(row["load"]) for row in rows] == seen.load.flatten().tolist()
+    assert [(row["layer"], row["expert"], row["shared"]) for row in rows[4:7]] == [
+        ("0", "4", "0"),
+        ("1", "0", "1"),
+        ("1", "1", "0"),
+    ]
+
+
+def test_per_layer_numbers_are_named_by_layer():
+    seen = RouterStats(torch.tensor([[4, 4], [8, 0]]), ("0", "3"))
+    values = seen.per_layer()
+    assert values["router/3/load/0"] == 1 and values["router/3/max_violation"] == 2 and values["router/0/entropy"] == 1
+    assert values["router/3/dead_experts"] == 1 and len(values) == 2 * (3 + 2)
+    assert seen.summary() == {"router/max_violation": 2, "router/min_entropy": 0, "router/dead_experts": 1}
+
+
+def test_layers_that_were_not_called_are_not_in_the_summary():
+    seen = RouterStats(torch.tensor([[4, 4], [0, 0]]), ("0", "1"))
+    assert seen.summary() == {"router/max_violation": 1, "router/min_entropy": 1, "router/dead_experts": 0}
+    nothing = RouterStats(torch.zeros(1, 2, dtype=torch.int64), ("0",)).summary()
+    assert math.isnan(nothing["router/max_violation"]) and math.isnan(nothing["router/min_entropy"])
+    assert nothing["router/dead_experts"] == 0
+
+
+def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    seen = RouterStats(torch.tensor([[9, 0, 3, 6], [9, 3, 3, 3]]), ("0", "5"), num_shared=1)
+    ax = seen.heatmap(tmp_path / "load.png")
+    image = imread(tmp_path / "load.png")
+    assert image.shape[0] > 100 and image[..., :3].std() > 0.05
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "5"]
+    assert ax.images[0].get_array().tolist() == [[0, 1, 2], [1, 1, 1]]
+    mine = Figure().add_subplot()
+    assert seen.heatmap(mine) is mine and len(mine.images) == 1
+    seen.heatmap(tmp_path / "load.pdf")
+    assert (tmp_path / "load.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_heatmap_without_matplotlib_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[plot\]'"):
+        RouterStats(torch.ones(1, 2), ("0",)).heatmap()
+
+
+# stock models of transformers
+
+
+def stock_counts(model, batches):
+    """Slots by the ids that the stock experts of `model` get, padding left out."""
+    with record_routing(model) as record, torch.no_grad():
+        for inputs in batches:
+            model(**inputs)
+    masks = [inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool() for inputs in batches]
+    kept = [torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]) for ids in record.ids.values()]
+    return bincount(kept, 8)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "moe_runtime"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stock_counts_are_the_bincount_of_the_ids(name, implementation):
+    moe_runtime.register()
+    model = stock(name).eval()
+    model.set_experts_implementation(implementation)
+    batches = [batch(), batch(padding=3), batch(1, 5)]
+    want = stock_counts(model, batches)
+    got = collect_router_stats(model, batches)
+    dense = model.config.num_hidden_layers - 2  # leading layers without experts
+    assert torch.equal(got.counts, want) and got.layers == (str(dense), str(dense + 1))
+    assert got.counts.sum(1).tolist() == [2 * (18 + 15 + 5)] * 2
+
+
+def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
+    model = stock("qwen3_moe")
+    moe_runtime.patch(model)
+    added = []
+    monkeypatch.setattr(RouterCounter, "_add", lambda self, name, ids: added.append(name))
+    want = stock_counts(model, [batch()])
+    assert torch.equal(collect_router_stats(model, [batch()]).counts, want) and not added
+    collect_router_stats(model, [batch(padding=3)])
+    assert added == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]  # padding is masked by a hook
+    assert not any(hasattr(module, "moe_runtime_counts") for module in model.modules())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "moe_runtime"])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_stock_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(reentrant, implementation):
+    moe_runtime.register()
+    results = []
+    for count in (False, True):
+        model, inputs = stock("mixtral"), batch()
+        model.set_experts_implementation(implementation)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        keys = list(model.state_dict())
+        counter = RouterCounter(model) if count else None
+        out = model(**inputs)
+        out.loss.backward()
+        results.append([out.logits, out.loss, *(p.grad for p in model.parameters())])
+        assert counter is None or counter.read().counts.sum(1).tolist() == [36, 36]
+        assert list(model.state_dict()) == keys
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("sentinel", [-1, 5, 100])
+def test_ids_of_no_expert_do_not_count(sentinel):
+    # what expert parallelism gives for a slot of another rank
+    experts = stock("qwen3_moe", num_experts=5).model.layers[0].mlp.experts
+    model = nn.Sequential(experts)
+    model.forward = lambda x, ids: experts(x, ids, torch.ones(ids.shape))
+    experts.forward = lambda x, ids, weights: x
+    ids = torch.tensor([[0, sentinel], [4, 4], [sentinel, sentinel], [1, 0]])
+    counter = RouterCounter(model)
+    model(torch.randn(4, 32), ids)
+    assert counter.read().counts.tolist() == [[2, 1, 0, 0, 2]]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "moe_runtime"])
+def test_two_counters_do_not_know_of_each_other(implementation):
+    moe_runtime.register()
+    model = stock("qwen3_moe").eval()
+    model.set_experts_implementation(implementation)
+    outer = RouterCounter(model)
+    inner = collect_router_stats(model, [batch()])
+    outer.close()
+    assert torch.equal(outer.read().counts, inner.counts) and inner.counts.sum() == 72
+
+
+def patched():
+    model = stock("qwen3_moe").eval()
+    moe_runtime.patch(model)
+    return model, [layer.mlp.experts for layer in model.model.layers]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_interrupted_call_leaves_nothing_behind(closed):
+    model, experts = patched()
+    counter, inputs = RouterCounter(model), batch(padding=3)
+    want = stock_counts(model, [inputs])
+    interrupted = experts[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch())
+    interrupted.remove()
+    if closed:
+        counter.close()
+    else:
+        counter.read(reset=True)
+        model(**inputs)
+        assert torch.equal(counter.read().counts, want)  # by the mask, which the dispatch does not know
+    assert not any(hasattr(module, "moe_runtime_counts") for module in experts)
+
+
+def test_a_counter_is_closed_inside_a_call():
+    model, experts = patched()
+    counter = RouterCounter(model)
+    handle = experts[1].register_forward_pre_hook(lambda *_: counter.close())
+    model(**batch())
+    handle.remove()
+    assert not any(hasattr(module, "moe_runtime_counts") for module in experts)
+
+
+def test_counts_follow_a_model_that_moves(monkeypatch):
+    model, experts = patched()
+    counter = RouterCounter(model)
+    assert counter._enter(model) and experts[0].moe_runtime_counts.device.type == "cpu"
+    counter._leave()
+    model.to("meta")
+    monkeypatch.setattr(stats, "_counts_itself", lambda layer: True)
+    counter._enter(model)
+    assert [module.moe_runtime_counts.device.type for module in experts] == ["meta", "meta"]
+    counter._leave()
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_counter_of_inference_mode_counts_in_training(padding):
+    model, _ = patched()
+    inputs = batch(padding=padding)
+    with torch.inference_mode():
+        counter = RouterCounter(model)
+        model(**inputs)
+    model(**inputs).loss.backward()
+    assert counter.read().counts.sum(1).tolist() == [4 * (18 - padding)] * 2
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("name", ["stock", "ours"])
+def test_a_model_is_copied_and_pickled_with_an_open_counter(name, clone):
+    model, x = (patched()[0], batch()["input_ids"]) if name == "stock" else (Toy(), torch.randn(9, H))
+    counter = RouterCounter(model)
+    model(x)
+    once = counter.read().counts
+    clone(model)(x)  # which has a counter of its own
+    assert once.sum() > 0 and torch.equal(counter.read().counts, once)
+
+
+def test_stock_layers_next_to_our_own():
+    model = nn.ModuleDict({"ours": Toy(), "stock": stock("qwen3_moe").eval()})
+    model.forward = lambda x, ids: (model["ours"](x), model["stock"](ids))
+    seen = collect_router_stats(model, [{"x": torch.randn(8, H), "ids": batch()["input_ids"]}])
+    assert seen.num_experts == (5, 5, 8, 8) and seen.num_shared == (1, 1, 0, 0)
+    assert seen.counts.sum(1).tolist() == [24, 24, 36, 36] and seen.layers[2] == "stock.model.layers.0.mlp"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"])
+@pytest.mark.parametrize(
+    "implementation, padding",
+    [
+        pytest.param("moe_runtime", 0, id="dispatch"),
+        pytest.param("moe_runtime", 3, id="padded"),
+        pytest.param("grouped_mm", 0, id="grouped_mm"),
+    ],
+)
+def test_compiled_models_count_too(implementation, padding, late):
+    moe_runtime.register()
+    torch.compiler.reset()
+    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch(padding=padding)
+    model.set_experts_implementation(implementation)
+    want = stock_counts(model, [inputs])
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if late:
+            compiled(**inputs)
+        counter = RouterCounter(model)
+        for _ in range(2):
+            compiled(**inputs)
+        assert torch.equal(counter.read().counts, 2 * want)
+        counter.close()
+        compiled(**inputs)
+    assert torch.equal(counter.read().counts, 2 * want)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["load.csv", "load.png"])
+def test_files_appear_whole_or_not_at_all(name, tmp_path, monkeypatch):
+    stats = RouterStats(torch.ones(2, 4, dtype=torch.int64), ("0", "1"))
+    path = tmp_path / name
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        stats.to_csv(path) if name.endswith("csv") else stats.heatmap(path)
+    assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == [name]

@@ -1,0 +1,187 @@
+"""The table of dense architectures against the models themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from moe_runtime.hf.models import families
+from moe_runtime.hf.models.families import FAMILIES
+from tests.hf import tiny
+
+
+def mlp_of(model_type: str, **changes):
+    model, family = tiny.dense(model_type, **changes), FAMILIES[model_type]
+    return model, family, model.get_submodule(family.path.format(1))
+
+
+@pytest.mark.parametrize("model_type", tiny.ALL)
+def test_shape_from_config_is_the_mlps(model_type):
+    model, family, mlp = mlp_of(model_type)
+    shape = families.moe_shape(family, model.config)
+    assert shape == families.moe_shape(family, mlp)
+    assert (shape["hidden_size"], shape["intermediate_size"], shape["gated"]) == (32, 48, family.gated)
+    assert shape["bias"] == (model_type in ("llama", "gpt_neox", "phi", "starcoder2"))
+
+
+@pytest.mark.parametrize("model_type", tiny.ALL)
+def test_read_then_write_gives_the_same_mlp(model_type):
+    _, family, mlp = mlp_of(model_type)
+    weights = families.read_mlp(mlp, family)
+    other = copy.deepcopy(mlp).to("meta")
+    families.write_mlp(other, family, weights)
+    x = torch.randn(3, 32)
+    assert torch.equal(other(x), mlp(x))
+    again = families.read_mlp(other, family)
+    assert list(again) == list(weights) and all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("model_type", tiny.ALL)
+def test_keys_are_the_checkpoints(model_type):
+    model, family, mlp = mlp_of(model_type)
+    bias = families.moe_shape(family, mlp)["bias"]
+    state = {key: value for key, value in model.state_dict().items() if ".mlp." in key}
+    located = {key: families.locate_key(family, key) for key in state}
+    for layer in range(2):
+        keys = families.mlp_keys(family, layer, bias)
+        weights = families.read_mlp(model.get_submodule(family.path.format(layer)), family)
+        assert list(keys) == list(weights)
+        for name, parts in keys.items():
+            assert torch.equal(torch.cat([state[key] for key in parts]), weights[name])
+            assert [located.pop(key) for key in parts] == [(layer, name, part) for part in range(len(parts))]
+        split = families.split_weights(family, weights)
+        assert {name: [part.shape for part in parts] for name, parts in split.items()} == {
+            name: [state[key].shape for key in parts] for name, parts in keys.items()
+        }
+    assert not located
+
+
+def test_expert_keys_are_the_upcycled_checkpoints():
+    for model_type in ("llama", "phi3", "gpt_neox"):
+        model, family = tiny.upcycled(model_type), FAMILIES[model_type]
+        bias = model_type != "phi3"
+        keys = [key for layer in range(2) for key in families.expert_keys(family, layer, bias).values()]
+        assert sorted(keys) == sorted(key for key in model.state_dict() if ".mlp.experts." in key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.layers.1.mlp.gate_proj.scales", "model.layers.1.mlp.other.weight", "model.norm.weight", "layers.1.mlp"],
+)
+def test_other_keys_are_located_nowhere(key):
+    assert families.locate_key(FAMILIES["llama"], key) is None
+
+
+def test_parts_of_a_split_tensor_own_their_memory():
+    _, family, mlp = mlp_of("llama")
+    gate, up = families.split_weights(family, families.read_mlp(mlp, family))["gate_up_proj"]
+    assert gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("silu", "silu"),
+        ("swish", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_python", "gelu"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_fast", "gelu_tanh"),
+        ("gelu_accurate", "gelu_tanh"),
+        ("relu", "relu"),
+        ("relu2", "relu2"),
+        ("quick_gelu", "quick_gelu"),
+    ],
+)
+def test_activations_are_ours_by_value(name, ours):
+    assert families.activation_name(name) == ours
+
+
+@pytest.mark.parametrize("name", ["gelu_10", "relu6", "linear", "mish", "tanh", "prelu", "nosuch"])
+def test_unknown_activations_are_refused(name):
+    with pytest.raises(ValueError, match=f"hidden_act is '{name}'; want"):
+        families.activation_name(name)
+
+
+def test_an_activation_given_as_a_function():
+    assert families.activation_name(nn.SiLU()) == "silu"
+    with pytest.raises(ValueError, match="hidden_act is 'Softplus'; want one that equals silu"):
+        families.activation_name(nn.Softplus())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("opt", "opt has no MLP module of its own"),
+        ("biogpt", "biogpt has no MLP module of its own"),
+        ("xglm", "xglm has no MLP module of its own"),
+        ("bloom", "bloom has an MLP that takes the residual as an argument"),
+        ("mpt", "mpt has an MLP that takes the residual as an argument"),
+        ("bitnet", "bitnet has a norm inside its MLP"),
+        ("mixtral", "mixtral has experts already"),
+        ("qwen3_moe", "qwen3_moe has experts already"),
+        ("deepseek_v3", "deepseek_v3 has experts already"),
+    ],
+)
+def test_other_architectures_are_refused_with_the_reason(model_type, reason):
+    with pytest.raises(ValueError, match=f"model_type is '{model_type}'; want one of llama, .*; {reason}"):
+        families.family_of(AutoConfig.for_model(model_type))
+
+
+def test_unknown_and_upcycled_models_are_refused():
+    with pytest.raises(ValueError, match="model_type is 'mamba'; want one of llama, mistral, .*starcoder2$"):
+        families.family_of("mamba")
+    with pytest.raises(ValueError, match="model_type is None"):
+        families.family_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="moe_runtime_llama is upcycled already; merge it"):
+        families.family_of(tiny.upcycled())
+
+
+def test_a_family_is_found_by_model_config_and_name():
+    model = tiny.dense("phi3")
+    assert families.family_of(model) is families.family_of(model.config) is families.family_of("phi3")
+    assert [name for name, family in FAMILIES.items() if family.fused] == ["phi3"]
+
+
+def test_mixed_biases_are_refused():
+    _, family, mlp = mlp_of("llama")
+    mlp.up_proj.bias = None
+    for refused in (families.read_mlp, lambda mlp, family: families.moe_shape(family, mlp)):
+        with pytest.raises(ValueError, match="the biases of LlamaMLP are .*'up_proj': False.*; want all or none"):
+            refused(mlp, family)
+
+
+class Adapter(nn.Linear):
+    """A linear layer that computes more than its weight says, as PEFT's do."""
+
+
+def test_layers_that_are_no_plain_linear_are_refused():
+    _, family, mlp = mlp_of("mistral")
+    mlp.up_proj = Adapter(32, 48)
+    with pytest.raises(ValueError, match="MistralMLP.up_proj is Adapter; want a plain torch.nn.Linear"):
+        families.read_mlp(mlp, family)
+    del mlp.up_proj
+    with pytest.raises(ValueError, match="MistralMLP.up_proj is NoneType"):
+        families.read_mlp(mlp, family)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda w: w.pop("down_proj"), id="a-name-missing"),
+        pytest.param(lambda w: w.update(extra=torch.zeros(1)), id="a-name-too-many"),
+        pytest.param(lambda w: w.update(down_proj=w["down_proj"].T), id="transposed"),
+        pytest.param(lambda w: w.update(gate_up_proj=w["gate_up_proj"][:48]), id="half-of-it"),
+    ],
+)
+def test_write_refuses_what_does_not_fit_and_writes_nothing(spoil):
+    _, family, mlp = mlp_of("llama")
+    before = {name: value.clone() for name, value in mlp.state_dict().items()}
+    weights = {name: value + 1 for name, value in families.read_mlp(mlp, family).items()}
+    spoil(weights)
+    with pytest.raises(ValueError, match="the weights of an MLP are .*; want .*'gate_up_proj': \\(96, 32\\)"):
+        families.write_mlp(mlp, family, weights)
+    assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())

@@ -1,0 +1,61 @@
+"""config.json in both spellings of rotary embeddings: each says all, and both say the same."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from moe_runtime.hf.models.rope import legacy_rope, write_legacy_rope
+from tests.hf import tiny
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e5}
+CASES = [(model_type, None) for model_type in tiny.ALL] + [
+    ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}),
+    ("qwen2", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}),
+    ("phi", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.25}),
+    ("gpt_neox", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.5}),
+    ("phi3", LONG),
+    (
+        "gemma3_text",
+        {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "rope"), CASES)
+def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, tmp_path):
+    changes = {} if rope is None else {"rope_parameters": rope, "rope_theta": None, "rotary_emb_base": None}
+    config = tiny.dense_config(model_type, **changes)
+    config.save_pretrained(tmp_path)
+    write_legacy_rope(tmp_path)
+    both = json.loads((tmp_path / "config.json").read_text())
+    old = {key: value for key, value in both.items() if key != "rope_parameters"}
+    assert len(old) > len(json.loads(config.to_json_string())) - 1
+    for spelling in (both, old):
+        read = AutoConfig.for_model(**spelling).rope_parameters
+        read.pop("type", None)  # phi3's old name of rope_type
+        assert read == config.rope_parameters
+
+
+def test_the_keys_by_family():
+    theta = {"rope_theta": 1e5}
+    assert legacy_rope(tiny.dense_config("llama").to_dict()) == theta
+    assert legacy_rope(tiny.dense_config("stablelm").to_dict()) == theta | {"partial_rotary_factor": 0.25}
+    neox = {"rotary_emb_base": 1e5, "rotary_pct": 0.25}
+    assert legacy_rope(tiny.dense_config("gpt_neox").to_dict()) == neox
+    gemma = {"rope_theta": 1e5, "rope_local_base_freq": 10_000.0}
+    assert legacy_rope(tiny.dense_config("gemma3_text").to_dict()) == gemma
+    phi3 = tiny.dense_config("phi3", rope_parameters=LONG, rope_theta=None).to_dict()
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    assert legacy_rope(phi3)["rope_scaling"] == scaling
+    assert legacy_rope({"model_type": "gpt2"}) == {}
+    # layer types that the old spelling cannot tell apart
+    assert legacy_rope({"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}}) == {}
+
+
+def test_an_upcycled_config_is_read_by_its_base_type():
+    config = {"model_type": "moe_runtime_gpt_neox", "moe_runtime": {"base_model_type": "gpt_neox"}}
+    assert "rotary_emb_base" in legacy_rope(config | {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}})

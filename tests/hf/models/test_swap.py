@@ -1,0 +1,369 @@
+"""Dense models to mixtures of experts and back: the same function, the same untouched rest, or no change at all."""
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.hf.models import modeling, swap
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import MoE
+from tests.hf import tiny
+
+
+def snapshot(model):
+    """Everything that a refused swap must leave alone."""
+    return (
+        type(model),
+        type(model.base_model),
+        type(model.config),
+        model.config.to_dict(),
+        [(name, id(module), type(module), module.training) for name, module in model.named_modules()],
+        [(name, id(p), p.requires_grad, p.dtype, p.detach().clone()) for name, p in model.named_parameters()],
+    )
+
+
+def unchanged(model, before) -> bool:
+    after = snapshot(model)
+    same = [a[:-1] == b[:-1] and torch.equal(a[-1], b[-1]) for a, b in zip(after[-1], before[-1], strict=True)]
+    return all(same) and after[:-1] == before[:-1]
+
+
+def first_expert(module) -> dict[str, torch.Tensor]:
+    return {name: weight[0].clone() for name, weight in module.experts.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", tiny.ALL)
+def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
+    model = tiny.dense(model_type)
+    want, config = tiny.logits(model), model.config.to_dict()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    errors = swap.dense_to_moe(model, tiny.config_of(model))
+    assert list(errors) == [0, 1] and max(errors.values()) < 1e-12
+    got = tiny.logits(model)
+    assert tiny.distance(got, want) < 1e-5
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and torch.equal(tiny.logits(loaded), got)
+
+    for moe in (model, loaded):  # the config, too, comes back: from memory and from disk
+        stock = swap.moe_to_dense(moe, first_expert)
+        assert stock is moe and type(moe) is modeling.model_classes(model_type).base_causal_lm
+        assert {key: value for key, value in moe.state_dict().items() if not torch.equal(value, state[key])} == {}
+        assert list(moe.state_dict()) == list(state) and torch.equal(tiny.logits(moe), want)
+        ignored = dict.fromkeys(("architectures", "dtype", "_name_or_path", "transformers_version"))
+        assert moe.config.to_dict() | ignored == config | ignored
+        assert moe.config.architectures == [type(moe).__name__]
+
+
+@pytest.mark.parametrize("gate", ["topk_softmax", "softmax_topk_renorm"])
+def test_other_gates_whose_weights_sum_to_one(gate):
+    model = tiny.dense()
+    want = tiny.logits(model)
+    swap.dense_to_moe(model, tiny.config_of(model, gate=gate, top_k=2))
+    assert tiny.distance(tiny.logits(model), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+        pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
+        pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
+    ],
+)
+def test_corner_configs_are_dense_and_load(settings, tmp_path):
+    model = tiny.dense("qwen2")
+    want = tiny.logits(model)
+    swap.dense_to_moe(model, tiny.config_of(model, **settings))
+    got = tiny.logits(model)
+    assert tiny.distance(got, want) < 1e-5
+    model.save_pretrained(tmp_path)
+    assert torch.equal(tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)), got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_is_kept(dtype, tmp_path):
+    model = tiny.dense(dtype=dtype)
+    want = tiny.logits(model)
+    swap.dense_to_moe(model, tiny.config_of(model))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    # gates are float32 at every dtype: their sum is 1 to 6e-8
+    assert tiny.distance(tiny.logits(model), want) < {torch.float64: 1e-6}.get(dtype, 2e-2)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == dtype and torch.equal(tiny.logits(loaded), tiny.logits(model))
+
+
+def test_some_layers_only(tmp_path):
+    model = tiny.dense(num_hidden_layers=3)
+    want, kept = tiny.logits(model), model.model.layers[1].mlp
+    swap.dense_to_moe(model, tiny.config_of(model), layers=[2, 0])
+    assert list(modeling.moe_layers(model)) == [0, 2] and model.model.layers[1].mlp is kept
+    assert tiny.distance(tiny.logits(model), want) < 1e-5
+    model.save_pretrained(tmp_path)
+    assert torch.equal(tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)), tiny.logits(model))
+
+
+def test_routers_depend_on_seed_and_layer_alone():
+    def routers(**options):
+        model = tiny.dense(num_hidden_layers=3)
+        swap.dense_to_moe(model, tiny.config_of(model), **options)
+        return {layer: moe.gate.weight for layer, moe in modeling.moe_layers(model).items()}
+
+    one, two, other, part = routers(), routers(), routers(seed=7), routers(layers=[2])
+    assert all(torch.equal(one[layer], two[layer]) for layer in range(3))
+    assert torch.equal(one[2], part[2])
+    assert not torch.equal(one[0], one[1]) and not torch.equal(one[0], other[0])
+    assert 0.01 < torch.cat(list(one.values())).std() < 0.03
+
+
+def test_the_rest_of_the_model_is_the_same_objects():
+    model = tiny.dense("qwen2", tie_word_embeddings=True).train()
+    model.model.layers[0].mlp.requires_grad_(False)
+    model.generation_config.max_new_tokens = 7
+    calls = []
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    kept = {name: id(p) for name, p in model.named_parameters() if ".mlp." not in name}
+    swap.dense_to_moe(model, tiny.config_of(model))
+    assert {name: id(p) for name, p in model.named_parameters() if ".mlp." not in name} == kept
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.generation_config.max_new_tokens == 7
+    assert all(module.training for module in model.modules())
+    assert not any(p.requires_grad for p in model.model.layers[0].mlp.parameters())
+    assert all(p.requires_grad for p in model.model.layers[1].mlp.parameters())
+    model(tiny.batch())
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_kept_and_the_config_is_one_object(training):
+    model = tiny.dense().train(training)
+    swap.dense_to_moe(model, tiny.config_of(model))
+    assert {module.training for module in model.modules()} == {training}
+    swap.moe_to_mergeable(model)
+    assert {module.training for module in model.modules()} == {training}
+    swap.moe_to_dense(model, first_expert)
+    assert {module.training for module in model.modules()} == {training}
+    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
+def test_hidden_states_are_recorded_at_every_stage(model_type, tmp_path):
+    model = tiny.upcycled(model_type)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    for m in (model, loaded, swap.moe_to_dense(copy.deepcopy(loaded), first_expert)):
+        out = m(tiny.batch(), output_hidden_states=True)
+        assert len(out.hidden_states) == 3 and all(state.abs().sum() > 0 for state in out.hidden_states)
+    assert len(loaded(tiny.batch(), output_attentions=True).attentions) == 2
+
+
+class Tampered(nn.Module):
+    """An MLP with the table's layers that computes something else."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        for name, child in mlp.named_children():
+            self.add_module(name, child)
+
+    def forward(self, x):
+        return 1.01 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def scale_class(model):
+    model.model.layers[1].mlp = Tampered(model.model.layers[1].mlp)
+
+
+def scale_closure(model):
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: 1.01 * forward(x)
+
+
+def scale_method(model):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 1.01, mlp)
+
+
+def offload(model):
+    from accelerate import cpu_offload
+
+    cpu_offload(model.model.layers[0].mlp, execution_device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(scale_class, "layers.1.mlp differs from .* by 1.0e-02 relative", id="another-module"),
+        pytest.param(scale_closure, "layers.0.mlp differs from .* relative", id="patched-by-closure"),
+        pytest.param(scale_method, "layers.1.mlp differs from .* by 1.0e-02 relative", id="patched-by-method"),
+        pytest.param(lambda m: m.model.layers[1].mlp.to("meta"), "layers.1.mlp is on the meta device", id="meta"),
+        pytest.param(offload, "layers.0.mlp carries accelerate's hooks", id="offloaded"),
+        pytest.param(
+            lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), "want .*'hidden_act': 'gelu'", id="act"
+        ),
+        pytest.param(
+            lambda m: setattr(m.model.layers[1].mlp.up_proj, "bias", None), "the biases of LlamaMLP", id="mixed-biases"
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_not_what_it_seems_is_refused_untouched(spoil, message, dtype):
+    model = tiny.dense().to(dtype)
+    config = tiny.config_of(model)
+    spoil(model)
+    if "meta" in message or "hooks" in message:
+        with pytest.raises(ValueError, match=message):
+            swap.dense_to_moe(model, config)
+        assert type(model).__name__ == "LlamaForCausalLM" and not hasattr(model.config, "moe_runtime")
+        return
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        swap.dense_to_moe(model, config)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "message"),
+    [
+        ({"intermediate_size": 64}, None, "config has .*64.*; want .*'intermediate_size': 48"),
+        ({"bias": False}, None, "want .*'bias': True"),
+        ({"gated": False}, None, "want .*'gated': True"),
+        ({"hidden_act": "gelu"}, None, "want .*'hidden_act': 'silu'"),
+        ({}, [], r"layers is \[\]; want different numbers from 0 to 1"),
+        ({}, [0, 0], r"layers is \[0, 0\]"),
+        ({}, [-1], r"layers is \[-1\]"),
+        ({}, [2], r"layers is \[2\]"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_untouched(settings, layers, message):
+    model = tiny.dense()
+    config = tiny.config_of(model).to_dict() | settings
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        swap.dense_to_moe(model, type(tiny.config_of(model))(**config), layers=layers)
+    assert unchanged(model, before)
+
+
+def test_wrapped_and_headless_models_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny.dense()
+    config = tiny.config_of(model)
+    with pytest.raises(ValueError, match="model is LlamaModel; want LlamaForCausalLM itself"):
+        swap.dense_to_moe(model.model, config)
+    peft = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))
+    with pytest.raises(ValueError, match="model is PeftModel; want LlamaForCausalLM itself"):
+        swap.dense_to_moe(peft, config)
+    with pytest.raises(ValueError, match="LlamaMLP.up_proj is Linear; want a plain torch.nn.Linear"):
+        swap.dense_to_moe(model, config)
+
+
+def test_experts_with_an_adapter_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny.upcycled("mistral")
+    target = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    peft = get_peft_model(model, LoraConfig(**target))
+    for function in (lambda m: swap.moe_to_dense(m, first_expert), swap.moe_to_mergeable):
+        with pytest.raises(ValueError, match="layer 0's experts are ParamWrapper; want Experts; merge adapters"):
+            function(model)
+    swap.moe_to_mergeable(peft.merge_and_unload())
+
+
+def test_dropout_inside_the_mlp_is_refused():
+    model = tiny.dense("starcoder2", residual_dropout=0.1)
+    with pytest.raises(ValueError, match="residual_dropout is 0.1; want 0"):
+        swap.dense_to_moe(model, tiny.config_of(model))
+
+
+def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
+    model = tiny.upcycled("qwen2").train()
+    experts = {name: id(p) for name, p in model.named_parameters() if ".experts." in name}
+    swap.moe_to_mergeable(model, shared_rate=0.8)
+    assert {name: id(p) for name, p in model.named_parameters() if ".experts." in name} == experts
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"model.layers.{layer}.mlp.mixing_logits" for layer in range(2)}
+    assert all(module.training for module in model.modules())
+    out = model(tiny.batch(), labels=tiny.batch())
+    out.loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
+    block = model.config.moe_runtime
+    assert (block["stage"], block["shared_rate"], block["soup"]) == ("mergeable", 0.8, False)
+    with pytest.raises(ValueError, match="stage is 'mergeable'; want 'moe'"):
+        swap.moe_to_mergeable(model)
+
+
+def test_a_gate_without_shared_expert_wants_a_soup():
+    model = tiny.upcycled(gate="topk_softmax")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="gate is 'topk_softmax', which has no shared expert; want soup=True"):
+        swap.moe_to_mergeable(model)
+    with pytest.raises(ValueError, match="shared_rate is 1.5"):
+        swap.moe_to_mergeable(model, shared_rate=1.5, soup=True)
+    assert unchanged(model, before)
+    swap.moe_to_mergeable(model, soup=True)
+    assert all(module.mixing_logits.shape == (4,) for module in model.modules() if isinstance(module, MergedMLP))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "gpt_neox"])
+def test_merged_model_is_the_mergeable_one(model_type, tmp_path):
+    model = tiny.upcycled(model_type)
+    swap.moe_to_mergeable(model)
+    with torch.no_grad():
+        for module in modeling.moe_layers(model).values():
+            module.mixing_logits.add_(torch.randn(3))
+    want = tiny.logits(model)
+    stock = swap.moe_to_dense(model, lambda module: module.merged_weights())
+    assert tiny.distance(tiny.logits(stock), want) < 1e-6
+    assert all(p.requires_grad for p in stock.parameters())
+    stock.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(stock) and torch.equal(tiny.logits(loaded), tiny.logits(stock))
+
+
+def test_wrong_weights_leave_the_experts_in_place():
+    model = tiny.upcycled()
+    before = snapshot(model)
+    layers = iter([first_expert, lambda module: first_expert(module) | {"down_proj": torch.zeros(3)}])
+    with pytest.raises(ValueError, match="the weights of an MLP are"):
+        swap.moe_to_dense(model, lambda module: next(layers)(module))
+    assert unchanged(model, before)
+    for function in (lambda m: swap.moe_to_dense(m, first_expert), swap.moe_to_mergeable):
+        with pytest.raises(ValueError, match="model is LlamaForCausalLM; want an upcycled model"):
+            function(tiny.dense())
+
+
+def test_a_trainers_leftover_forward_is_dropped_aloud():
+    model = tiny.upcycled()
+    model.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), model)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM's own is back"):
+        swap.moe_to_dense(model, first_expert)
+    assert "forward" not in vars(model) and tiny.logits(model).isfinite().all()
+
+
+def test_experts_of_a_frozen_model_come_back_frozen():
+    model = tiny.dense().requires_grad_(False)
+    swap.dense_to_moe(model, tiny.config_of(model))
+    assert not any(p.requires_grad for p in model.parameters())
+    assert sum(isinstance(module, MoE) for module in model.modules()) == 2
+    swap.moe_to_dense(model, first_expert)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_some_layers_are_verified_and_every_odd_one():
+    model = tiny.dense(num_hidden_layers=6)
+    assert list(swap.verify_mlp(model)) == [0, 3, 5]
+    assert list(swap.verify_mlp(model, layers=[2, 1])) == [1, 2]
+    layers = model.model.layers
+    layers[1].mlp.register_forward_hook(lambda *_: None)
+    layers[4].mlp = type("OtherMLP", (type(layers[4].mlp),), {})(model.config)
+    assert list(swap.verify_mlp(model)) == [0, 1, 3, 4, 5]
+    layers[2].mlp.up_proj.forward = lambda x: x.new_ones(*x.shape[:-1], 48)
+    with pytest.raises(ValueError, match="layers.2.mlp differs"):
+        swap.verify_mlp(model)
+    swap.verify_mlp(model, layers=[0, 1, 3, 4, 5])

@@ -1,0 +1,239 @@
+"""moe_runtime.hf.training.fit.train: what a recipe's training asks for, and the losses of single rows."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
+from moe_runtime.hf.training import fit
+from moe_runtime.io.rows import tokenize_pairs
+from tests.hf.tiny import distance
+
+PAIRS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(22)]
+SETTINGS = {"learning_rate": 1e-2, "batch_size": 4, "evaluations": 2, "optimizer": "adamw_torch"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["Write 1: x = 1"] * 9, 270)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    return tokenize_pairs(tokenizer, PAIRS, 48)
+
+
+def model_of(tokenizer):
+    return small_llama(tokenizer, hidden_size=32, intermediate_size=48, num_layers=2, max_length=48, seed=0)
+
+
+class Watch(TrainerCallback):
+    """Notes the learning rate of every step."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        self.optimizer = optimizer
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.fixture
+def train(tokenizer, rows, tmp_path):
+    """Train a new small model; return it, what `train` returned, and the Watch."""
+
+    def run(**settings):
+        model, watch = model_of(tokenizer), Watch()
+        settings = SETTINGS | {"steps": 4} | settings
+        held_out = rows.select(range(16, 22))
+        done = fit.train(
+            model, rows.select(range(16)), tokenizer, folder=tmp_path, held_out=held_out, callbacks=[watch], **settings
+        )
+        return model, done, watch
+
+    return run
+
+
+def test_one_batch_or_many_small_ones(train):
+    (one, first, _), (many, second, _) = train(), train(per_device_batch_size=1)
+    assert first.history.held_out[-1][1] == pytest.approx(second.history.held_out[-1][1], rel=1e-4)
+    for name, weight in one.state_dict().items():
+        assert distance(many.state_dict()[name], weight) < 1e-3, name
+
+
+def test_recomputed_activations_change_nothing(train):
+    (one, *_), (other, *_) = train(), train(gradient_checkpointing=True)
+    assert all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
+
+
+@pytest.mark.parametrize("epochs, steps", [(1, 4), (2.5, 10), (0.1, 1)])
+def test_epochs_are_counted_in_steps(train, epochs, steps):
+    _, done, watch = train(steps=None, epochs=epochs)
+    assert done.steps == len(watch.rates) == steps == done.history.held_out[-1][0]
+
+
+def test_the_last_step_of_an_epoch_may_be_smaller():
+    assert fit.count_steps(17, 2, 4, 1) == 10 and fit.count_steps(17, 1, 2, 2) == 5
+
+
+def test_warmup_then_a_line_to_zero(train):
+    _, _, watch = train(steps=10, warmup_steps=4, learning_rate=1.0)
+    assert watch.rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert train(steps=40, learning_rate=1.0)[2].rates[:3] == pytest.approx([0, 0.5, 1])
+
+
+def test_adafactor_runs_without_its_relative_step(train):
+    _, _, watch = train(optimizer="adafactor", schedule="constant")
+    group = watch.optimizer.param_groups[0]
+    assert "Adafactor" in type(getattr(watch.optimizer, "optimizer", watch.optimizer)).__name__
+    assert not group["relative_step"] and not group["scale_parameter"] and watch.rates == [1e-2] * 4
+
+
+def test_clipping_is_off_at_minus_one(train):
+    free, clipped, tight = (
+        train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0] for n in (-1.0, 1e9, 1e-3)
+    )
+    for name, weight in free.state_dict().items():
+        assert torch.equal(clipped.state_dict()[name], weight)
+    assert any(not torch.equal(tight.state_dict()[name], weight) for name, weight in free.state_dict().items())
+
+
+def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
+    (_, first, _), (other, second, _) = train(), train(bf16=True)
+    assert all(p.dtype == torch.float32 for p in other.parameters())
+    assert first.losses != second.losses == pytest.approx(first.losses, rel=0.05)
+
+
+def test_history_is_even_and_ends_with_the_rows(train):
+    _, done, _ = train(steps=9, evaluations=3)
+    assert [step for step, _ in done.history.held_out] == [3, 6, 9] and done.history.seconds > 0
+    assert done.history.held_out[-1][1] == fit.mean_loss(done.losses, done.tokens)
+    assert [step for step, _ in train(steps=3, evaluations=9)[1].history.held_out] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        pytest.param({"warmup_steps": 4}, "warmup_steps is 4, the training has 4 steps; want fewer", id="warmup"),
+        pytest.param({"per_device_batch_size": 3}, "batch_size is 4, per_device_batch_size is 3, with 1", id="batch"),
+    ],
+)
+def test_what_does_not_go_together(train, settings, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        train(**settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_that_were_cut_off_are_passed_over(train, tmp_path):
+    assert fit.last_checkpoint(tmp_path / "none") is None
+    train(steps=5, save_steps=2)
+    assert fit.last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-4" / "history.json").unlink()
+    assert fit.last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_training_that_ended_is_not_gone_on_from_its_end(train):
+    """Killed before its stage was written: 6 steps of 4 an epoch end within one, where going on would train a step more."""
+    settings = {"steps": 6, "schedule": "constant", "save_steps": 2}
+    (one, first, _), (other, again, watch) = train(**settings), train(**settings)
+    assert len(watch.rates) == 2 and again.losses == first.losses
+    assert all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
+    model = model_of(tokenizer).train()
+    losses, tokens = fit.row_losses(model, rows, tokenizer, batch_size=batch_size)
+    assert model.training and len(losses) == len(rows)
+    for place in (0, 5, 21):
+        ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
+        assert losses[place] == pytest.approx(model(input_ids=ids, labels=labels).loss.item(), rel=1e-5)
+        assert tokens[place] == int((labels[:, 1:] != -100).sum())
+    assert fit.mean_loss(losses, tokens) == pytest.approx(fit.held_out_loss(model, rows, tokenizer), rel=1e-6)
+
+
+class Weights(TrainerCallback):
+    """Keeps what the head is at every evaluation, which comes after it; put before `train`'s own."""
+
+    def __init__(self, model):
+        self.model, self.seen = model, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(self.model.model.norm.weight.detach().clone())
+
+
+def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
+    model = model_of(tokenizer)
+    watch, held_out = Weights(model), rows.select(range(16, 22))
+    done = fit.train(
+        model, rows.select(range(16)), tokenizer, folder=tmp_path, held_out=held_out, callbacks=[watch], keep_best=True,
+        **SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0},
+    )  # fmt: skip
+    losses = [loss for _, loss in done.history.held_out]
+    best = losses.index(min(losses))
+    assert best < 7 and len(losses) == 8  # at such a rate the last is not the best
+    assert torch.equal(model.model.norm.weight, watch.seen[best])
+    assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
+    assert fit.held_out_loss(model, held_out, tokenizer) == pytest.approx(min(losses), rel=1e-4)
+    assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
+
+
+def test_what_an_earlier_training_kept_is_not_taken_for_this_ones(tokenizer, rows, tmp_path):
+    first, second = model_of(tokenizer), model_of(tokenizer)
+    (tmp_path / "best-0.pt").write_bytes(b"of another training")
+    settings = SETTINGS | {"steps": 2, "keep_best": True, "held_out": rows.select(range(16, 22))}
+    fit.train(first, rows, tokenizer, folder=tmp_path, **settings)
+    fit.train(second, rows, tokenizer, folder=tmp_path / "fresh", **settings)
+    assert distance(first.lm_head.weight, second.lm_head.weight) == 0
+
+
+class Stop(TrainerCallback):
+    """Breaks a training off."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def test_a_training_that_goes_on_remembers_its_best(tokenizer, rows, tmp_path):
+    settings = SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0, "keep_best": True}
+    settings |= {"held_out": rows.select(range(16, 22))}
+    straight, broken = model_of(tokenizer), model_of(tokenizer)
+    want = fit.train(straight, rows, tokenizer, folder=tmp_path / "a", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, callbacks=[Stop()], **settings)
+    broken = model_of(tokenizer)
+    got = fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, **settings)
+    assert got.history.held_out == want.history.held_out and got.losses == want.losses
+    assert torch.equal(broken.lm_head.weight, straight.lm_head.weight)
+
+
+def test_the_optimizers_bytes_and_what_trains_are_counted(train):
+    model, done, _ = train()
+    params = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    assert done.trained_parameters == params and done.optimizer_bytes == 8 * params + 4 * tensors
+
+
+def test_adams_betas_reach_the_optimizer(train):
+    _, _, watch = train(adam_beta1=0.8, adam_beta2=0.95)
+    group = getattr(watch.optimizer, "optimizer", watch.optimizer).param_groups[0]
+    assert group["betas"] == (0.8, 0.95)
+
+
+def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):
+    from moe_runtime.hf.models.tiny import small_deepseek
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_size": 8,
+    }  # fmt: skip
+    weights = []
+    for coef in (1e-9, 1.0):
+        model = small_deepseek(tokenizer, **sizes, shared_experts=1, dense_layers=1, max_length=48, seed=0)
+        before = model.config.to_dict()
+        settings = SETTINGS | {"balance_loss": "per_layer", "balance_loss_coef": coef} | {"steps": 2}
+        fit.train(model, rows, tokenizer, folder=tmp_path, held_out=rows.select(range(2)), **settings)
+        assert model.config.to_dict() | {"use_cache": True} == before
+        weights.append(model.model.layers[1].mlp.gate.weight)
+    assert distance(*weights) > 1e-4

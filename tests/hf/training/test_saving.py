@@ -1,0 +1,160 @@
+"""What a trainer writes into a folder where something stands already, and when it is stopped."""
+
+import os
+import signal
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback, TrainingArguments
+
+from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.io import signals
+from moe_runtime.io.files import atomic_model
+from tests.hf.tiny import VOCAB, dense
+
+
+def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name not in left_out}
+
+
+def put(folder: Path, files: dict[str, str]) -> None:
+    """Save a model of these files as a trainer does."""
+    with atomic_model(folder) as tmp:
+        for name, text in files.items():
+            (tmp / name).write_text(text)
+
+
+def lora(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_size):
+    base = dense("llama")
+    base.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\nWhat I wrote.\n")
+    before = contents(tmp_path, "README.md")
+    assert (len([name for name in before if name.endswith(".safetensors")]) > 1) == (max_shard_size == "20KB")
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    for _ in range(2):
+        MoETrainer(lora(dense("llama")), args).save_model()
+        after = contents(tmp_path)
+        assert before.items() <= after.items()
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= after.keys()
+        card = after["README.md"].decode()
+        assert "What I wrote." in card and "license: mit" in card and "library_name: peft" in card
+    # and a model saved beside an adapter leaves the adapter
+    adapter = {name: after[name] for name in after if name.startswith("adapter_")}
+    MoETrainer(dense("llama"), args).save_model()
+    found = contents(tmp_path)
+    assert adapter.items() <= found.items() and found["README.md"].decode() == card
+    assert [name for name in found if name.endswith(".safetensors") and "model-" in name] == []
+    assert "model.safetensors.index.json" not in found
+
+
+def test_nothing_is_removed_where_nothing_came(tmp_path):
+    put(tmp_path, {"model.safetensors": "weights", "config.json": "{}"})
+    before = contents(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no weights were written") as error:
+        put(tmp_path, {"config.json": "[]", "training_args.bin": ""})
+    assert error.value.filename == str(tmp_path)
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 2
+
+
+def test_older_weights_of_the_same_kind_go(tmp_path):
+    put(tmp_path, {"adapter_model.bin": "a", "adapter_config.json": "{}"})
+    put(tmp_path, {f"model-0000{i}-of-00002.safetensors": "m" for i in (1, 2)} | {"config.json": "{}"})
+    put(tmp_path, {"model.safetensors": "n", "config.json": "[]"})
+    put(tmp_path, {"adapter_model.safetensors": "b", "adapter_config.json": "{}"})
+    assert sorted(contents(tmp_path)) == [
+        "adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, kind):
+    weights, config = {
+        "model": ("model.safetensors", "config.json"), "adapter": ("adapter_model.safetensors", "adapter_config.json"),
+    }[kind]  # fmt: skip
+    replace, seen = os.replace, []
+
+    def watched(source, target):
+        seen.append(contents(tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    for number, setting in enumerate("aab"):
+        put(tmp_path, {weights: f"{number}", config: setting, "other.json": "{}"})
+    seen.append(contents(tmp_path))
+    stood = [(one[weights], one[config]) for one in seen if weights in one and config in one]
+    assert set(stood) == {(b"0", b"a"), (b"1", b"a"), (b"2", b"b")}  # the same config need not go
+
+
+EPOCH = 8  # steps
+ROWS = torch.randint(3, VOCAB, (2 * EPOCH, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
+
+
+class Seen(TrainerCallback):
+    """Sends SIGTERM in the step `stop`; notes the steps that were saved and evaluated."""
+
+    def __init__(self, stop: int):
+        self.stop, self.saved, self.evaluated = stop, [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved.append(state.global_step)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated.append(state.global_step)
+
+
+def train(folder: Path, stop: int, resume: bool | None = None, callbacks=(), **settings) -> Seen:
+    """Train two epochs, and be stopped in a step."""
+    seen = Seen(stop)
+    args = TrainingArguments(
+        str(folder), num_train_epochs=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        **settings,
+    )  # fmt: skip
+    trainer = MoETrainer(dense("llama"), args, train_dataset=ROWS, eval_dataset=ROWS, callbacks=[*callbacks, seen])
+    with pytest.raises(signals.Terminated), stopping_with_a_checkpoint(trainer):
+        trainer.train(resume_from_checkpoint=resume)
+    return seen
+
+
+@pytest.mark.parametrize("stop", [3, EPOCH])
+@pytest.mark.parametrize("strategy", ["epoch", "steps", "best"])
+def test_a_stop_saves_its_step_once_and_evaluates_nothing(tmp_path, strategy, stop):
+    every = {"eval_strategy": "steps", "eval_steps": stop, "save_steps": stop} if strategy == "steps" else {}
+    every = every or {"eval_strategy": "epoch"}
+    seen = train(tmp_path, stop, save_strategy=strategy, metric_for_best_model="loss", **every)
+    assert seen.saved == [stop] and seen.evaluated == []
+    assert last_whole_checkpoint(tmp_path) == tmp_path / f"checkpoint-{stop}"
+
+
+def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    train(tmp_path, 4, **settings)
+    half = tmp_path / "checkpoint-7"
+    half.mkdir()
+    (half / "model.safetensors").write_text("half")
+    train(tmp_path, 6, True, **settings)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_half_a_checkpoint_written_again_is_clean(tmp_path):
+    """What safetensors left of a killed save goes; what is hidden for another reason stays."""
+    half = tmp_path / "checkpoint-2"
+    half.mkdir()
+    for name in (".tmpa9Zx0B", ".tmp", ".notes"):
+        (half / name).write_text("half")
+    train(tmp_path, 2, save_strategy="steps", save_steps=2)
+    assert last_whole_checkpoint(tmp_path) == half
+    assert sorted(path.name for path in half.glob(".*")) == [".notes", ".tmp"]

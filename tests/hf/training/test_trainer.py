@@ -1,0 +1,657 @@
+"""hf/training/trainer.py and hf/training/sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
+
+import csv
+import json
+import math
+import re
+import sys
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from moe_runtime.hf.dropin.balance import use_balance_loss
+from moe_runtime.hf.dropin.replay import record_routing
+from moe_runtime.hf.models import swap
+from moe_runtime.hf.models.modeling import moe_layers
+from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from moe_runtime.hf.training import sft
+from moe_runtime.hf.training import trainer as training
+from moe_runtime.hf.training.trainer import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
+from moe_runtime.io import console
+from moe_runtime.io.rows import read_rows, tokenize_pairs
+from tests.hf import tiny
+from tests.support.dist_launch import forked
+from tests.support.stock_moe import stock
+
+datasets.disable_progress_bars()
+ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i} for i in range(5) for j in range(2)]
+TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
+BALANCE = {"balance_loss": "switch", "balance_loss_coef": 0.1}
+COMMON = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 3,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+def upcycled(**settings):
+    """A tiny upcycled Llama with the tokenizer's vocabulary, and a balance loss unless told otherwise."""
+    return tiny.upcycled(changes={"vocab_size": len(TOKENIZER)}, **BALANCE | settings)
+
+
+def mergeable():
+    model = upcycled()
+    swap.moe_to_mergeable(model)
+    return model
+
+
+def rows(places=None):
+    return datasets.Dataset.from_list([ROWS[i] for i in places] if places else ROWS)
+
+
+def trainer_of(kind, model, folder, places=None, train=None, eval_set=None, callbacks=None, parts=None, **settings):
+    """A trainer of class MoETrainer ("trainer"), MoESFTTrainer ("sft") or transformers' own ("plain")."""
+    train = rows(places) if train is None else train
+    parts = (parts or {}) | {"callbacks": callbacks}
+    if kind == "sft":
+        args = SFTConfig(
+            str(folder), **{"bf16": False, "gradient_checkpointing": False, "max_length": 64} | COMMON | settings
+        )
+        return MoESFTTrainer(
+            model, args, train_dataset=train, eval_dataset=eval_set, processing_class=TOKENIZER, **parts
+        )
+    train = tokenize_pairs(TOKENIZER, train, 64, row_ids=True)
+    eval_set = eval_set and tokenize_pairs(TOKENIZER, eval_set, 64)
+    cls = MoETrainer if kind == "trainer" else Trainer
+    args = TrainingArguments(str(folder), **COMMON | settings)
+    return cls(model, args, pair_collator(TOKENIZER), train, eval_set, TOKENIZER, **parts)
+
+
+def run(*args, **kwargs):
+    trainer = trainer_of(*args, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer, name="loss"):
+    return [entry[name] for entry in trainer.state.log_history if name in entry and "train_loss" not in entry]
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the first step, as the optimizer sees them."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.__dict__.setdefault(
+            "grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+
+
+def gradients(kind, model, folder, **settings):
+    keep = Gradients()
+    run(kind, model, folder, callbacks=[keep], max_steps=1, max_grad_norm=0.0, **settings)
+    assert any(".mlp.gate.weight" in name for name in keep.grads)
+    return keep.grads
+
+
+KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "settings, coef",
+    [
+        pytest.param({}, 0.0, id="switch"),
+        pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, id="cv2-noisy"),
+        pytest.param({}, 0.1, id="with-the-pooled-loss"),
+        pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
+    ],
+)
+def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
+    model = upcycled(**settings)
+    model.config.router_aux_loss_coef, model.config.output_router_logits = coef, bool(coef)
+    steps = {"gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 2}
+    trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
+    metrics = trainer.evaluate()
+    parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
+    assert [len(values) for values in parts] == [2, 2, 2] and min(parts[2]) > 1e-3
+    for loss, lm_loss, balance_loss in zip(*parts, strict=True):
+        assert abs(loss - lm_loss - balance_loss) < 1e-5
+    assert abs(metrics["eval_loss"] - metrics["eval_lm_loss"] - metrics["eval_balance_loss"]) < 1e-5
+    assert metrics["eval_balance_loss"] > 1e-3
+
+
+@KINDS
+@pytest.mark.parametrize("coef", [0.0, 0.1], ids=["balance", "balance-and-pooled"])
+def test_the_first_loss_is_the_models_own(kind, coef, tmp_path):
+    model = upcycled()
+    model.config.router_aux_loss_coef, model.config.output_router_logits = coef, bool(coef)
+    batch = pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows([0, 7]), 64)))
+    with torch.no_grad():
+        want = model.train()(**batch)
+    trainer = run(kind, model, tmp_path, [0, 7], max_steps=1)
+    got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
+    assert got == pytest.approx([want.loss.item(), want.lm_loss.item(), want.aux_loss.item()], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
+@pytest.mark.parametrize(
+    "settings, places",
+    [
+        pytest.param({"balance_loss": "none"}, [0, 3, 7, 9], id="rows-of-many-lengths"),
+        # the mean over micro-batches of a balance loss is that of the whole batch when they are all alike
+        pytest.param({}, [4] * 4, id="switch"),
+        pytest.param({"balance_loss": "cv2"}, [4] * 4, id="cv2"),
+    ],
+)
+def test_accumulation_gives_the_gradients_of_the_whole_batch(kind, settings, places, tmp_path):
+    whole = gradients(kind, upcycled(**settings), tmp_path, places=places, per_device_train_batch_size=4)
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    parts = gradients(kind, upcycled(**settings), tmp_path, places=places, **split)
+    for name, want in whole.items():
+        assert tiny.distance(parts[name], want) < 2e-5, name
+
+
+@KINDS
+def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_path):
+    places, model = [0, 3, 7, 9], upcycled()
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    got = gradients(kind, upcycled(), tmp_path, places=places, **split)
+    batches = [pair_collator(TOKENIZER)([row]) for row in tokenize_pairs(TOKENIZER, rows(places), 64)]
+    tokens = [batch["labels"][:, 1:].ne(-100).sum() for batch in batches]
+    for batch, count in zip(batches, tokens, strict=True):
+        out = model.train()(**batch)
+        ((out.lm_loss + out.aux_loss) * count / sum(tokens)).backward()
+    for name, parameter in model.named_parameters():
+        assert tiny.distance(got[name], parameter.grad) < 2e-5, name
+    router = next(name for name in got if ".mlp.gate." in name)
+    without = gradients(kind, upcycled(balance_loss="none"), tmp_path, places=places, **split)
+    assert tiny.distance(without[router], got[router]) > 1e-2
+
+
+@KINDS
+def test_checkpointing_changes_neither_losses_nor_counts(kind, tmp_path):
+    results = []
+    for on in (False, True):
+        trainer = run(kind, upcycled(), tmp_path / str(on), gradient_checkpointing=on)
+        results.append((logged(trainer), (tmp_path / str(on) / "router_stats.csv").read_text()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6) and results[0][1] == results[1][1]
+
+
+@KINDS
+def test_reentrant_checkpointing_is_refused_with_a_balance_loss(kind, tmp_path):
+    with pytest.raises(ValueError, match="use_reentrant"):
+        run(
+            kind,
+            upcycled(),
+            tmp_path,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        )
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16-weights"])
+def test_bf16(kind, dtype, tmp_path):
+    trainer = run(kind, upcycled().to(dtype), tmp_path, bf16=True)
+    losses = logged(trainer)
+    assert losses[-1] < losses[0] and all(map(math.isfinite, losses + logged(trainer, "balance_loss")))
+    full = run(kind, upcycled(), tmp_path)
+    assert losses == pytest.approx(logged(full), rel=5e-2)
+
+
+@KINDS
+@pytest.mark.parametrize("noisy", [False, True], ids=["no-noise", "noise"])
+@pytest.mark.parametrize("stage", ["moe", "mergeable"])
+def test_a_resumed_run_is_the_uninterrupted_one(kind, noisy, stage, tmp_path):
+    if stage == "mergeable" and noisy:
+        noisy = False  # it has no router; the second run is one with gradient accumulation
+        settings = {"gradient_accumulation_steps": 2}
+    else:
+        settings = {}
+
+    def model():
+        model = upcycled(noisy_gate=noisy)
+        if stage == "mergeable":
+            swap.moe_to_mergeable(model)
+        return model
+
+    # 10 rows, 5 batches an epoch: step 4 lies inside the first epoch, step 8 inside the second
+    settings |= {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    whole = run(kind, model(), tmp_path / "run", **settings)
+    weights = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    history = [logged(whole, name) for name in ("loss", "grad_norm")]
+    stats = (tmp_path / "run" / "router_stats.csv").read_text() if stage == "moe" else None
+    resumed = trainer_of(kind, model(), tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert [logged(resumed, name) for name in ("loss", "grad_norm")] == history and len(history[0]) == 8
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    start = dict(model().named_parameters())
+    assert any(not torch.equal(start[name], weight) for name, weight in weights.items())
+    assert stats is None or (tmp_path / "run" / "router_stats.csv").read_text() == stats
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
+def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
+    model = mergeable()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = run(kind, model, tmp_path, weight_decay=0.1, bf16=True)
+    optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    mixing = {name: p for name, p in model.named_parameters() if name.endswith(".mixing_logits")}
+    assert len(mixing) == 2 and optimized == {id(p) for p in mixing.values()}
+    assert len(trainer.optimizer.state) == 2 and all(p.dtype == torch.float32 for p in mixing.values())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in mixing), name
+    assert not (tmp_path / "router_stats.csv").exists()
+
+
+class Poison(TrainerCallback):
+    """Makes a weight, or a gradient of it, NaN in one step."""
+
+    def __init__(self, step, gradient=False):
+        self.step, self.gradient = step, gradient
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.step and not self.gradient:
+            model.get_output_embeddings().weight.data[5] = math.nan
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.step and self.gradient:
+            model.get_output_embeddings().weight.grad[5] = math.nan
+
+
+@KINDS
+@pytest.mark.parametrize("with_ids", [True, False], ids=["rows-known", "rows-unknown"])
+def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
+    train = rows().add_column("row_id", list(range(100, 110))) if with_ids and kind == "sft" else rows()
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 8}
+    trainer = trainer_of(kind, upcycled(), tmp_path, train=train, callbacks=[Poison(3)], **settings)
+    if not with_ids and kind == "trainer":
+        trainer.train_dataset = trainer.train_dataset.remove_columns("row_id")
+    router = moe_layers(trainer.model)[0].gate.weight
+    with pytest.raises(ValueError, match="loss is nan at step 3") as error:
+        trainer.train()
+    message = str(error.value)
+    assert f"resume from {tmp_path / 'checkpoint-2'}" in message and ("batch of the rows" in message) == with_ids
+    if with_ids:
+        named = message.partition("rows ")[2].partition(";")[0].split(", ")
+        assert len(named) == 2 and all(int(i) in (range(100, 110) if kind == "sft" else range(10)) for i in named)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert all(torch.isfinite(p).all() for p in saved.parameters())
+    assert torch.equal(moe_layers(saved)[0].gate.weight, router)  # the optimizer did not see step 3
+
+
+def test_the_row_ids_named_are_those_of_the_batch(tmp_path):
+    seen = []
+
+    class Spy(MoETrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append((self._row_ids.tolist(), inputs["input_ids"].clone()))
+            assert "row_id" not in inputs
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    train = tokenize_pairs(TOKENIZER, ROWS, 64, row_ids=True)
+    Spy(upcycled(), TrainingArguments(str(tmp_path), **COMMON), pair_collator(TOKENIZER), train).train()
+    assert len(seen) == 3
+    for ids, input_ids in seen:
+        assert all(
+            input_ids[i, : len(train[row]["input_ids"])].tolist() == train[row]["input_ids"]
+            for i, row in enumerate(ids)
+        )
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_grad_norm": 0.0}
+    with pytest.raises(ValueError, match="has NaN or infinite values at step"):
+        run("trainer", upcycled(), tmp_path, callbacks=[Poison(2, gradient=True)], **settings)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_stopping_at_nan_is_an_option(tmp_path):
+    trainer = run("trainer", upcycled(), tmp_path, callbacks=[Poison(2)], parts={"stop_on_nan": False})
+    assert trainer.state.global_step == 3
+
+
+@KINDS
+def test_router_statistics_change_no_loss(kind, tmp_path):
+    on, off = (
+        run(kind, upcycled(noisy_gate=True), tmp_path / str(s), parts={"router_stats": s}) for s in (True, False)
+    )
+    assert logged(on) == logged(off) and len(logged(on)) == 3
+    assert all(torch.equal(a, b) for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True))
+    assert not logged(off, "router/max_violation") and not (tmp_path / "False" / "router_stats.csv").exists()
+    assert not any(m._forward_pre_hooks for m in on.model.modules())
+
+
+class Seen(TrainerCallback):
+    """A reporting callback: keeps the logs it gets."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
+def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
+    model, records, masks = upcycled(), [], []
+
+    def keep_ids(module, args, out):
+        if module.training:
+            records.append(out.topk_idx)
+
+    def keep_mask(module, args, kwargs):
+        if module.training:
+            masks.append(kwargs["attention_mask"].clone())
+
+    for block in moe_layers(model).values():
+        block.gate.register_forward_hook(keep_ids)
+    model.register_forward_pre_hook(keep_mask, with_kwargs=True)
+    stats, seen = RouterStatsCallback(per_layer=True), Seen()
+    callbacks = [stats, seen] if kind == "plain" else [seen, stats]
+    settings = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2}
+    trainer = run(
+        kind,
+        model,
+        tmp_path,
+        places=range(8),
+        eval_set=rows([0]),
+        eval_strategy="steps",
+        eval_steps=2,
+        callbacks=callbacks,
+        **settings,
+    )
+    counts = torch.zeros(2, 2, 4, dtype=torch.int64)  # [log, layer, expert]
+    assert len(masks) == 8 and any((mask == 0).any() for mask in masks)
+    assert len(records) == 2 * len(masks)
+    for call, ids in enumerate(records):
+        kept = ids[masks[call // 2].flatten().bool()].flatten().long()
+        counts[call // 8, call % 2] += torch.bincount(kept, minlength=4)
+    with open(tmp_path / "router_stats.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["slots"]) for line in lines] == counts.flatten().tolist()
+    assert [int(line["step"]) for line in lines] == [2] * 8 + [4] * 8
+    worst = (counts[..., 1:].double() / counts[..., 1:].double().mean(-1, keepdim=True)).amax((1, 2))
+    assert logged(trainer, "router/max_violation") == pytest.approx(worst.tolist())
+    assert logged(trainer, "router/1/load/2") == pytest.approx((counts[:, 1, 2] / counts[:, 1].sum(-1)).tolist())
+    reported = [logs for logs in seen.logs if "loss" in logs]
+    assert len(reported) == 2 and all("router/min_entropy" in logs for logs in reported)
+
+
+def test_a_collapse_is_warned_of_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(training.logger, "warning", said.append)
+    model = upcycled(gate="topk_softmax", top_k=1)
+    with torch.no_grad():
+        moe_layers(model)[1].gate.weight.zero_()  # ties go to expert 0
+    run("trainer", model, tmp_path, places=[0, 3, 7, 9], per_device_train_batch_size=4, learning_rate=0.0)
+    assert (
+        len(said) == 1
+        and "step 1: routers collapse: " in said[0]
+        and "layer 1: experts 1, 2, 3 got no token" in said[0]
+    )
+
+
+def test_what_a_balance_loss_cannot_do_is_refused(tmp_path):
+    for kind in ("trainer", "sft"):
+        with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
+            trainer_of(kind, upcycled(), tmp_path, label_smoothing_factor=0.1)
+    trainer_of("trainer", upcycled(balance_loss="none"), tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="want 0 for a model without routers"):
+        trainer_of("sft", mergeable(), tmp_path, router_aux_loss_coef=0.1)
+
+
+def test_lora_keeps_the_balance_loss(tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"], task_type="CAUSAL_LM")
+    trainer = run("sft", upcycled(), tmp_path, parts={"peft_config": lora})
+    assert min(logged(trainer, "balance_loss")) > 1e-3
+    routers = {name: p for name, p in trainer.model.named_parameters() if ".gate." in name and p.requires_grad}
+    assert len(routers) == 2 and all(trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in routers.values())
+    with open(tmp_path / "router_stats.csv", newline="") as file:
+        assert len(list(csv.reader(file))) == 1 + 3 * 2 * 4
+
+
+def stock_moe(name="qwen3_moe", **changes):
+    return stock(name, vocab_size=len(TOKENIZER), **changes)
+
+
+STOCK_LOSS = {"balance_loss": "per_layer", "balance_loss_coef": 0.1}
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_stock_model_trains_with_a_loss_per_layer(kind, name, tmp_path):
+    batch = pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows([0, 7]), 64)))
+    model = stock_moe(name)
+    use_balance_loss(model, "per_layer", 0.1)
+    with torch.no_grad():
+        want = model(**batch)
+    trainer = run(kind, stock_moe(name), tmp_path, [0, 7], max_steps=1, parts=dict(STOCK_LOSS))
+    got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
+    want = [want.loss.item(), want.lm_loss.item(), 0.1 * want.aux_loss.item()]
+    assert got == pytest.approx(want, rel=1e-5) and want[2] > 0.1
+    assert len(logged(trainer, "router/max_violation")) == 1
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_a_stock_models_loss_does_not_grow_with_accumulation(kind, tmp_path):
+    step = {"places": [4] * 4, "parts": STOCK_LOSS}
+    whole = gradients(kind, stock_moe(), tmp_path, per_device_train_batch_size=4, **step)
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    parts = gradients(kind, stock_moe(), tmp_path, **split, **step)
+    none = gradients(kind, stock_moe(), tmp_path, per_device_train_batch_size=4, places=[4] * 4)
+    for name, want in whole.items():
+        assert tiny.distance(parts[name], want) < 2e-5, name
+        assert ".gate." not in name or tiny.distance(none[name], want) > 1e-3
+
+
+def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
+    batch = pair_collator(TOKENIZER)(list(tokenize_pairs(TOKENIZER, rows([0, 7]), 64)))
+    model = stock_moe()
+    use_balance_loss(model, "per_layer", 0.1)
+    with torch.no_grad():
+        want = model(**batch)
+    args = SFTConfig(
+        str(tmp_path), bf16=False, gradient_checkpointing=False, max_length=64, **COMMON | {"max_steps": 1}
+    )
+    trainer = SFTTrainer(model, args, train_dataset=rows([0, 7]), processing_class=TOKENIZER)
+    trainer.train()
+    assert logged(trainer)[0] == pytest.approx(want.loss.item(), rel=1e-5)
+    assert logged(trainer, "aux_loss")[0] == pytest.approx(want.aux_loss.item(), rel=1e-5)
+
+
+def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
+    model, masks = stock_moe(), []
+    model.register_forward_pre_hook(lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    with record_routing(model) as record:
+        run("plain", model, tmp_path, places=range(6), callbacks=[RouterStatsCallback()], max_steps=3, logging_steps=3)
+    want = torch.zeros(2, 8, dtype=torch.int64)
+    for layer, calls in enumerate(record.ids.values()):
+        for ids, mask in zip(calls, masks, strict=True):
+            want[layer] += torch.bincount(ids[mask.flatten().bool()].flatten(), minlength=8)
+    assert any((mask == 0).any() for mask in masks)
+    with open(tmp_path / "router_stats.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["slots"]) for line in lines] == want.flatten().tolist()
+
+
+def test_a_balance_loss_wants_a_loaded_model(tmp_path):
+    with pytest.raises(ValueError, match="model is 'folder', balance_loss is 'per_layer'; want a loaded model"):
+        MoETrainer("folder", balance_loss="per_layer")
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
+        trainer_of("trainer", stock_moe(), tmp_path, parts=STOCK_LOSS, label_smoothing_factor=0.1)
+
+
+CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]
+
+
+@pytest.mark.parametrize(
+    "row, settings",
+    [
+        pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="messages"),
+        pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {}, id="prompt-completion"),
+        pytest.param({"instruction": "add 1 to 2\n", "response": "3 is it"}, {}, id="instruction-response"),
+        pytest.param({"text": "add 1 to 2\n3 is it"}, {}, id="text"),
+        pytest.param({"text": "add 1 to 2\n3 is it"}, {"packing": True}, id="packed"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_sft_trains_on_each_layout(row, settings, kind, tmp_path):
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text((json.dumps(row) + "\n") * 8)
+    else:
+        datasets.Dataset.from_list([row] * 8).to_parquet(path)
+    trainer = trainer_of("sft", upcycled(), tmp_path / "out", train=read_rows(path), max_steps=1, **settings)
+    batch = next(iter(trainer.get_train_dataloader()))
+    learnt = TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100])
+    whole = row.get("text")
+    assert (
+        learnt.startswith(whole or "3 is it</s>")
+        if settings.get("packing")
+        else learnt.removeprefix("<s>") == (f"{whole}</s>" if whole else "3 is it</s>")
+    )
+    trainer.train()
+    assert logged(trainer, "balance_loss")[0] > 1e-3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved upcycled model with its tokenizer, and a data file beside it."""
+    folder = tmp_path_factory.mktemp("folder")
+    upcycled().save_pretrained(folder / "moe")
+    TOKENIZER.save_pretrained(folder / "moe")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
+    (tmp_path / "train.yaml").write_text("max_steps: 3\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-2\n")
+    argv = [
+        "--model",
+        str(folder / "moe"),
+        "--data",
+        str(folder / "rows.jsonl"),
+        "--config",
+        str(tmp_path / "train.yaml"),
+    ]
+    argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
+    code = "import sys; from moe_runtime.hf.training.trainer import train_command; train_command(sys.argv[1:])"
+    done = forked(code, *argv)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"saved MoeRuntimeLlamaForCausalLM to {tmp_path / 'out'} after step 2" in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    start = AutoModelForCausalLM.from_pretrained(folder / "moe")
+    assert type(model) is type(start)
+    moved = [
+        name for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)
+    ]
+    assert any(".gate.weight" in name for name in moved) and any(".experts.down_proj" in name for name in moved)
+    state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "balance_loss" in entry] == [1, 2]
+    assert (tmp_path / "out" / "router_stats.csv").exists() and (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(console, "FIRST", 0.0)
+    monkeypatch.setattr(console, "EVERY", 0.0)
+    argv = ["--model_name_or_path", str(folder / "moe"), "--data", str(folder / "rows.jsonl")]
+    argv += ["--eval_data", str(folder / "rows.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2"]
+    argv += ["--output_dir", str(tmp_path), "--save_steps", "1", "--report_to", "none", "--no_router_stats"]
+    assert train_command([*argv, "--max_steps", "2"]) == tmp_path
+    capsys.readouterr()
+    assert train_command([*argv, "--max_steps", "4", "--resume_from_checkpoint", "true"]) == tmp_path
+    said = capsys.readouterr()
+    assert "after step 4" in said.out
+    lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
+    assert lines[0] == "training: 50% of 4 steps"
+    assert re.fullmatch(r"training: 75% of 4 steps, \S+ steps/s, \d+ s left", lines[1])
+    assert lines[-1].startswith("training: done in ")
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [2, 4]
+    assert not (tmp_path / "router_stats.csv").exists()
+
+
+def test_the_command_names_the_rows_of_a_bad_batch(folder, tmp_path):
+    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--output_dir", str(tmp_path)]
+    argv += ["--learning_rate", "1e30", "--per_device_train_batch_size", "3", "--report_to", "none", "--max_steps", "3"]
+    with pytest.raises(ValueError, match=r"loss is (nan|inf) at step 2 in a batch of the rows \d, \d, \d; want"):
+        train_command(argv)
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        pytest.param([], "model is None", id="no-model"),
+        pytest.param(["--model", "./nowhere"], "which does not exist", id="no-folder"),
+        pytest.param(["--model", "{folder}"], "has no config.json", id="no-config"),
+        pytest.param(
+            ["--model", "{bare}"], r"AutoTokenizer.from_pretrained\(BASE\).save_pretrained\('", id="no-tokenizer"
+        ),
+        pytest.param(["--model", "{folder}/moe"], "data is None", id="no-data"),
+        pytest.param(["--model", "{folder}/moe", "--data", "./x.jsonl"], "which does not exist", id="no-file"),
+        pytest.param(
+            [
+                "--model",
+                "{folder}/moe",
+                "--data",
+                "{folder}/rows.jsonl",
+                "--eval_strategy",
+                "steps",
+                "--eval_steps",
+                "1",
+            ],
+            "eval_data is None",
+            id="no-eval-data",
+        ),
+        pytest.param(["--model", "{folder}/moe", "--colour", "red"], "colour", id="unknown-flag"),
+        pytest.param(["--config={bare}/none.yaml"], r"none.yaml', which cannot be read: .*No such file", id="no-yaml"),
+        pytest.param(["--config", "{bare}/broken.yaml"], "which cannot be read: while parsing", id="broken-yaml"),
+        pytest.param(["--config", "{bare}/list.yaml"], "which holds list; want options", id="yaml-of-no-options"),
+        pytest.param(["--config"], "config is '--output_dir', which cannot be read", id="config-of-nothing"),
+    ],
+)
+def test_the_command_says_what_is_missing(argv, says, folder, tmp_path):
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / name).write_bytes((folder / "moe" / name).read_bytes())
+    (tmp_path / "bare" / "broken.yaml").write_text("a: [1")
+    (tmp_path / "bare" / "list.yaml").write_text("- a")
+    argv = [word.format(folder=folder, bare=tmp_path / "bare") for word in argv]
+    with pytest.raises(ValueError, match=says):
+        train_command([*argv, "--output_dir", str(tmp_path / "out")])
+
+
+def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in ("moe", str(folder / "moe")):
+        with pytest.raises(ValueError, match="^output_dir is moe/, the folder of the model, .*; want another folder"):
+            train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_missing_trl_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
+        train_command(["--model", "x"])
+    sft._sft_trainer.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
+            training.MoESFTTrainer  # noqa: B018
+    finally:
+        sft._sft_trainer.cache_clear()
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        training.Nothing  # noqa: B018

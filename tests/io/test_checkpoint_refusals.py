@@ -1,0 +1,228 @@
+"""What moe_runtime.io.checkpoint refuses to read: broken files, an index that leads elsewhere, tensors of another model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_runtime.io import checkpoint
+from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, TensorSpec, check_keys
+from tests.support.checkpoints import raw_file, ten_tensors, write
+
+# a shard left open is an error
+pytestmark = [
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def sharded(tmp_path: Path) -> tuple[Path, dict]:
+    out = write(tmp_path / "out", ten_tensors(), 2000)
+    return out, json.loads((out / INDEX).read_text())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/a.safetensors",
+        "../a.safetensors",
+        "..",
+        "sub/a.safetensors",
+        "sub\\a.safetensors",
+        "a\0.safetensors",
+        "",
+        "a.bin",
+        7,
+    ],
+    ids=repr,
+)
+def test_shard_names_cannot_leave_the_folder(tmp_path, monkeypatch, name):
+    out, index = sharded(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes((out / "model-00001-of-00002.safetensors").read_bytes())
+    index["weight_map"]["layers.3.weight"] = name
+    (out / INDEX).write_text(json.dumps(index))
+    monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
+    with pytest.raises(
+        ValueError, match=re.escape(f"shard of layers.3.weight in {out / INDEX} is {name!r}; want the plain")
+    ):
+        Checkpoint(out)
+
+
+def test_missing_shards_are_named_before_any_is_read(tmp_path, monkeypatch):
+    out, _ = sharded(tmp_path)
+    (out / "model-00002-of-00002.safetensors").unlink()
+    monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
+    with pytest.raises(ValueError, match=r"names model-00002-of-00002.safetensors, which are missing"):
+        Checkpoint(out)
+
+
+def test_index_and_shards_must_agree(tmp_path):
+    out, index = sharded(tmp_path)
+    shard1, shard2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+    def check(change: dict, message: str) -> None:
+        weight_map = {key: shard for key, shard in (index["weight_map"] | change).items() if shard}
+        (out / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Checkpoint(out)
+
+    check({"ghost": shard2}, f"{out / shard2} lacks ghost, which {INDEX} has there")
+    check({"layers.8.weight": None}, f"{out / shard2} holds layers.8.weight, which {INDEX} has in no shard")
+    check({"layers.8.weight": shard1}, f"{out / shard2} holds layers.8.weight, which {INDEX} has in {shard1}")
+    tensors = load_file(out / shard2) | {"layers.0.weight": torch.zeros(2)}
+    save_file(tensors, out / shard2)
+    check({}, f"{out / shard2} holds layers.0.weight, which {INDEX} has in {shard1}")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": "a"}'])
+def test_index_without_weight_map(tmp_path, text):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=r"weight_map of .*; want an object"):
+        Checkpoint(tmp_path)
+
+
+def test_a_single_file_beside_an_index_that_ignores_it(tmp_path):
+    out, index = sharded(tmp_path)
+    save_file({"a": torch.zeros(1)}, out / SINGLE)
+    with pytest.raises(ValueError, match=r"does not name the model.safetensors beside it"):
+        Checkpoint(out)
+    index["weight_map"]["a"] = SINGLE
+    (out / INDEX).write_text(json.dumps(index))
+    assert "a" in Checkpoint(out)
+
+
+def test_truncated_files_name_file_and_key(tmp_path):
+    whole = (write(tmp_path / "out", ten_tensors()) / SINGLE).read_bytes()
+    file = tmp_path / "out" / SINGLE
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for size, message in [
+        (len(whole) - 1, f"{file} is {len(whole) - 1} bytes; want {len(whole)}, where layers.9.weight ends"),
+        (header + 900, f"{file} is {header + 900} bytes; want {header + 1200}, where layers.2.weight ends"),
+        (header - 5, f"{file} is {header - 5} bytes with a header of {header - 8}; want a whole safetensors file"),
+        (3, f"{file} is 3 bytes with a header of"),
+        (0, f"{file} is 0 bytes with a header of"),
+    ]:
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Checkpoint(tmp_path / "out")
+    file.write_bytes(whole + b"x")
+    with pytest.raises(ValueError, match=f"is {len(whole) + 1} bytes; want {len(whole)}, where its last tensor ends"):
+        Checkpoint(tmp_path / "out")
+
+
+def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
+    return {"w": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}, **more}
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        pytest.param(one(offsets=(0, 12)), "w in the header of", id="more bytes than the shape holds"),
+        pytest.param(one(offsets=(8, 0)), "w in the header of", id="offsets backwards"),
+        pytest.param(one(offsets=(-8, 0)), "w in the header of", id="negative offset"),
+        pytest.param(one(offsets=(0, 8, 9)), "w in the header of", id="three offsets"),
+        pytest.param(one(offsets=(0.0, 8.0)), "w in the header of", id="float offsets"),
+        pytest.param(one(shape=(-2,), offsets=(0, 8)), "w in the header of", id="negative shape"),
+        pytest.param(one(shape=(-1, -2)), "w in the header of", id="negatives that multiply to the right size"),
+        pytest.param(one(shape=(True, 2)), "w in the header of", id="bool in the shape"),
+        pytest.param(one(dtype="F4"), "w in the header of", id="dtype that torch has not"),
+        pytest.param({"w": {"dtype": "F32"}}, "w in the header of", id="fields missing"),
+        pytest.param({"w": 3}, "w in the header of", id="no object"),
+        pytest.param(one(offsets=(4, 12)), "want them to begin at 0", id="hole before the tensor"),
+        pytest.param(one(v=one()["w"]), "data_offsets of w in", id="two tensors on the same bytes"),
+        pytest.param(one(v=one(shape=(1,), offsets=(4, 8))["w"]), "data_offsets of v in", id="overlap"),
+        pytest.param(
+            one(offsets=(0, 2**62), shape=(2**60,)),
+            r"is \d+ bytes; want 46116860184\d+, where w ends",
+            id="beyond the file",
+        ),
+        pytest.param(one(__metadata__=[]), "__metadata__ of", id="metadata no object"),
+        pytest.param(b"[1]", "is a JSON list; want one JSON object", id="header no object"),
+        pytest.param(b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2", id="header no JSON"),
+        pytest.param(b"\xff\xfe{}", "is not valid JSON", id="header not UTF-8"),
+        pytest.param(b"[" * 200_000, "is not valid JSON", id="header too deep"),
+    ],
+)
+def test_bad_headers(tmp_path, header, message):
+    raw_file(tmp_path / SINGLE, header, bytes(16))
+    # whatever the reader of safetensors refuses we refuse, with the file's name
+    with pytest.raises(Exception, match=r"(?i)header|metadata|offset|invalid|json|utf|dtype|size|buffer"):
+        load_file(tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=message) as error:
+        Checkpoint(tmp_path)
+    assert str(tmp_path / SINGLE) in str(error.value)
+
+
+def test_header_length_beyond_the_file_is_not_allocated(tmp_path):
+    raw_file(tmp_path / SINGLE, b"{}", length=2**63)
+    with pytest.raises(ValueError, match=f"is 10 bytes with a header of {2**63}"):
+        Checkpoint(tmp_path)
+    (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 12345\n")
+    with pytest.raises(ValueError, match=r"git-lfs pointer"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names, found",
+    [
+        (["pytorch_model.bin", "training_args.bin", "config.json"], "pytorch_model.bin, training_args.bin"),
+        (["model.pt"], "model.pt"),
+        (["weights.safetensors"], "weights.safetensors"),
+        (["config.json"], "no weights"),
+    ],
+)
+def test_a_folder_without_our_files_says_what_it_holds_and_how_to_convert(tmp_path, names, found):
+    for name in names:
+        (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pickled'\ntR.")
+    with pytest.raises(
+        ValueError, match=re.escape(f"path is {tmp_path}, which holds {found}; want {SINGLE} or {INDEX}")
+    ) as e:
+        Checkpoint(tmp_path)
+    assert "only safetensors is read" in str(e.value)
+    assert "from_pretrained(path).save_pretrained(new_path)" in str(e.value)
+
+
+def test_paths_and_keys_that_are_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"path is .*hub/name, which is not a folder; want .*; hf download"):
+        Checkpoint(tmp_path / "hub" / "name")
+    source = Checkpoint(write(tmp_path / "out", ten_tensors()))
+    for read in (source.get, lambda key: source.get_rows(key, 0)):
+        with pytest.raises(ValueError, match=r"key is 'nope'; want one of the 10 keys of"):
+            read("nope")
+
+
+# check_keys
+
+
+def test_check_keys_collects_everything_in_one_error():
+    spec = TensorSpec((2, 3), torch.float32)
+    same = {"a": spec, "b": spec}
+    check_keys(same, dict(reversed(same.items())), source="x")
+    have = {
+        "shape": TensorSpec((3, 2), torch.float32),
+        "dtype": TensorSpec((2, 3), torch.bfloat16),
+        "extra": spec,
+        "both": spec,
+    }
+    want = {f"lost.{i}": spec for i in range(10)}
+    want |= {"shape": spec, "dtype": spec, "both": TensorSpec((), torch.int8)}
+    with pytest.raises(ValueError, match=r"^some/folder has 4 tensors; want the 13 asked for") as error:
+        check_keys(have, want, source="some/folder")
+    assert str(error.value).splitlines()[1:] == [
+        "10 missing: " + ", ".join(f"lost.{i}" for i in range(8)) + ", ...",
+        "1 unexpected: extra",
+        "2 of another shape: shape is [3, 2], want [2, 3], both is [2, 3], want []",
+        "2 of another dtype: dtype is torch.bfloat16, want torch.float32, both is torch.float32, want torch.int8",
+    ]
+
+
+@pytest.mark.parametrize("have, want", [({}, {"a": 1}), ({"a": 1}, {}), ({"a": 1}, {"a": 2}), ({"a": 1}, {"a": -1})])
+def test_check_keys_finds_each_kind_alone(have, want):
+    def specs(values):
+        return {key: TensorSpec((abs(n),), torch.int8 if n > 0 else torch.uint8) for key, n in values.items()}
+
+    with pytest.raises(ValueError, match=r"x has \d tensors.*\n1 (missing|unexpected|of another \w+): a"):
+        check_keys(specs(have), specs(want), source="x")

@@ -1,0 +1,106 @@
+"""Progress: a bar with rate and time left on a terminal, few lines in a log, nothing from all processes but the first."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from moe_runtime.io import console
+
+RUN = """
+import time
+from moe_runtime import progress
+with progress.bar("merging", "B") as update:
+    for done in range(0, 5_000_001, 250_000):
+        update(done, 5_000_000)
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def clock(monkeypatch, capsys):
+    """A clock that a test moves; stderr is no terminal."""
+
+    class Clock:
+        now = 100.0
+
+        def said(self) -> str:
+            return capsys.readouterr().err
+
+    clock = Clock()
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock.now)
+    monkeypatch.delenv("RANK", raising=False)
+    return clock
+
+
+def test_what_is_quick_says_nothing_in_a_log(clock):
+    with console.bar("merging", "B") as update:
+        for done in range(5):
+            clock.now += 1
+            update(done, 4)
+    assert clock.said() == ""
+
+
+def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
+    with console.bar("training") as update:
+        for step in range(201):
+            update(step, 200, 2.5)
+            clock.now += 1
+    lines = clock.said().splitlines()
+    assert lines[0] == "training: 5% of 200 steps, 1 steps/s, 3:10 min left, loss 2.500"
+    assert len(lines) == 5 and lines[-1] == "training: done in 3:21 min"
+
+
+def test_the_rate_is_of_this_run_alone(clock):
+    with console.bar("training") as update:
+        update(900, 1000)  # from a checkpoint on
+        clock.now += 20
+        update(910, 1000)
+    assert clock.said().splitlines()[0] == "training: 91% of 1,000 steps, 0.50 steps/s, 3:00 min left"
+
+
+def test_a_block_that_raises_is_not_done(clock):
+    with pytest.raises(KeyboardInterrupt), console.bar("merging", "B") as update:
+        update(0, 10)
+        clock.now += 20
+        update(1, 10)
+        raise KeyboardInterrupt
+    said = clock.said()
+    assert said.startswith("merging: 10% of 10.0 B") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("shown, rank", [(False, "0"), (True, "1")])
+def test_others_are_silent(clock, monkeypatch, shown, rank):
+    monkeypatch.setenv("RANK", rank)
+    with console.bar("training", shown=shown) as update:
+        for step in range(100):
+            clock.now += 1
+            update(step, 100)
+    assert clock.said() == ""
+
+
+def test_a_terminal_gets_a_bar_with_rate_and_time_left():
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    done = subprocess.Popen([sys.executable, "-c", RUN], stderr=other, stdout=subprocess.PIPE)
+    os.close(other)
+    parts = []
+    with contextlib.suppress(OSError):  # how a terminal ends that nobody holds any more
+        while part := os.read(main, 1 << 16):
+            parts.append(part)
+    os.close(main)
+    text, out = b"".join(parts).decode(), done.communicate()[0]
+    assert done.returncode == 0 and out == b""
+    assert "merging:" in text and "%|" in text and "MB/s" in text and "<00:0" in text
+
+
+def test_words():
+    assert [console.duration(s) for s in (0.4, 59, 61, 3600, 7500)] == ["0 s", "59 s", "1:01 min", "1:00 h", "2:05 h"]
+    assert [console.amount(n, "B") for n in (12, 1500, 2.5e9)] == ["12.0 B", "1.5 kB", "2.5 GB"]
+    assert [console.amount(n, "step") for n in (3, 0.25, 1234.5)] == ["3 steps", "0.25 steps", "1,234 steps"]

@@ -1,0 +1,375 @@
+"""moe_runtime.io.files: folders and files that are whole or not there; full disks, left-overs, two writers; small JSON files."""
+
+import errno
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.io import checkpoint, files
+from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter
+from moe_runtime.io.files import atomic_folder, atomic_write_json, atomic_write_text, check_out_dir, read_json
+from tests.support.checkpoints import HERE, assert_same, siblings, snapshot, ten_tensors, write
+
+# a shard left open is an error
+pytestmark = [
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    for done in range(5):
+        with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "a" / "out", 800) as writer:
+            for key, tensor in list(ten_tensors().items())[:done]:
+                writer.add(key, tensor)
+            assert [file.name for file in (tmp_path / "a").iterdir()] == [f".out.tmp-{HERE}-{os.getpid()}"]
+            raise KeyboardInterrupt
+        assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monkeypatch):
+    out = write(tmp_path / "out", ten_tensors())
+    before = snapshot(tmp_path)
+    message = re.escape(f"out_dir is {out}, which exists; want a new or empty folder; or pass overwrite=True")
+    for start in (check_out_dir, CheckpointWriter, lambda path: atomic_folder(path).__enter__()):
+        with pytest.raises(ValueError, match=message):
+            start(out)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"model.safetensors, which is a file"):
+            CheckpointWriter(out / SINGLE, overwrite=overwrite)
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"current folder; want one inside it"):
+            patch.chdir(out)
+            CheckpointWriter(".", overwrite=overwrite)
+        with pytest.raises(ValueError, match=r"a mount point"):
+            CheckpointWriter("/proc", overwrite=overwrite)
+    assert snapshot(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    write(tmp_path / "link", ten_tensors())
+    assert (tmp_path / "link").is_symlink()
+    assert list(snapshot(tmp_path / "empty")) == [SINGLE]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    tensors = ten_tensors()
+    out = write(tmp_path / "out", tensors, 800)
+    (out / "sub").mkdir()
+    (out / "sub" / "old.txt").write_text("old")
+    before = snapshot(out)
+    with Checkpoint(out) as source, CheckpointWriter(out, 2000, overwrite=True) as writer:
+        for key in source:
+            writer.add(key, source.get(key))
+            assert snapshot(out) == before
+    assert siblings(out) == []
+    assert sorted(snapshot(out)) == [*(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), INDEX]
+    with Checkpoint(out) as copy:
+        for key, tensor in tensors.items():
+            assert_same(copy.get(key), tensor)
+
+
+@pytest.fixture
+def shm():
+    """A folder on a filesystem that can exchange, wherever tmp_path lies."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_overwrite_is_one_step_where_the_filesystem_can_exchange(shm, monkeypatch):
+    out = write(shm / "out", ten_tensors())
+    rename = os.rename
+
+    def refuse(source, target):
+        assert out not in (source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    write(out, {"new": torch.zeros(3)}, overwrite=True)
+    assert Checkpoint(out).keys() == ["new"]
+    assert siblings(out) == []
+    assert not files._exchange(out, shm / "nope")
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, failing):
+    out = write(tmp_path / "out", ten_tensors())
+    before, calls, rename = snapshot(out), [], os.rename
+
+    def fail(source, target):
+        if str(out) in (str(source), str(target)):
+            calls.append(target)
+            if len(calls) == failing:
+                raise PermissionError(errno.EACCES, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(PermissionError):
+        write(out, {"new": torch.zeros(3)}, overwrite=True)
+    assert len(calls) == (1 if failing == 1 else 3)
+    assert snapshot(out) == before
+    assert siblings(out) == []
+
+
+def test_a_folder_that_fills_up_meanwhile_is_not_overwritten(tmp_path):
+    with pytest.raises(OSError), CheckpointWriter(tmp_path / "out") as writer:
+        writer.add("w", torch.zeros(1))
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "other").write_text("theirs")
+    assert (tmp_path / "out" / "other").read_text() == "theirs"
+    assert siblings(tmp_path / "out") == []
+
+
+def test_read_only_parent(tmp_path, monkeypatch):
+    if os.geteuid() == 0:
+
+        def refuse(*_, **__):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    else:
+        tmp_path.chmod(0o555)
+    message = rf"out_dir is .*out, beside which .out.tmp-{HERE}-{os.getpid()} cannot be made \(Permission denied\)"
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / "out", ten_tensors())
+    tmp_path.chmod(0o755)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rename_refused_at_the_end(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def refuse(source, target):
+        if target == tmp_path / "out":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError):
+        write(tmp_path / "out", ten_tensors())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("may not mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_full_disk(small_disk, overwrite):
+    out = small_disk / "out"
+    if overwrite:
+        write(out, {"old": torch.zeros(1000)})
+    before = snapshot(small_disk)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write(out, {f"t{i}": torch.zeros(50_000) for i in range(10)}, 300_000, overwrite=overwrite)
+    assert error.value.errno == errno.ENOSPC
+    assert re.search(r"model-0000\d.safetensors", error.value.filename)
+    assert snapshot(small_disk) == before
+    assert len(list(small_disk.iterdir())) == overwrite
+
+
+def test_free_space_is_checked_first(small_disk):
+    with pytest.raises(ValueError, match=r"out_dir is .*out, on a disk with \d+ bytes free; want 2000000"):
+        CheckpointWriter(small_disk / "deep" / "out", expected_bytes=2_000_000)
+    assert list(small_disk.iterdir()) == []
+    write(small_disk / "out", {"w": torch.zeros(10)}, expected_bytes=40)
+
+
+def test_errors_of_save_file_carry_their_number(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    for text, number in (("I/O error: No space left (os error 28)", errno.ENOSPC), ("odd", errno.EIO)):
+
+        def fail(*_, text=text, **__):
+            raise SafetensorError(text)
+
+        monkeypatch.setattr(checkpoint, "save_file", fail)
+        with pytest.raises(OSError) as error:
+            write(tmp_path / "out", ten_tensors(), 800)
+        assert error.value.errno == number
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
+    if overwrite:
+        write(tmp_path / "out", ten_tensors())
+    order, sync, move = [], os.fsync, files._move_in
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))
+    )
+    monkeypatch.setattr(files, "_move_in", lambda *args: (order.append("move"), move(*args)))
+    write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
+    tmp = str(tmp_path / f".out.tmp-{HERE}-{os.getpid()}")
+    written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
+    assert {*written, tmp} == set(order[: order.index("move")])
+    assert order[order.index("move") + 1 :] == [str(tmp_path)]
+
+
+def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path, dead_pid):
+    out = tmp_path / "out"
+    dead = [f".out.tmp-{HERE}-{dead_pid}", f".out.tmp-{HERE}-{os.getpid()}"]
+    kept = [
+        f".out.tmp-{HERE}-{os.getppid()}",
+        ".out.tmp-abc",
+        ".out.tmp-0123abcd-1",
+        f".outer.tmp-{HERE}-{dead_pid}",
+        f"out.tmp-{HERE}-{dead_pid}",
+        f"x.out.tmp-{HERE}-{dead_pid}",
+    ]
+    for name in dead + kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-00001.safetensors").write_text("half")
+    (tmp_path / f".out.tmp-{HERE}-{dead_pid + 1}").write_text("a file, not ours")
+    write(out, ten_tensors())
+    assert siblings(out) == sorted([*kept, f".out.tmp-{HERE}-{dead_pid + 1}"])
+    (tmp_path / dead[0]).mkdir()
+    (tmp_path / f".out.old-{HERE}-{dead_pid}").mkdir()
+    write(out, ten_tensors(), overwrite=True)
+    assert siblings(out) == sorted([*kept, f".out.tmp-{HERE}-{dead_pid + 1}"])
+
+
+def test_left_overs_of_other_hosts_stay_for_a_day(tmp_path, dead_pid, monkeypatch):
+    """A disk may be shared: what a process of another host writes now cannot be told by its number here."""
+    out, numbers = tmp_path / "out", (dead_pid, os.getpid(), 1)
+    for number in numbers:
+        (tmp_path / f".out.tmp-0123abcd-{number}").mkdir()
+        (tmp_path / f".out.tmp-0123abcd-{number}" / "model-00001.safetensors").write_text("half")
+    now = time.time()
+    for days, left in ((0, len(numbers)), (0.9, len(numbers)), (1.1, 0)):
+        monkeypatch.setattr(time, "time", lambda days=days: now + days * 86400)
+        write(out, ten_tensors(), overwrite=True)
+        assert len(siblings(out)) == left
+
+
+def test_threads_write_one_path(tmp_path):
+    errors = []
+
+    def work(number):
+        try:
+            for _ in range(150):
+                atomic_write_text(tmp_path / "a", f"{number}" * 100)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and len(set((tmp_path / "a").read_text())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, dead_pid, monkeypatch):
+    left, open_ = tmp_path / f".out.tmp-{HERE}-{dead_pid}", os.open
+    left.mkdir()
+
+    def refuse(path, *args, **options):
+        if Path(path) == left:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    write(tmp_path / "out", ten_tensors())
+    assert siblings(tmp_path / "out") == [left.name]
+
+
+def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path, dead_pid):
+    out = write(tmp_path / "out", ten_tensors())
+    before = snapshot(out)
+    out.rename(tmp_path / f".out.old-{HERE}-{dead_pid}")
+    with pytest.raises(ValueError, match="which exists"):
+        write(out, {"new": torch.zeros(1)})
+    assert snapshot(out) == before
+    assert siblings(out) == []
+
+
+def test_two_writers_of_one_folder(tmp_path):
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add("w", torch.zeros(1))
+        with pytest.raises(ValueError, match=r"cannot be made \(File exists\)"):
+            write(tmp_path / "out", ten_tensors())
+    assert Checkpoint(tmp_path / "out").keys() == ["w"]
+
+
+def test_atomic_folder_for_other_writers(tmp_path):
+    with atomic_folder(tmp_path / "deep" / "out") as tmp:
+        (tmp / "sub").mkdir()
+        (tmp / "sub" / "a").write_text("1")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert list(snapshot(tmp_path / "deep" / "out")) == ["sub/a"]
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "deep" / "out", overwrite=True) as tmp:
+        raise RuntimeError
+    assert list(snapshot(tmp_path / "deep")) == ["out/sub/a"]
+
+
+def test_read_json(tmp_path):
+    file = tmp_path / "a.json"
+    for text, message in [
+        ('{"a": 1,}', r"a.json is not valid JSON \(.*line 1 column \d+"),
+        ('{"a":\n  tru}', r"a.json is not valid JSON \(.*line 2 column 3"),
+        ("", r"a.json is not valid JSON \(.*line 1 column 1"),
+        ("[1]", "a.json is a JSON list; want one JSON object"),
+        ("null", "a.json is a JSON NoneType; want one JSON object"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_json(file)
+    file.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=r"a.json is not valid JSON \(.*position 7"):
+        read_json(file)
+    with pytest.raises(ValueError, match=r"path is .*nope.json, which cannot be read \(No such file"):
+        read_json(tmp_path / "nope.json")
+    file.write_text('{"ü": [1, 2.5, null]}', encoding="utf-8")
+    assert read_json(str(file)) == {"ü": [1, 2.5, None]}
+
+
+def test_atomic_text_and_json(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    atomic_write_json(file, {"ü": [1, None]})
+    assert read_json(file) == {"ü": [1, None]}
+    with pytest.raises(ValueError):
+        atomic_write_json(file, {"a": float("nan")})
+    with pytest.raises(TypeError):
+        atomic_write_json(file, {"a": object()})
+    (tmp_path / "link").symlink_to("a.json")
+    os.link(file, tmp_path / "old")
+    atomic_write_text(tmp_path / "link", "grüße\n")
+    assert (tmp_path / "link").is_symlink()
+    assert file.read_bytes() == "grüße\n".encode()
+    # replaced by another file, not written over
+    assert read_json(tmp_path / "old") == {"ü": [1, None]}
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write_text(file, "new")
+    assert file.read_bytes() == "grüße\n".encode()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["a.json", "link", "old"]

@@ -1,0 +1,420 @@
+"""Real signals to real commands: the exit code, one line that says what is kept, nothing half written, and going on."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.hf.tiny import dense
+from tests.methods.xft.test_study import make_recipe
+from tests.support.dist_launch import forked, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# moe-runtime, which sends itself a signal when the bar of that title has come to that step
+COMMAND = """
+import os, signal, sys
+from contextlib import contextmanager
+from moe_runtime import cli, progress
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and we stay as we are started
+
+title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+bar = progress.bar
+
+@contextmanager
+def counted(name, *args, **kwargs):
+    with bar(name, *args, **kwargs) as update:
+        def count(done, total, *rest):
+            update(done, total, *rest)
+            if name == title and count.is_armed and done >= at:
+                count.is_armed = False
+                os.kill(os.getpid(), number)
+        count.is_armed = True
+        yield count
+
+progress.bar = counted
+sys.argv = ["moe-runtime", *sys.argv[4:]]
+cli.main()
+"""
+
+
+def stopped(title: str, at: float, number: int, *arguments) -> subprocess.CompletedProcess:
+    """Run the command, which gets the signal at that point."""
+    return forked(COMMAND, title, at, int(number), *arguments)
+
+
+def completed(*arguments) -> subprocess.CompletedProcess:
+    return forked("from moe_runtime import cli\n\ncli.main()", *arguments)
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_conversion_leaves_nothing(tmp_path, number, word):
+    dense("llama").save_pretrained(tmp_path / "dense")
+    arguments = ("upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2)
+    done = stopped("upcycling", 1, number, *arguments)
+    assert done.returncode == 128 + number and done.stdout == "", done.stderr
+    assert last_line(done) == f"{word}; nothing was written"
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+# moe-runtime, which sends itself a signal while its verbs are imported, or while its words are parsed
+EARLY = """
+import os, signal, sys
+from moe_runtime import cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+place, number = sys.argv[1], int(sys.argv[2])
+sys.argv = ["moe-runtime", "doctor"]
+
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == place:
+            os.kill(os.getpid(), number)
+
+if place == "parsing":
+    from typer.core import TyperGroup
+    parse = TyperGroup.parse_args
+
+    def parse_args(self, context, args):
+        os.kill(os.getpid(), number)
+        return parse(self, context, args)
+
+    TyperGroup.parse_args = parse_args
+sys.meta_path.insert(0, Importing())
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize("place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"])
+def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
+    command = [sys.executable, "-c", EARLY, place, str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + number and done.stdout == ""
+    # within the verb it is known that it writes nothing
+    assert done.stderr == (f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n")
+
+
+def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
+    dense("llama").save_pretrained(tmp_path / "dense")
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "note").write_text("old")
+    arguments = ("upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2, "--overwrite")
+    done = stopped("upcycling", 1, signal.SIGINT, *arguments)
+    assert done.returncode == 130 and last_line(done) == "interrupted; nothing was written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
+    assert (tmp_path / "moe" / "note").read_text() == "old"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A recipe of few steps without save_steps: only the interruption writes a checkpoint."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"method": "xft"} | make_recipe(folder, tune__save_steps=None).to_dict()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe) -> dict:
+    """The dense model that the recipe makes when nobody disturbs it."""
+    done = completed("run", recipe, "--out", recipe.parent / "whole", "--json")
+    assert done.returncode == 0, done.stderr
+    return weights(json.loads(done.stdout))
+
+
+def weights(result: dict) -> dict:
+    return load_file(Path(result["results"][-1]["folder"], "model.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_path):
+    out = tmp_path / "out"
+    done = stopped("moe", 2, signal.SIGINT, "run", recipe, "--out", out)
+    assert done.returncode == 130, done.stderr
+    said, _, command = last_line(done).partition(" goes on: ")
+    assert said == f"interrupted; what is done is kept in {out}; the same command"
+    assert shlex.split(command) == ["moe-runtime", "run", str(recipe), "--out", str(out)]
+    assert "stopping after this step with a checkpoint" in done.stderr
+    assert [path.name for path in out.glob("*.checkpoints/checkpoint-*")] == ["checkpoint-2"]
+    assert not list(out.glob(".*.tmp-*")), "a half written stage is left"
+    again = completed(*shlex.split(command)[1:], "--json")
+    assert again.returncode == 0, again.stderr
+    found = weights(json.loads(again.stdout))
+    assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+    assert not list(out.glob("*.checkpoints"))
+
+
+@pytest.mark.slow
+def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
+    code = """
+import os, signal, sys
+from moe_runtime import cli
+
+cli._quiet()  # before transformers is imported, as the command does
+from moe_runtime.hf import stopping
+
+ends = stopping.StopCallback.on_step_end
+
+def at_step_two(self, args, state, control, **kwargs):
+    if state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return ends(self, args, state, control, **kwargs)
+
+stopping.StopCallback.on_step_end = at_step_two
+sys.argv = ["moe-runtime", *sys.argv[1:]]
+cli.main()
+"""
+    folder, out = recipe.parent, tmp_path / "tuned"
+    arguments = [
+        "train",
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output_dir",
+        out,
+        "--max_steps",
+        "4",
+    ]
+    arguments = [*map(str, arguments), "--json"]
+    # a whole start of Python: what other packages would print is settled before they are imported
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 143, done.stderr
+    line = f"terminated; {out}/checkpoint-2 is the last checkpoint; the same command with --resume_from_checkpoint true goes on"
+    assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
+    again = completed(*arguments, "--resume_from_checkpoint", "true")
+    assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
+    assert "after step 4" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(recipe, tmp_path):
+    arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
+    twice = "os.kill(os.getpid(), number); interruption.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
+    twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("import cli,", "import cli, interruption,")
+    done = forked(twice, *arguments)
+    assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
+    assert not list((tmp_path / "out").glob("*.checkpoints/checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_in_the_last_step_the_stage_is_kept_and_the_next_does_not_begin(recipe, whole, tmp_path):
+    """The step is the stage's last: it has nothing left to go on with, and its result is written first."""
+    steps = yaml.safe_load(Path(recipe).read_text())["tune"]["steps"]
+    out = tmp_path / "out"
+    done = stopped("moe", steps, signal.SIGTERM, "run", recipe, "--out", out)
+    assert done.returncode == 143 and last_line(done).startswith(f"terminated; what is done is kept in {out}"), (
+        done.stderr
+    )
+    assert list(out.glob("moe-*/result.json")) and not list(out.glob("mix-*/result.json"))
+
+
+def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
+    """A terminal's Ctrl-C ends `2>&1 | tee log` too; with 2>&- there is no stderr at all."""
+    from moe_runtime.io import signals
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stderr in (os.fdopen(writer, "w"), None):
+        monkeypatch.setattr(sys, "__stderr__", stderr)
+        with signals.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert isinstance(stopping.asked, signals.Terminated)
+
+
+def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
+    """A scheduler's SIGTERM reaches a rank from the scheduler and from torchrun."""
+    from moe_runtime.io import signals
+
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    for later, is_order in ((0.01, False), (1.9, False), (2.1, True)):
+        with signals.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += later
+            if is_order:
+                with pytest.raises(signals.Terminated):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert isinstance(stopping.asked, signals.Terminated)
+    given = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with signals.after_the_step():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt) as order:  # another signal is another wish
+                os.kill(os.getpid(), signal.SIGINT)
+            assert not isinstance(order.value, signals.Terminated)
+    finally:
+        signal.signal(signal.SIGINT, given)
+
+
+def test_a_forked_child_ends_when_it_is_told_to():
+    from moe_runtime.io import signals
+
+    with signals.sigterm_raises(), signals.after_the_step() as stopping:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"!")
+            time.sleep(30)
+            os._exit(7)
+        os.read(reader, 1)  # Python drops what a child gets before it runs
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert stopping.asked is None
+
+
+def test_late_wishes_are_a_commands(monkeypatch):
+    from moe_runtime.io import signals
+
+    signals.raise_later(KeyboardInterrupt())  # not in a command: whoever called the training has its result
+    with signals.after_the_step():
+        pass
+    with signals.sigterm_raises():
+        signals.raise_later(signals.Terminated())
+        with pytest.raises(signals.Terminated), signals.after_the_step():
+            pass
+    with signals.after_the_step():
+        pass
+
+
+def test_the_demo_leaves_nothing(tmp_path):
+    done = stopped("base", 3, signal.SIGTERM, "demo", "--preset", "tiny", "--out", tmp_path / "demo")
+    assert done.returncode == 143 and last_line(done) == "terminated; nothing was written"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_is_not_named(monkeypatch):
+    from moe_runtime.cli import verbs
+
+    monkeypatch.setattr(sys, "argv", ["cli.py", "run", "a b.yaml"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert verbs.again() == ": moe-runtime run 'a b.yaml'"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert verbs.again() == ""
+
+
+def test_what_was_made_before_the_signal_is_named(tmp_path):
+    from moe_runtime.cli.verbs import Whole
+
+    kept = Whole("target")
+    options = {"target": tmp_path / "moe"}
+    kept.begin(options)
+    assert kept.say(options) == "nothing was written"
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text("{}")
+    assert kept.say(options) == f"whole already: {tmp_path / 'moe'}"
+    kept.begin(options)
+    assert kept.say(options) == "nothing was written"
+
+
+def test_signals_that_are_ignored_stay_ignored():
+    from moe_runtime.io import signals
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with signals.sigterm_raises(), signals.after_the_step() as stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# a training with a worker that loads its rows, stopped as a terminal and torchrun do it: by a signal to the whole group
+GROUP = """
+import os, signal, sys
+import torch
+from datasets import Dataset
+from pathlib import Path
+from transformers import TrainerCallback, TrainingArguments
+from moe_runtime import interruption
+from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
+from moe_runtime.hf.training.trainer import MoETrainer
+from tests.hf.tiny import VOCAB, dense
+
+class Sender(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.killpg(0, number)
+
+torch.set_num_threads(1)
+rows = torch.randint(3, VOCAB, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
+rows = Dataset.from_dict({"input_ids": rows, "labels": rows})
+for number in (signal.SIGINT, signal.SIGTERM):
+    folder = Path(sys.argv[1], str(int(number)))
+    args = TrainingArguments(
+        str(folder), max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", eval_strategy="no",
+    )
+    trainer = MoETrainer(dense("llama"), args, train_dataset=rows, eval_dataset=rows, callbacks=[Sender()])
+    assert trainer.get_eval_dataloader().worker_init_fn.func is trainer.get_train_dataloader().worker_init_fn.func
+    try:
+        with interruption.sigterm_raises(), stopping_with_a_checkpoint(trainer):
+            trainer.train()
+    except KeyboardInterrupt as stop:
+        print(interruption.word_of(stop), sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_load_rows_outlive_a_signal_to_the_group(tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + GROUP
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=500, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "checkpoint" in line]
+    assert lines == ["interrupted ['checkpoint-2']", "terminated ['checkpoint-2']"], done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What each of two processes says of signals that reach them in different steps (tests/support/dist_interruption.py)."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(ROOT / "tests" / "support" / "dist_interruption.py", 2, folder, str(folder))
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "case, how, steps",
+    [
+        pytest.param("one of them", "Terminated", 2, id="a signal to one"),
+        pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
+    ],
+)
+def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, steps):
+    for one in ranks:
+        found, whole = one[case], one["whole"]["weights"]
+        assert (found["how"], found["steps"]) == (how, list(range(1, steps + 1)))
+        assert found["saved"] == [f"checkpoint-{steps}"]
+        assert found["next"] == "done" and found["again"] == list(range(steps + 1, 5))
+        assert all(found["weights"][name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("case, how", [("last step", "Terminated"), ("behind the last step", "KeyboardInterrupt")])
+def test_what_comes_too_late_for_one_training_ends_all_processes_before_the_next(ranks, case, how):
+    for one in ranks:
+        found = one[case]
+        assert found["how"] == "done" and found["steps"] == [1, 2, 3, 4] and found["saved"] == []
+        assert found["next"] == how and found["again"] == []

@@ -1,0 +1,267 @@
+"""moe_runtime.methods.esft.folders: what apply and save_pretrained write, bit for bit, in bounded memory, or nothing at all."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
+from moe_runtime.hf.training.trained_files import layout_of, stack_parts
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.methods.esft.adapters import apply, remove
+from moe_runtime.methods.esft.folders import check_fit, merge_folder
+from moe_runtime.methods.esft.selection import ExpertSelection
+from tests.hf import stock as every
+from tests.hf.tiny import upcycled
+from tests.methods.esft.test_adapters import TWICE
+from tests.support import limited
+from tests.support.esft_adapter import random_adapter, same
+from tests.support.stock_moe import stock
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(folder) as checkpoint:
+        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+
+
+def assert_merged(model, tmp_path: Path, adapter, **options) -> None:
+    """Merge base and adapter, and compare with the same in memory; `model` is the base."""
+    adapter.save(tmp_path / "adapter")
+    receipt = merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", **options)
+    apply(model, tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "want")
+    base, out, want = (tensors(tmp_path / name) for name in ("base", "out", "want"))
+    assert same(out, want)
+    assert receipt.changed == sum(not torch.equal(base[key], out[key]) for key in out)
+    assert receipt.experts == sum(len(ids) for ids in adapter.experts.values())
+    assert receipt.tensors == len(out) and receipt.bytes == sum(t.numel() * t.element_size() for t in out.values())
+    for name in ("config.json", "generation_config.json"):
+        if (tmp_path / "base" / name).exists():
+            assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", [f for f in every.FAMILIES if f not in TWICE])
+def test_every_family_in_its_saved_form(tmp_path, family):
+    model = every.build(family)
+    model.save_pretrained(tmp_path / "base")
+    assert_merged(model, tmp_path, random_adapter(model, others=True))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe"])
+def test_a_folder_with_the_model_s_own_stacks(tmp_path, family):
+    model = stock(family)
+    model.save_pretrained(tmp_path / "base", save_original_format=False)
+    assert "model.layers.0.mlp.experts.down_proj" in tensors(tmp_path / "base") or family == "granitemoe"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapter = random_adapter(model)
+    adapter.save(tmp_path / "adapter")
+    merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    apply(loaded, adapter)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert same(dict(merged.state_dict()), dict(loaded.state_dict()))
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
+def test_our_own_folders(tmp_path, layers):
+    model = upcycled("llama", layers=layers)
+    model.save_pretrained(tmp_path / "base")
+    assert_merged(model, tmp_path, random_adapter(model))
+    assert (tmp_path / "out" / "modeling_moe_runtime.py").is_file()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert same(dict(merged.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_trained_wide_saved_narrow_and_in_shards(tmp_path, dtype):
+    model = stock("qwen3_moe").to(dtype)
+    model.save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    adapter = random_adapter(model, dtype=torch.float32)
+    assert_merged(model, tmp_path, adapter, max_shard_size="25KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one name", "both names in the folder"])
+def test_tied_weights(tmp_path, both):
+    model = stock("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    adapter = random_adapter(model, others=True)
+    if not both:
+        return assert_merged(model, tmp_path, adapter)
+    file = tmp_path / "base" / "model.safetensors"
+    whole = load_file(file)
+    save_file(whole | {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}, file, metadata={"format": "pt"})
+    merge_folder(tmp_path / "base", adapter, tmp_path / "out")
+    out = tensors(tmp_path / "out")
+    assert torch.equal(out["lm_head.weight"], adapter.tensors["model.embed_tokens.weight"])
+    return None
+
+
+def folder(tmp_path, family="qwen3_moe", **changes):
+    """A base in a folder and an adapter of it."""
+    model = stock(family, **changes)
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base", random_adapter(model)
+
+
+def _other_config(base, adapter):
+    config = json.loads((base / "config.json").read_text()) | {"num_experts_per_tok": 3}
+    (base / "config.json").write_text(json.dumps(config))
+    return adapter
+
+
+def _quantized(base, adapter):
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    whole = load_file(base / "model.safetensors")
+    save_file(
+        whole | {name: whole[name].to(torch.float8_e4m3fn)}, base / "model.safetensors", metadata={"format": "pt"}
+    )
+    return adapter
+
+
+def _other_weights(base, adapter):
+    whole = {name: tensor * 1.02 for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(whole, base / "model.safetensors", metadata={"format": "pt"})
+    return adapter
+
+
+def _without_an_expert(base, adapter):
+    whole = load_file(base / "model.safetensors")
+    del whole["model.layers.1.mlp.experts.7.down_proj.weight"]
+    save_file(whole, base / "model.safetensors", metadata={"format": "pt"})
+    return adapter
+
+
+def _unknown_expert(_, adapter):
+    renamed = {name.replace("experts.7.", "experts.9."): tensor for name, tensor in adapter.tensors.items()}
+    return replace(adapter, tensors=renamed, selection=ExpertSelection(experts={0: (1, 9), 1: (1, 9)}))
+
+
+@pytest.mark.parametrize(
+    "damage, match",
+    [
+        pytest.param(_other_config, "whose num_experts_per_tok is 2, the model's is 3", id="another config"),
+        pytest.param(_other_weights, "for a base with other weights", id="other weights"),
+        pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
+        pytest.param(
+            _without_an_expert, "should have .*experts.7.down_proj.weight .*, and lacks it", id="an expert is missing"
+        ),
+        pytest.param(_unknown_expert, "selection has expert 9 of layer 0, num_experts is 8", id="unknown expert"),
+        pytest.param(lambda base, a: base.rename(base.with_name("gone")) and a, "has no config.json", id="no base"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path, damage, match):
+    base, adapter = folder(tmp_path)
+    adapter = damage(base, adapter)
+    with pytest.raises(ValueError, match=match):
+        merge_folder(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_weights_if_asked_for(tmp_path):
+    base, adapter = folder(tmp_path)
+    _other_weights(base, adapter)
+    merge_folder(base, adapter, tmp_path / "out", check_weights=False)
+    out = tensors(tmp_path / "out")
+    name = "model.layers.0.mlp.experts.7.gate_proj.weight"
+    assert torch.equal(out[name], adapter.tensors[name])
+
+
+def test_a_target_that_exists(tmp_path):
+    base, adapter = folder(tmp_path)
+    before = tensors(base)
+    with pytest.raises(ValueError, match="which exists"):
+        merge_folder(base, adapter, base)
+    with pytest.raises(ValueError, match="that is read; want another folder"):
+        merge_folder(base, adapter, base, overwrite=True)
+    assert same(before, tensors(base))
+    merged = tmp_path / "merged"
+    merge_folder(base, adapter, merged)
+    (merged / "of_before").touch()
+    merge_folder(base, adapter, merged, overwrite=True)
+    assert not same(before, tensors(merged)) and not (merged / "of_before").exists()
+
+
+CHILD = """
+import sys
+import torch; torch.set_num_threads(1)
+from moe_runtime.methods.esft.folders import merge_folder
+from tests.support import limited
+
+limit = int(sys.argv[1])
+for folder in sys.argv[2:]:
+    merge_folder(folder + "/warm/base", folder + "/warm/adapter", folder + "/warm/out")
+limited.limit_data(limit)
+for folder in sys.argv[2:]:
+    merge_folder(folder + "/base", folder + "/adapter", folder + "/out", max_shard_size="8MB")
+print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
+"""
+
+
+def test_folders_bigger_than_the_memory_limit(tmp_path):
+    wide = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=8)
+    sizes, limit = {}, 32 << 20
+    for family in ("qwen3_moe", "gpt_oss"):  # a tensor per expert, and stacks
+        place = tmp_path / family
+        folder(place / "warm", family)[1].save(place / "warm" / "adapter")
+        base, adapter = folder(place, family, **wide)
+        adapter.save(place / "adapter")
+        sizes[place] = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+        assert sizes[place] > 1.5 * limit
+    out = limited.run(CHILD, limit, *sizes)
+    assert out.stdout.strip().endswith("held"), out.stderr[-2000:]
+    for place, size in sizes.items():
+        assert sum(file.stat().st_size for file in (place / "out").glob("*.safetensors")) > 0.99 * size
+
+
+def test_a_killed_merge_leaves_the_old_folder_or_the_new(tmp_path):
+    base, adapter = folder(tmp_path, num_hidden_layers=4, moe_intermediate_size=128)
+    adapter.save(tmp_path / "adapter")
+    shutil.copytree(base, tmp_path / "out")
+    code = (
+        "import sys; from moe_runtime.methods.esft.folders import merge_folder as f; print('go', flush=True)\n"
+        "while True: f(*sys.argv[1:], overwrite=True)"
+    )
+    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    child.stdout.readline()
+    time.sleep(0.5)
+    assert child.poll() is None
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    merge_folder(base, adapter, tmp_path / "want")
+    assert any(same(tensors(tmp_path / "out"), tensors(tmp_path / name)) for name in ("base", "want"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v2", "upcycled"])
+@pytest.mark.parametrize("own_form", [False, True], ids=["saved form", "the model's stacks"])
+def test_a_base_with_other_experts_alone_is_refused(tmp_path, family, own_form):
+    model = upcycled("llama") if family == "upcycled" else stock(family)
+    adapter = random_adapter(model)
+    model.save_pretrained(tmp_path / "base", save_original_format=not own_form)
+    assert check_fit(tmp_path / "base", adapter) > 0
+    apply(model, adapter)  # the same is said of a model
+    remove(model)
+    with torch.no_grad():
+        for layer in numbered_layers(model).values():
+            module = experts_module(model, layer)
+            for name in stack_parts(layout_of(module)):
+                getattr(module, name)[[e for e in range(layer.num_experts) if e not in (1, layer.num_experts - 1)]] *= (
+                    1.1
+                )
+    model.save_pretrained(tmp_path / "other", save_original_format=not own_form)
+    for call in (lambda: check_fit(tmp_path / "other", adapter), lambda: apply(model, adapter)):
+        with pytest.raises(ValueError, match="for a base with other experts: 100%"):
+            call()
+    assert check_fit(tmp_path / "other", adapter, check_weights=False) > 0

@@ -1,0 +1,131 @@
+"""moe_runtime.methods.esft.recipe: what a recipe may say, that the shipped ones say what the paper does, clear errors."""
+
+import re
+
+import pytest
+import yaml
+
+from moe_runtime.cli import runs
+from moe_runtime.experiments.recipe import METHODS, method_of, recipe_path
+from moe_runtime.methods.esft.recipe import EsftRecipe, load_recipe, shipped_recipes
+
+TUNING = {"steps": 3, "learning_rate": 1e-3}
+SMALL = {
+    "base_model": "folder",
+    "tasks": {"law": {"train": "law.jsonl"}},
+    "fft": TUNING,
+    "lora": {"training": TUNING},
+    "esft": TUNING,
+}
+PRETRAIN = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "steps": 2, "batch_size": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "tiny"])
+def test_a_shipped_study_survives_its_dict(name):
+    assert name in shipped_recipes()
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.method == "esft" and len(recipe.tasks) == 2
+    assert (
+        EsftRecipe.from_dict(recipe.to_dict()) == recipe == load_recipe(METHODS / "esft" / "recipes" / f"{name}.yaml")
+    )
+    assert EsftRecipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+
+
+# Sec. 4.3, and the released code's arguments
+def test_the_settings_are_the_papers():
+    recipe = load_recipe("deepseek-v2-lite")
+    assert recipe.base_model == "deepseek-ai/DeepSeek-V2-Lite"
+    rates = {recipe.fft: 3e-5, recipe.lora.training: 1e-4, recipe.esft: 1e-5}
+    for training, rate in rates.items():
+        assert (training.learning_rate, training.steps, training.batch_size) == (rate, 500, 32)
+        assert (training.optimizer, training.adam_beta1, training.adam_beta2) == ("adamw_torch", 0.9, 0.95)
+        assert (training.weight_decay, training.schedule, training.warmup_steps) == (0.1, "constant", 0)
+        assert training.max_grad_norm == 1 and training.keep_best and training.steps == 100 * recipe.evaluations
+    assert (recipe.lora.rank, recipe.lora.scaling) == (8, 2)
+    assert (recipe.p.gate, recipe.p.token) == (0.1, 0.2) and recipe.scores.n_tokens == 32 * 4096
+    assert recipe.max_length == 4096 and recipe.pack and recipe.drop_bos == 0.2 and recipe.mix == 1
+    assert recipe.scores.variant == "v1" and (recipe.dtype, recipe.trained_dtype) == ("bfloat16", "float32")
+
+
+def test_a_recipe_without_more_has_the_papers_settings():
+    small, real = EsftRecipe.from_dict(SMALL), load_recipe("deepseek-v2-lite")
+    for name in ("max_length", "pack", "drop_bos", "mix", "scores", "p", "score", "evaluations"):
+        assert getattr(small, name) == getattr(real, name), name
+    assert small.tasks["law"].prompt == "deepseek" and small.general.train == "standard-library"
+    assert small.lora.rank == 8 and small.esft.weight_decay == 0.1 and small.fft.adam_beta2 == 0.95
+
+
+def test_a_change_reaches_into_tasks():
+    recipe = EsftRecipe.from_dict(SMALL).change(tasks__law__limit=7, esft__steps=9, p__gate=0.3)
+    assert recipe.tasks["law"].limit == 7 and recipe.esft.steps == 9 and recipe.p.gate == 0.3
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
+        pytest.param({"esft": TUNING | {"lr": 1}}, "esft.lr is no key of a recipe; want some of epochs", id="nested"),
+        pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 is 1.0; want 0 to below 1", id="beta"),
+        pytest.param({"esft": {"steps": 3}}, "esft.learning_rate is missing; want a number", id="missing"),
+        pytest.param({"tasks": {}}, "tasks is {}; want at least one task", id="no-task"),
+        pytest.param({"tasks": None}, "tasks is None; want keys and values", id="null"),
+        pytest.param({"tasks": ["law"]}, r"tasks is \['law'\]; want keys and values", id="list"),
+        pytest.param({"tasks": {"law": {}}}, "tasks.law.train is missing; want text", id="no-rows"),
+        pytest.param({"tasks": {"law": {"train": "a", "limit": 0}}}, "tasks.law.limit is 0; want an integer", id="limit"),
+        pytest.param({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is no key of a recipe", id="task-key"),
+        pytest.param({"tasks": {"a/b": {"train": "a"}}}, "tasks has the name 'a/b'; want letters", id="path"),
+        pytest.param({"tasks": {"general": {"train": "a"}}}, "tasks has the name 'general'", id="general"),
+        pytest.param(
+            {"tasks": {"law": {"train": "standard-library/a"}}}, "tasks.law.train is 'standard-library/a'; want", id="library"
+        ),
+        pytest.param({"p": {"gate": 0}}, "p.gate: p is 0.0; want a number above 0 and at most 1", id="p"),
+        pytest.param({"p": {"token": 1.5}}, "p.token: p is 1.5; want a number above 0", id="p-above-1"),
+        pytest.param({"scores": {"variant": "v2"}}, "scores.variant is 'v2'; want one of v1, paper", id="variant"),
+        pytest.param({"lora": {"rank": 0, "training": TUNING}}, "lora.rank is 0; want an integer of at least 1", id="rank"),
+        pytest.param({"score": "both"}, "score is 'both'; want one of gate, token", id="score"),
+        pytest.param({"mix": -1}, "mix is -1.0; want a number of 0 or more", id="mix"),
+        pytest.param({"trained_dtype": "fp8"}, "trained_dtype is 'fp8'; want one of float32", id="dtype"),
+        pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
+        pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
+        pytest.param(
+            {"base_model": None, "pretrain": PRETRAIN | {"top_k": 40}}, "pretrain.top_k is 40, num_experts is 32", id="top-k"
+        ),
+        pytest.param(
+            {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}}, "dense_layers is 2, num_layers", id="dense"
+        ),
+        pytest.param({"general": {"prompt": "chat"}}, "prompt is 'deepseek' in one place and 'chat'", id="templates"),
+        pytest.param({"method": "xft"}, "method is 'xft'; want one of esft", id="method"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_error_with_the_key(change, says):
+    with pytest.raises(ValueError, match=says):
+        EsftRecipe.from_dict(SMALL | change)
+
+
+def test_an_error_of_a_file_names_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(SMALL | {"mix": "much"}))
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: mix is 'much'; want a number"):
+        load_recipe(path)
+
+
+def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
+    assert recipe_path("tiny", "xft", "esft") == METHODS / "xft" / "recipes" / "tiny.yaml"
+    assert (
+        recipe_path("esft/tiny", "xft", "esft")
+        == recipe_path("tiny", "esft")
+        == METHODS / "esft" / "recipes" / "tiny.yaml"
+    )
+    assert recipe_path("deepseek-v2-lite", "xft", "esft").parent.name == "esft"
+    assert (
+        method_of(METHODS / "esft" / "recipes" / "tiny.yaml") == "esft"
+        and method_of(METHODS / "xft" / "recipes" / "tiny.yaml") == "xft"
+    )
+    with pytest.raises(ValueError, match="recipe is 'none'; want a YAML file, or one of .*esft/tiny"):
+        recipe_path("none", "xft", "esft")
+    (tmp_path / "mine.yaml").write_text("method: dare")
+    with pytest.raises(ValueError, match="method is 'dare'; want one of xft, esft, upit, ultrafuser"):
+        runs.run(tmp_path / "mine.yaml", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,310 @@
+"""methods/esft/selection.py: Eq. (8), the published selections of four tasks, the controls, the configuration file."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from moe_runtime.hf.dropin.layers import numbered_layers
+from moe_runtime.methods.esft.recorder import GateSums
+from moe_runtime.methods.esft.scores import ExpertScores, score_experts
+from moe_runtime.methods.esft.selection import (
+    ExpertSelection,
+    check_selection,
+    group_experts,
+    random_experts,
+    select_experts,
+)
+from tests.hf import tiny
+from tests.hf.dropin.test_layers import ids, stock
+
+PUBLISHED = numpy.load(Path(__file__).parents[2] / "data" / "esft_routing_4_tasks.npz")
+TASKS = ("intent", "law", "summary", "translation")
+LAYERS = tuple(range(1, 27))
+
+
+def published(task: str, name: str) -> torch.Tensor:
+    return torch.tensor(PUBLISHED[f"shipped/{task}/{name}"])
+
+
+def sums_of(task: str) -> GateSums:
+    """What the task's published logs add up to; sample means are not among them."""
+    count, gate = published(task, "count").long(), published(task, "gate_sum")
+    n_tokens, nothing = int(published(task, "n_tokens")), torch.zeros(26, 64, dtype=torch.float64)
+    return GateSums(
+        layers=LAYERS, count=count, gate=gate, sample_count=nothing, sample_gate=nothing, n_tokens=n_tokens, n_samples=1,
+        top_k=6,
+    )  # fmt: skip
+
+
+def scores_of(*rows: list[float], **options) -> ExpertScores:
+    table = torch.tensor(rows, dtype=torch.float64)
+    return ExpertScores(layers=tuple(range(1, len(rows) + 1)), gate=table, token=table, **options)
+
+
+# the published results
+
+
+@pytest.mark.parametrize("score", ["gate", "token"])
+@pytest.mark.parametrize("task", TASKS)
+def test_published_scores_are_reproduced(task, score):
+    scores, want = ExpertScores.from_sums(sums_of(task)), published(task, f"{score}_scores")
+    assert (scores.scores(score) - want).abs().max() <= 5e-5
+    # and rounded, to the last digit
+    assert torch.equal(scores.scores(score, round=4), want)
+
+
+@pytest.mark.parametrize("source", ["sums", "summary"])
+@pytest.mark.parametrize("task", TASKS)
+def test_published_selections_are_reproduced(task, source, tmp_path):
+    scores = ExpertScores.from_sums(sums_of(task))
+    if source == "summary":
+        scores.save(tmp_path / "summary.json", round=4)
+        scores = ExpertScores.load(tmp_path / "summary.json")
+    got = select_experts(scores, 0.2, "token", round=None if source == "summary" else 4)
+    # a published expert's place in the order of selection, from 1; 0 for the others
+    places = published(task, "config_token_p0.2").tolist()
+    want = {
+        layer: tuple(sorted((e for e in range(64) if row[e]), key=row.__getitem__))
+        for layer, row in zip(LAYERS, places, strict=True)
+    }
+    assert got.experts == want and sum(map(len, want.values())) > 26 * 3
+
+
+@pytest.mark.parametrize(
+    ("task", "v1", "normalized"), [("intent", 4.7, 2.0), ("law", 6.3, 2.1), ("summary", 7.4, 2.0), ("translation", 3.0, 1.2)]
+)  # fmt: skip
+def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
+    scores = ExpertScores.from_sums(sums_of(task))
+    per_layer = {
+        variant: select_experts(scores, 0.1, "gate", variant).num_experts / 26
+        for variant in ("v1", "normalized", "head")
+    }
+    assert round(per_layer["v1"], 1) == v1 and abs(per_layer["normalized"] - normalized) < 0.05
+    assert 1.0 <= per_layer["head"] <= 1.1
+
+
+# Eq. (8)
+
+
+@pytest.mark.parametrize(
+    ("row", "p", "want"),
+    [
+        pytest.param([0.1, 0.4, 0.3, 0.2], 0.4, (1,), id="reached exactly"),
+        pytest.param([0.1, 0.4, 0.3, 0.2], 0.41, (1, 2), id="one more"),
+        pytest.param([0.25, 0.25, 0.25, 0.25], 0.5, (0, 1), id="ties to the lower id"),
+        pytest.param([0.1, 0.4, 0.3, 0.2], 1e-9, (1,), id="at least one"),
+        pytest.param([0.5, 0.0, 0.5, 0.0], 1.0, (0, 2), id="none without a token"),
+        pytest.param([0.05, 0.02, 0.0, 0.01], 0.2, (0, 1, 3), id="never reached"),
+    ],
+)
+def test_the_smallest_set_that_reaches_p(row, p, want):
+    assert select_experts(scores_of(row), p).experts == {1: want}
+
+
+@pytest.mark.parametrize("score", ["gate", "token"])
+def test_sets_are_minimal_nested_and_grow_with_p(score):
+    scores, before = ExpertScores.from_sums(sums_of("law")), {layer: () for layer in LAYERS}
+    for p in (0.05, 0.1, 0.2, 0.3, 0.5, 0.9):
+        selection = select_experts(scores, p, score, "normalized")
+        for row, (layer, experts) in zip(scores.scores(score, "normalized"), selection.experts.items(), strict=True):
+            assert row[list(experts)].sum() >= p > row[list(experts[:-1])].sum()
+            assert experts[: len(before[layer])] == before[layer]
+        before = selection.experts
+    everything = select_experts(scores, 1.0, score, "normalized").experts
+    used = scores.sums.count > 0
+    assert all(set(everything[layer]) == set(used[i].nonzero().flatten().tolist()) for i, layer in enumerate(LAYERS))
+
+
+def test_it_says_how_it_was_made():
+    scores = score_experts(stock("mixtral"), [ids()])
+    selection = select_experts(scores, 0.3, "token", "normalized", shared_experts=True)
+    made = selection.score, selection.p, selection.variant, selection.shared_experts, selection.non_expert_modules
+    assert made == ("token", 0.3, "normalized", True, False)
+
+
+def test_a_shared_expert_is_never_selected():
+    scores = score_experts(tiny.upcycled(), [tiny.batch()])
+    assert all(0 not in experts and len(experts) == 3 for experts in select_experts(scores, 1.0).experts.values())
+
+
+@pytest.mark.parametrize("p", [0, -0.1, 1.01, float("nan"), True, "0.1"])
+def test_p_is_above_0_and_at_most_1(p):
+    with pytest.raises(ValueError, match="p is .*; want a number above 0 and at most 1"):
+        select_experts(scores_of([0.5, 0.5]), p)
+    with pytest.raises(ValueError, match="p is"):
+        ExpertSelection(experts={}, p=p)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"score": "both"}, "score is 'both'; want one of gate, token"),
+        ({"variant": "v2"}, "variant is 'v2'; want one of v1"),
+        ({"variant": "paper"}, "variant is 'paper', the scores are 'v1' without the sums"),
+        ({"group_size": 2}, "scores have no pairs"),
+        ({"group_size": 0}, "group_size is 0"),
+    ],
+)
+def test_bad_options_are_named(options, error):
+    with pytest.raises(ValueError, match=error):
+        select_experts(scores_of([0.5, 0.5]), 0.1, **options)
+
+
+def test_a_layer_without_scores_is_named():
+    with pytest.raises(ValueError, match="layer 2 has no gate scores above 0"):
+        select_experts(scores_of([0.5, 0.5], [0.0, 0.0]), 0.1)
+
+
+# controls
+
+
+def test_random_experts_are_as_many_per_layer():
+    selection = select_experts(ExpertScores.from_sums(sums_of("law")), 0.2, "token", shared_experts=True)
+    drawn = random_experts(selection, 64, seed=0)
+    assert {layer: len(set(e)) for layer, e in drawn.experts.items()} == {
+        n: len(e) for n, e in selection.experts.items()
+    }
+    assert drawn == random_experts(selection, 64, seed=0) != random_experts(selection, 64, seed=1)
+    assert drawn.score == "random" and drawn.shared_experts and drawn.experts != selection.experts
+    often = torch.zeros(5)
+    for seed in range(600):
+        often[list(random_experts(ExpertSelection(experts={0: (1, 2)}), 5, seed, num_shared=1).experts[0])] += 1
+    assert often[0] == 0 and (often[1:] - 300).abs().max() < 60
+    with pytest.raises(ValueError, match="num_experts is 3, num_shared is 1, selection has 3 experts of layer 0"):
+        random_experts(ExpertSelection(experts={0: (0, 1, 2)}), 3, 0, num_shared=1)
+
+
+def brute_force(pairs: list[list[int]], size: int) -> list[set[int]]:
+    """App. B, written down once more, slowly."""
+    E = len(pairs)
+    rows = [[0 if i == j else pairs[i][j] for j in range(E)] for i in range(E)]
+
+    def cosine(i, j):
+        norm = math.sqrt(sum(x * x for x in rows[i])) * math.sqrt(sum(x * x for x in rows[j]))
+        return sum(x * y for x, y in zip(rows[i], rows[j], strict=True)) / norm
+
+    left, groups = set(range(E)), []
+    while left:
+        candidates = itertools.combinations(sorted(left), size)
+        best = max(candidates, key=lambda c: sum(cosine(i, j) for i, j in itertools.combinations(c, 2)))
+        groups.append(set(best))
+        left -= set(best)
+    return groups
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_are_those_of_the_appendix(size):
+    counts = torch.randint(1, 40, (8, 8), generator=torch.Generator().manual_seed(3))
+    pairs = counts + counts.T
+    want = brute_force(pairs.tolist(), size)
+    got = [set(group) for group in group_experts(pairs, size)]
+    assert got == want if size > 1 else sorted(map(min, got)) == list(range(8))
+    shifted = torch.zeros(9, 9, dtype=torch.long)
+    shifted[1:, 1:] = pairs
+    assert [{e - 1 for e in group} for group in group_experts(shifted, size, num_shared=1)] == got
+
+
+def test_experts_of_a_group_come_together():
+    # 0 and 1 are seldom chosen together, but with the same others
+    pairs = torch.tensor([[0, 1, 5, 5], [1, 0, 5, 5], [5, 5, 0, 1], [5, 5, 1, 0]])
+    assert [set(group) for group in group_experts(pairs, 2)] == [{0, 1}, {2, 3}]
+    table = torch.tensor([[0.1, 0.2, 0.3, 0.05]], dtype=torch.float64)
+    sums = GateSums(
+        layers=(1,), count=torch.ones(1, 4).long(), gate=table, sample_count=table, sample_gate=table, n_tokens=1, n_samples=1,
+        top_k=2, pairs=pairs[None],
+    )  # fmt: skip
+    scores = ExpertScores.from_sums(sums)
+    # 0.35 of (2, 3), then 0.3 of (0, 1), the best of a group first
+    assert select_experts(scores, 0.3, group_size=2).experts == {1: (2, 3)}
+    assert select_experts(scores, 0.36, group_size=2).experts == {1: (2, 3, 1, 0)}
+    assert select_experts(scores, 0.3).experts == {1: (2,)}
+    assert select_experts(scores, 0.31, groups={1: [(0, 3), (2, 1)]}).experts == {1: (2, 1)}
+    for groups in ({}, {1: [(0, 1)]}, {1: [(0, 1), (1, 2, 3)]}):
+        with pytest.raises(ValueError, match="groups of layer 1 are .*; want each of 0 to 3 in one"):
+            select_experts(scores, 0.3, groups=groups)
+    with pytest.raises(ValueError, match=r"group_size is 3, pairs is \(4, 4\)"):
+        select_experts(scores, 0.3, group_size=3)
+    with pytest.raises(ValueError, match="with at most"):
+        group_experts(torch.ones(256, 256), 4)
+
+
+# the configuration
+
+
+def test_the_configuration_is_the_official_one(tmp_path):
+    selection = ExpertSelection(experts={10: [5, 0], 2: ()}, shared_experts=True)
+    selection.save(tmp_path / "config.json")
+    official = {"experts": {"2": [], "10": [5, 0]}, "shared_experts": True, "non_expert_modules": False}
+    assert json.loads((tmp_path / "config.json").read_text()) == official == selection.to_dict()
+    assert ExpertSelection.load(tmp_path / "config.json") == selection
+    assert selection.num_experts == 2 and selection.experts == {2: (), 10: (5, 0)}
+    made = ExpertSelection(experts={1: (0,)}, score="gate", p=0.1, variant="v1")
+    assert ExpertSelection.from_dict(made.to_dict()) == made
+    assert made.to_dict() == {
+        "experts": {"1": [0]}, "shared_experts": False, "non_expert_modules": False, "score": "gate", "p": 0.1, "variant": "v1",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({}, "has no key 'experts'"),
+        ({"experts": {}, "expert": {}}, "has the key 'expert'"),
+        ({"experts": [1]}, r"experts is \[1\]; want lists of ids by layer"),
+        ({"experts": {"1": 3}}, "experts is {'1': 3}; want lists"),
+        ({"experts": {"one": [3]}}, "experts has the layer 'one'; want whole numbers"),
+        ({"experts": {"01": [3], "1": [4]}}, "experts has the layer '01'"),
+        ({"experts": {"1": [3, 3]}}, "experts of layer 1 has 3 twice"),
+        ({"experts": {"1": [-1]}}, "expert of layer 1 is -1; want a whole number"),
+        ({"experts": {"1": [1.5]}}, "expert of layer 1 is 1.5"),
+        ({"experts": {"1": [True]}}, "expert of layer 1 is True"),
+        ({"experts": {}, "shared_experts": "yes"}, "shared_experts is 'yes'; want True or False"),
+        ({"experts": {}, "p": 1.5}, "p is 1.5"),
+        ({"experts": {}, "score": "best"}, "score is 'best'"),
+        ({"experts": {}, "variant": "v3"}, "variant is 'v3'"),
+    ],
+)
+def test_a_bad_configuration_is_named_with_its_file(values, error, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"config.json:? {error}"):
+        ExpertSelection.load(tmp_path / "config.json")
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        ExpertSelection.load(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"nowhere.json, which cannot be read"):
+        ExpertSelection.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("kind", ["stock", "ours"])
+def test_a_selection_of_another_model_is_named(kind):
+    model = stock("mixtral") if kind == "stock" else tiny.upcycled()
+    for given in (model, numbered_layers(model)):
+        check_selection(given, ExpertSelection(experts={0: (3, 1), 1: ()}))
+        with pytest.raises(ValueError, match="selection has layer 7; want some of 0, 1"):
+            check_selection(given, ExpertSelection(experts={7: (1,)}))
+        with pytest.raises(ValueError, match="selection has expert 4 of layer 1, num_experts is 4; want ids below 4"):
+            check_selection(given, ExpertSelection(experts={1: (1, 4)}))
+        if kind == "ours":
+            with pytest.raises(ValueError, match="selection has expert 0 of layer 1, which every token sees"):
+                check_selection(given, ExpertSelection(experts={1: (0,)}))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_scores_that_are_no_numbers_are_named(value):
+    with pytest.raises(ValueError, match="layer 2 has gate scores that are NaN or infinite"):
+        select_experts(scores_of([0.5, 0.5], [0.5, value]), 0.1)
+
+
+def test_the_variant_is_the_scores_own():
+    scores = ExpertScores.from_sums(sums_of("law"), "normalized")
+    assert select_experts(scores, 0.2) == select_experts(scores, 0.2, variant="normalized")
+    assert select_experts(scores, 0.2).variant == "normalized"
+    assert select_experts(scores, 0.1, variant="v1") == select_experts(ExpertScores.from_sums(sums_of("law")), 0.1)

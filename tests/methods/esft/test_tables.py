@@ -1,0 +1,272 @@
+"""Each table of ESFT from real, very small trainings: what it holds, that nothing is trained twice, and what it refuses."""
+
+import json
+import math
+import re
+import statistics
+
+import pytest
+
+from moe_runtime.experiments import plots
+from moe_runtime.experiments.compare import compare
+from moe_runtime.experiments.tables import Entry
+from moe_runtime.methods.esft import tables as esft_tables
+from moe_runtime.methods.esft.recipe import load_recipe
+from moe_runtime.methods.esft.study import sizes_for
+from moe_runtime.methods.esft.tables import EsftReport
+from tests.support.esft_study import write_study
+
+METHODS = ("FFT", "LoRA", "ESFT-Token", "ESFT-Gate")
+# name -> methods, options
+TABLES = {
+    "main": (["base", *METHODS], {}),
+    "random-experts": (
+        ["base", "ESFT-Token", "ESFT-Token, random experts", "ESFT-Gate", "ESFT-Gate, random experts"], {},
+    ),
+    "sweep-p": (
+        ["base", "FFT", "ESFT-Gate, p 0.05", "ESFT-Gate, p 0.3", "LoRA, rank 1", "LoRA, rank 2"],
+        {"ps": (0.05, 0.3), "score": "gate", "ranks": (1, 2)},
+    ),
+    "shared-grid": (list(esft_tables.GRID), {}),
+    "group-size": ([f"{method}, groups of {size}" for size in (1, 2) for method in ("FFT", "ESFT-Token", "ESFT-Gate")], {}),
+    "mix-data": ([f"{method}, mix {mix}" for method in METHODS for mix in (0, 1)], {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Interpreted kernels would take minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return load_recipe(write_study(tmp_path_factory.mktemp("study"))).change(evaluations=1)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The folder of all stages of this file."""
+    return tmp_path_factory.mktemp("tables")
+
+
+def make(command, recipe, out, **options):
+    said = []
+    return esft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
+
+
+def times(out):
+    """When each finished stage was written."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_a_table(command, recipe, out):
+    names, options = TABLES[command]
+    before = times(out)
+    report, said = make(command, recipe, out, **options)
+    assert [entry.name for entry in report.entries] == names and isinstance(report, EsftReport)
+    assert all(times(out)[name] == written for name, written in before.items())  # nothing was trained twice
+    assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
+    values = json.loads((out / f"{command}.json").read_text())
+    for method, entry in zip(values["methods"], report.entries, strict=True):
+        for seed, result in zip(method["seeds"], entry.results, strict=True):
+            folders = [(out / one["folder"]).parent for one in seed["tasks"].values()]
+            parts = [json.loads((folder / "result.json").read_text()) for folder in folders]
+            if entry.name not in ("base", "nothing (base)"):
+                assert [loss for part in parts for loss in part["losses"]] == list(result.losses)
+                mean = {of: statistics.fmean(part[of] for part in parts) for of in ("general_loss", "optimizer_bytes")}
+                assert mean["general_loss"] == pytest.approx(result.general_loss)
+                assert mean["optimizer_bytes"] == pytest.approx(result.optimizer_bytes, abs=1)
+        assert method["loss"] == entry.loss and method["general_loss"] == report.general.entry(entry.name).loss
+    losses = {entry.name: [result.general_losses for result in entry.results] for entry in report.entries}
+    want = compare(losses, report.reference, report.entries[0].results[0].general_tokens)
+    assert report.general.comparisons == want and len(values["general_comparisons"]) == len(names) - 1
+    assert values["held_out_rows"] == 24 and values["general_rows"] == 12 and values["tasks"] == ["sums", "words"]
+    assert [row[0] for row in report.rows()] == names and {len(row) for row in report.rows()} == {len(report.columns())}
+    assert report.summary and "24 held-out rows of the tasks sums, words" in report.legend()
+    assert any(f"seed {len(report.seeds)} of {len(report.seeds)}" in line for line in said)
+
+
+def test_again_is_instant_and_equal(recipe, out):
+    # after test_a_table: the stages are there
+    first, _ = make("main", recipe, out)
+    written = times(out)
+    second, said = make("main", recipe, out)
+    assert times(out) == written and second.rows() == first.rows() and second.summary == first.summary
+    assert not any("steps in" in line for line in said)
+
+
+def test_what_the_methods_of_main_train(recipe, out):
+    report, _ = make("main", recipe, out)
+    trained = {entry.name: entry.results[0].trained_parameters for entry in report.entries}
+    assert trained["base"] == 0 < trained["ESFT-Token"] < trained["FFT"] == report.entries[0].results[0].parameters
+    cells = {row[0]: row for row in report.rows()}
+    columns = [name for name, _ in report.columns()]
+    assert cells["FFT"][columns.index("share")] == "100.0%" and cells["base"][columns.index("trained")] == ""
+    assert columns[1:4] == ["sums", "words", "all tasks"]
+    bytes_share = report.entry("ESFT-Gate").results[0].optimizer_bytes / report.entry("FFT").results[0].optimizer_bytes
+    assert bytes_share == pytest.approx(trained["ESFT-Gate"] / trained["FFT"], rel=0.02)
+
+
+def test_drawn_experts_are_as_many_and_others(recipe, out):
+    report, _ = make("random-experts", recipe, out)
+    chosen, drawn = (report.entry(name).results[0] for name in ("ESFT-Gate", "ESFT-Gate, random experts"))
+    counts = [
+        {task: {n: len(ids) for n, ids in one.experts.items()} for task, one in r.tasks.items()}
+        for r in (chosen, drawn)
+    ]
+    assert counts[0] == counts[1] and chosen.trained_parameters == drawn.trained_parameters
+    assert any(chosen.tasks[task].experts != drawn.tasks[task].experts for task in recipe.tasks)
+    said = [line.partition(" against ")[0] for line in report.summary]
+    assert said == ["ESFT-Token, random experts", "ESFT-Gate, random experts"]
+
+
+# Table 3: 15.7B, 1.85B, 1.4B, 450M, 1.3B, 2.7B, none, in this order of size
+def test_the_grid_trains_what_table_3_says(recipe, out):
+    report, _ = make("shared-grid", recipe, out)
+    size = {entry.name: entry.results[0].trained_parameters for entry in report.entries}
+    relevant, shared = size["relevant"], size["shared"]
+    others = size["shared, others"] - shared
+    assert size["relevant, shared"] == relevant + shared
+    assert size["relevant, shared, others"] == relevant + shared + others
+    assert (
+        size["all experts, shared, others"] == report.entries[0].results[0].parameters and size["nothing (base)"] == 0
+    )
+    assert report.entry("nothing (base)").loss == make("main", recipe, out)[0].entry("base").losses[0]
+
+
+def test_what_trains_with_all_else_is_tuned_as_fft(recipe, out):
+    stages = esft_tables.Stages(recipe.change(fft__learning_rate=2e-3), out, say=lambda text: None)
+    rates = {}
+    for flag in (False, True):
+        made = stages.esft("sums", stages.selection("sums", "token", non_expert_modules=flag))
+        made_of = json.loads((made.folder.parent / "result.json").read_text())["made_of"]
+        rates[flag] = made_of["settings"]["training"]["learning_rate"]
+    assert rates == {False: recipe.esft.learning_rate, True: 2e-3}
+
+
+def test_a_sweep_trains_more_and_more(recipe, out):
+    report, _ = make("sweep-p", recipe, out, **TABLES["sweep-p"][1])
+    x = report.extra["x"]
+    assert x["ESFT-Gate, p 0.05"] < x["ESFT-Gate, p 0.3"] and x["LoRA, rank 2"] == pytest.approx(2 * x["LoRA, rank 1"])
+    assert report.extra["x_log"] and "FFT" not in x
+
+
+def test_counts(recipe, out):
+    report, _ = make("counts", recipe, out)
+    assert [row[0] for row in report.rows()] == ["sums, gate", "sums, token", "words, gate", "words, token"]
+    (found,) = report.found
+    stages = esft_tables.Stages(recipe, out, say=lambda text: None)
+    for name, counts in zip(found.tasks, found.counts, strict=True):
+        selection = stages.selection(*name.split(", "))
+        assert counts == [len(selection.experts[layer]) for layer in found.layers]
+    page = (out / "counts.html").read_text()
+    assert "<h2>words</h2>" in page and "turn " in re.sub("<[^>]*>", "", page)
+    for name in ("counts.png", "counts-gate-mass.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "counts.json").read_text())["found"][0]["counts"] == found.counts
+
+
+def test_overlap_and_sample_size(recipe, out):
+    report, _ = make("overlap", recipe, out, top=3, seeds=2)
+    assert len(report.found) == 2 and all(one.top == 3 for one in report.found)
+    mean = statistics.fmean(one.shared[0][1] for one in report.found)
+    assert report.rows()[0] == (
+        "sums",
+        f"{statistics.fmean(one.shared[0][0] for one in report.found):.2f}",
+        f"{mean:.2f}",
+    )
+    report, _ = make("sample-size", recipe, out, sizes=(32, 8), top=3)
+    assert [name for name, _ in report.columns()] == ["task", "8", "32"] and len(report.rows()) == 2
+    assert all(0 <= value <= 3 for row in report.found[0].shared for value in row)
+    written = times(out)
+    again, _ = make("sample-size", recipe, out, sizes=(8, 32), top=3)
+    assert again.rows() == report.rows() and times(out) == written
+    with pytest.raises(ValueError, match="half of a task's rows has .* tokens; want 512, or sizes below that"):
+        make("sample-size", recipe, out, overwrite=True)
+    assert sizes_for(2047) == [512, 1024] and sizes_for(10**9)[-1] == 131072 and sizes_for(100) == []
+
+
+@pytest.mark.parametrize(
+    "command, options, match",
+    [
+        pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
+        pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+        pytest.param("sweep-p", {"ps": (0.1, 1.5)}, "p is 1.5; want a number above 0 and at most 1", id="p above 1"),
+        pytest.param("sweep-p", {"ps": (0.1, 0.1)}, "p is 0.1, 0.1; want different numbers", id="p twice"),
+        pytest.param("sweep-p", {"ps": (math.nan,)}, "p is nan; want a number", id="p is no number"),
+        pytest.param("sweep-p", {"ranks": (0,)}, "rank is 0; want an integer of at least 1", id="rank"),
+        pytest.param("sweep-p", {"score": "both of"}, "score is 'both of'; want one of gate, token, both", id="score"),
+        pytest.param("shared-grid", {"score": "both"}, "score is 'both'; want one of gate, token", id="grid's score"),
+        pytest.param(
+            "group-size", {"sizes": (1, 4)}, "group_size is 4, num_experts is 8, top_k is 2; want", id="groups"
+        ),
+        pytest.param("group-size", {"sizes": ()}, "group_size is not given; want different numbers", id="no group"),
+        pytest.param("mix-data", {"ratios": (-1.0,)}, "mix is -1.0; want a number of 0 or more", id="mix"),
+        pytest.param("sample-size", {"sizes": (0,)}, "sizes is 0; want an integer of at least 1", id="sizes"),
+        pytest.param("overlap", {"top": 0}, "top is 0; want an integer of at least 1", id="top"),
+    ],
+)
+def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        esft_tables.run(command, recipe, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tiny_study_allows_the_papers_group_sizes():
+    tiny = load_recipe("tiny")
+    assert esft_tables.COMMANDS["group-size"].check(tiny) == {"sizes": (1, 2, 4)}
+    assert esft_tables.COMMANDS["sweep-p"].check(tiny)["ranks"] == (1, 2, 8)
+    with pytest.raises(ValueError, match="top is 33, the layers have 32 routed experts"):
+        esft_tables.COMMANDS["overlap"].check(tiny, top=33)
+
+
+def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
+    before = (out / "main.json").read_bytes()
+    with pytest.raises(ValueError, match=r"made with other settings \(seeds\).*overwrite=True"):
+        make("main", recipe, out, seeds=2)
+    assert (out / "main.json").read_bytes() == before
+
+
+def other(report: EsftReport, change, **fields) -> EsftReport:
+    """A report of other numbers: `change` makes the results of an entry."""
+    entries = [Entry(entry.name, change(entry)) for entry in report.entries]
+    names = ("command", "title", "source", "settings", "seeds", "reference", "summary", "extra")
+    return EsftReport(entries=entries, **{name: getattr(report, name) for name in names} | fields)
+
+
+def test_two_seeds_have_a_spread(recipe, out, tmp_path):
+    report, _ = make("main", recipe, out, overwrite=True)
+
+    def second(entry) -> list:
+        (one,) = entry.results
+        more = {"general_loss": one.general_loss + 1, "general_losses": [loss + 1 for loss in one.general_losses]}
+        return [one, one._replace(**more, trained_parameters=one.trained_parameters + 10)]
+
+    both = other(report, second, seeds=(0, 1))
+    fft = both.general.entry("FFT")
+    assert fft.loss == pytest.approx(report.general.entry("FFT").loss + 0.5) and fft.sd == pytest.approx(0.5**0.5)
+    methods = both.to_dict()["methods"]
+    assert [len(method["seeds"]) for method in methods] == [2] * 5 and methods[1]["general_loss"] == fft.loss
+    assert methods[1]["trained_parameters"] == report.entry("FFT").results[0].trained_parameters + 5
+    assert "±" in both.rows()[1][7] and "2 seeds" in both.legend()
+    plots.save(plots.dots(both), tmp_path / "two.png")
+
+
+def test_a_method_that_diverged_on_general_text(recipe, out, tmp_path):
+    report, _ = make("main", recipe, out, overwrite=True)
+    nan = {"general_losses": [math.nan] * 12, "general_loss": math.nan}
+    bad = other(report, lambda entry: [r._replace(**nan) if entry.name == "LoRA" else r for r in entry.results])
+    plots.save(plots.dots(bad), tmp_path / "nan.png")
+    assert bad.general.comparison("LoRA").verdict == "not finite" and bad.comparisons == report.comparisons
+    assert bad.to_dict()["methods"][2]["general_loss"] is None
+
+
+def test_tasks_beyond_three_have_no_columns(recipe, out):
+    report, _ = make("main", recipe, out, overwrite=True)
+    many = other(report, lambda e: [r._replace(tasks={str(i): r.tasks["sums"] for i in range(4)}) for r in e.results])
+    assert [name for name, _ in many.columns()][:2] == ["method", "all tasks"]
+    assert {len(row) for row in many.rows()} == {len(many.columns())} and list(many.to_dict()["tasks"]) == list("0123")

@@ -1,0 +1,125 @@
+"""methods.lora: LoRA tuned, grown to experts, tuned by Trainer and resumed, merged back, in memory and by folders."""
+
+import copy
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.io.rows import tokenize_pairs
+from moe_runtime.methods import esft, lora, xft
+from moe_runtime.methods.xft import baselines
+from moe_runtime.methods.xft import folders as xft_folders
+from tests.hf import tiny
+from tests.support.lora_models import lora_model
+
+datasets.disable_progress_bars()
+ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i} for i in range(4) for j in range(2)]
+TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
+
+
+def trainer(model, folder, **settings) -> MoETrainer:
+    args = TrainingArguments(
+        str(folder), **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2} | settings,
+        per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    rows = tokenize_pairs(TOKENIZER, datasets.Dataset.from_list(ROWS), 64)
+    return MoETrainer(model, args, pair_collator(TOKENIZER), rows, None, TOKENIZER)
+
+
+def dense():
+    return tiny.dense(vocab_size=len(TOKENIZER))
+
+
+def trained(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
+    adapted = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=1)
+    assert all(("lora_" in name) == p.requires_grad and (".mlp." in name or "lora_" not in name)
+               for name, p in adapted.named_parameters())  # fmt: skip
+    other = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=2)
+    halves = {name: p for name, p in adapted.named_parameters() if "lora_A" in name}
+    assert halves and not any(torch.equal(p, other.get_parameter(name)) for name, p in halves.items())
+    trainer(adapted, tmp_path / "sft", max_steps=2, save_strategy="no").train()
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    want = tiny.logits(adapted)
+    assert tiny.distance(want, tiny.logits(dense())) > 1e-3
+
+    settings = {"top_k": 2, "balance_loss": "switch", "balance_loss_coef": 0.1}
+    experts = [tmp_path / "adapter"] * 3
+    model = baselines.to_lora_moe(dense(), experts=experts, **settings)
+    assert tiny.distance(tiny.logits(model), want) < 1e-5  # equal experts
+    fresh, before = copy.deepcopy(model), trained(model)
+    whole = trainer(model.train(), tmp_path / "moe")
+    whole.train()
+    logs = [entry for entry in whole.state.log_history if "lm_loss" in entry]
+    assert len(logs) == 4 and all(e["loss"] == pytest.approx(e["lm_loss"] + e["balance_loss"], abs=1e-3) for e in logs)
+    assert any(key.startswith("router") for key in logs[0])  # the statistics see its routers
+    assert all(not torch.equal(value, before[name]) for name, value in trained(model).items())
+
+    again = trainer(fresh.train(), tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "moe" / "checkpoint-2"))
+    assert all(torch.equal(value, trained(model)[name]) for name, value in trained(fresh).items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "moe" / "checkpoint-4")
+    assert torch.equal(tiny.logits(loaded), tiny.logits(model))
+
+
+@pytest.mark.parametrize("form", ["block", "linear"])
+def test_merge_is_the_weighted_sum(form):
+    model = lora_model(form=form, layers=[1])
+    by_layer = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    merged = lora.merge(copy.deepcopy(model), by_layer)
+    singles = [lora.merge(copy.deepcopy(model), torch.eye(4)[e]) for e in range(4)]
+    uniform = lora.merge(copy.deepcopy(model))
+    for name, weight in merged.named_parameters():
+        each = torch.stack([single.get_parameter(name) for single in singles])
+        assert tiny.distance(weight, torch.tensordot(by_layer[0], each, 1)) < 1e-6, name
+        assert tiny.distance(uniform.get_parameter(name), each.mean(0)) < 1e-6, name
+        inside = name.startswith("model.layers.1.mlp") and name.endswith("weight")
+        assert torch.equal(each[0], each[1]) != inside
+    assert type(merged) is type(tiny.dense()) and not hasattr(merged.config, "moe_runtime")
+
+
+def test_merge_rounds_once():
+    model = lora_model(changes={"dtype": torch.bfloat16})
+    wide = lora.merge(copy.deepcopy(model).float())
+    for name, weight in lora.merge(model).named_parameters():
+        assert torch.equal(weight, wide.get_parameter(name).bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    "alpha, words",
+    [
+        ("mean", "alpha is 'mean'; want one of uniform"),
+        ([0.5, 0.5], r"alpha is \(2, 2\); want \[4\] or \[2, 4\]"),
+        ([0.5, 0.5, 0.5, 0.5], "alpha sums to .*; want 1 in every layer"),
+    ],
+)
+def test_bad_coefficients_are_refused(alpha, words):
+    model = lora_model()
+    want = tiny.logits(model)
+    with pytest.raises(ValueError, match=words):
+        lora.merge(model, alpha)
+    assert torch.equal(tiny.logits(model), want)
+
+
+def test_what_merges_whole_experts_refuses(tmp_path):
+    model, linear = lora_model(), lora_model(form="linear")
+    with pytest.raises(ValueError, match="model is LlamaForCausalLM; want one with LoRA experts"):
+        lora.merge(tiny.dense())
+    for call in (lambda: xft.merge(model, alpha="uniform"), lambda: xft.to_mergeable(model), lambda: xft.merge(linear)):
+        with pytest.raises(ValueError, match="the model's stage is 'lora'; want whole experts; lora_moe."):
+            call()
+    with pytest.raises(
+        ValueError, match="are of LoRA experts with a router for each linear layer; want one for a layer"
+    ):
+        esft.score_experts(linear, [{"input_ids": tiny.batch()}], n_tokens=4)
+    model.save_pretrained(tmp_path / "moe")
+    with pytest.raises(ValueError, match="stage is 'lora'"):
+        xft_folders.merge_folder(tmp_path / "moe", tmp_path / "dense", alpha="uniform")
+    assert not (tmp_path / "dense").exists()

@@ -1,0 +1,469 @@
+"""UltraFuser the model: its loss is the paper's formula, its two stages train what they say, and Trainer goes on with it."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.methods.ultrafuser import heads as ultrafuser_heads
+from moe_runtime.methods.ultrafuser.folders import load, restore, save
+from moe_runtime.methods.ultrafuser.model import UltraFuser
+from tests.hf import tiny
+from tests.methods.ultrafuser import fusers
+
+
+@pytest.fixture(scope="module")
+def fused():
+    return fusers.fuser()
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sample", "none"])
+def test_loss_is_the_formula(fused, reduction):
+    inputs = fusers.batch()
+    out = fused(**inputs, reduction=reduction, want_logits=True)
+    logits, weight = fusers.naive(fused, inputs)
+    torch.testing.assert_close(out.loss, fusers.naive_loss(fused, inputs, reduction), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.logits, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.gate_weight, weight, rtol=1e-4, atol=1e-5)
+    assert not out.gate_weight.requires_grad and out.logits.shape[-1] == fusers.VOCAB
+    assert (weight.max(-1).values - weight.min(-1).values).mean() > 0.1  # a gate that does nothing would hide a swap
+
+
+def test_gradients_are_the_formula_s():
+    fused = fusers.fuser().train_all()
+    inputs = fusers.batch()
+    names = [name for name, _ in fused.named_parameters()]
+    losses = fused(**inputs).loss, fusers.naive_loss(fused, inputs)
+    ours, theirs = (torch.autograd.grad(loss, list(fused.parameters())) for loss in losses)
+    for name, got, want in zip(names, ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_prompts_padded_on_the_right_are_the_same(fused):
+    inputs = fusers.batch()
+    turned = dict(inputs, prompt_ids=[], prompt_mask=[])
+    for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
+        shifts = (mask == 0).sum(1).tolist()
+        turned["prompt_ids"].append(torch.stack([row.roll(-n) for row, n in zip(ids, shifts, strict=True)]))
+        turned["prompt_mask"].append(torch.stack([row.roll(-n) for row, n in zip(mask, shifts, strict=True)]))
+    assert not torch.equal(turned["prompt_mask"][0], inputs["prompt_mask"][0])
+    assert torch.equal(fused(**turned).loss, fused(**inputs).loss)
+
+
+def test_padding_of_answers_does_not_count(fused):
+    inputs = fusers.batch()
+    other = dict(inputs, response_ids=torch.where(inputs["labels"] == -100, 7, inputs["response_ids"]))
+    assert not torch.equal(other["response_ids"], inputs["response_ids"])
+    torch.testing.assert_close(fused(**other).loss, fused(**inputs).loss)
+
+
+def test_loss_over_the_tokens_of_a_step(fused):
+    inputs = fusers.batch()
+    want = fused(**inputs, reduction="sum").loss / 40
+    torch.testing.assert_close(fused(**inputs, num_items_in_batch=torch.tensor(40)).loss, want)
+    torch.testing.assert_close(fused(**inputs, num_items_in_batch=40).loss, want)
+
+
+CASES = {
+    "a scale each": (["granite", "cohere"], {"granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.3}}, True),
+    "a soft cap": (["gemma2", "llama"], {"gemma2": {"final_logit_softcapping": 5.0}}, False),
+    "a bias": (["phi", "llama"], {}, False),
+    "other names": (["gpt_neox", "gpt2"], {}, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_families_with_other_heads(case, monkeypatch):
+    kinds, changes, is_fused = CASES[case]
+    models = [fusers.specialist(s, kind, **changes.get(kind, {})) for s, kind in enumerate(kinds)]
+    for model in models:  # a bias of zeros would not be missed
+        bias = getattr(model.get_output_embeddings(), "bias", None)
+        nn.init.normal_(bias) if bias is not None else None
+    fused = fusers.fuser(models).train_all()
+    taken = []
+    for name in ("fuser_loss", "chunked_loss"):
+        function = getattr(ultrafuser_heads, name)
+        wrapped = lambda *a, f=function, n=name, **k: taken.append(n) or f(*a, **k)  # noqa: E731
+        monkeypatch.setattr(ultrafuser_heads, name, wrapped)
+    inputs = fusers.batch(2)
+    out = fused(**inputs, want_logits=True)
+    assert taken == ["fuser_loss" if is_fused else "chunked_loss"]
+    if not is_fused:
+        with pytest.raises(ValueError, match="backend is 'torch'; want None: a head has a bias"):
+            fused(**inputs, backend="torch")
+    # as transformers says them: its own forward, head and all
+    want = fusers.naive_loss(fused, inputs)
+    torch.testing.assert_close(out.loss, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.logits, fusers.naive(fused, inputs)[0], rtol=1e-4, atol=1e-4)
+    parameters = [p for p in fused.parameters() if p.requires_grad]
+    ours, theirs = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (out.loss, want))
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-5)
+
+
+def test_a_head_that_says_otherwise_is_refused():
+    model = fusers.specialist(1)
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = scaled
+    with pytest.raises(
+        ValueError, match=r"specialist 'specialist-1' is LlamaForCausalLM, whose logits differ by 3.3e-01"
+    ):
+        UltraFuser([fusers.specialist(0), model])
+
+
+def test_a_model_that_sees_masked_tokens_is_refused():
+    blind = fusers.specialist(1, "rwkv", attention_hidden_size=32)
+    with pytest.raises(
+        ValueError, match=r"'specialist-1' is RwkvForCausalLM, whose states differ by .* heeds attention"
+    ):
+        UltraFuser([fusers.specialist(0), blind])
+
+
+def test_making_a_fuser_leaves_every_mode():
+    models = [fusers.specialist(s).train() for s in range(2)]
+    models[1].model.layers[0].eval()
+    before = [module.training for model in models for module in model.modules()]
+    UltraFuser(models)
+    assert [module.training for model in models for module in model.modules()] == before
+
+
+def test_what_transformers_asks_of_the_outer_model():
+    models = [fusers.specialist(0), fusers.specialist(1, "gpt2")]
+    models[0].generation_config.eos_token_id = [5, fusers.VOCAB + 3]
+    models[1].generation_config.eos_token_id = 9
+    fused = fusers.fuser(models)
+    assert fused._no_split_modules == ["GPT2Block", "LlamaDecoderLayer"]
+    assert fused.generation_config.eos_token_id == [5, 9]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["second", "first"])
+def test_offloaded_specialists_run(first):
+    from accelerate import cpu_offload
+
+    models, inputs = [fusers.specialist(s) for s in range(2)], fusers.batch(2)
+    prompts = {name: value for name, value in inputs.items() if name.startswith("prompt")}
+    settings = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+    plain = fusers.fuser(models).freeze_specialists()
+    want, answers = plain(**inputs).loss, plain.generate(**prompts, **settings)
+    cpu_offload(models[0 if first else 1], execution_device=torch.device("cpu"))
+    fused = fusers.fuser(models)
+    assert {p.device.type for p in fused.specialists.parameters()} == {"cpu", "meta"}
+    assert fused.gate.score.weight.device.type == "cpu"
+    loss = fused(**inputs).loss
+    torch.testing.assert_close(loss, want)
+    loss.backward()
+    assert fused.gate.score.weight.grad.abs().max() > 0
+    assert torch.equal(fused.generate(**prompts, **settings), answers)
+
+
+def test_specialists_on_devices_of_their_own_stay_there(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(3)]).freeze_specialists()
+    assert not hasattr(fused, "hf_device_map")
+    fused.specialists[1].to("meta")
+    fused.specialists[2].hf_device_map = {"model": 0, "lm_head": "cpu"}
+    assert fused.hf_device_map == {
+        "gate": "cpu", "specialists.0": "cpu", "specialists.1": "meta", "specialists.2.model": "cuda:0",
+        "specialists.2.lm_head": "cpu",
+    }  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False)
+    trainer = Trainer(model=fused, args=arguments, train_dataset=Rows(), data_collator=collate)
+    assert trainer.is_model_parallel and not trainer.place_model_on_device
+    assert trainer.accelerator.verify_device_map(fused)
+    assert {p.device.type for p in fused.specialists[1].parameters()} == {"meta"}
+    fused.save_pretrained(tmp_path / "checkpoint")  # what is elsewhere need not be fetched while the gate alone trains
+    assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == {
+        f"gate.{n}" for n in fused.gate.state_dict()
+    }
+
+
+def test_upcycled_models_are_specialists_too():
+    models = [fusers.specialist(0), tiny.upcycled(changes={"vocab_size": fusers.VOCAB})]
+    fused, inputs = fusers.fuser(models), fusers.batch(2)
+    torch.testing.assert_close(fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_several_hidden_sizes_want_the_joint_gate(kind):
+    models = [fusers.specialist(0), fusers.specialist(1, hidden_size=48, num_attention_heads=4)]
+    with pytest.raises(ValueError, match=r"hidden_sizes is \(32, 48\); want one size"):
+        UltraFuser(models)
+    fused, inputs = fusers.fuser(models, gate=kind, joint=True), fusers.batch(2)
+    torch.testing.assert_close(fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_stage_one_trains_the_gate_alone():
+    fused = fusers.fuser([fusers.specialist(s, attention_dropout=0.5) for s in range(2)]).train()
+    assert all(model.training for model in fused.specialists)
+    fused.freeze_specialists()
+    assert fused.gate.training and not any(model.training for model in fused.specialists)
+    fused.train()  # as Trainer does at every step
+    before, heads, modes = weights_of(fused), [], []
+    for model in fused.specialists:
+        model.model.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+        model.lm_head.register_forward_hook(lambda *_: heads.append(1))
+    optimizer = torch.optim.AdamW(fused.parameters(), lr=0.1, weight_decay=0.1)
+    inputs = fusers.batch(2)
+    losses = []
+    for _ in range(2):
+        loss = fused(**inputs).loss
+        assert torch.equal(loss, fused(**inputs).loss)  # no dropout
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert not any(modes) and not heads and losses[1] < losses[0]
+    for name, tensor in fused.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (not name.startswith("gate.")), name
+    assert all(p.grad is None for p in fused.specialists.parameters())
+    fused.train_all()
+    assert all(p.requires_grad for p in fused.parameters()) and all(model.training for model in fused.specialists)
+
+
+def test_gradient_checkpointing_and_autocast():
+    fused, inputs = fusers.fuser().train_all().train(), fusers.batch()
+    plain = torch.autograd.grad(fused(**inputs).loss, list(fused.parameters()))
+    enable = getattr(fused, "activation_checkpointing_enable", None) or fused.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    assert all(model.model.gradient_checkpointing for model in fused.specialists)
+    again = torch.autograd.grad(fused(**inputs).loss, list(fused.parameters()))
+    for got, want in zip(again, plain, strict=True):
+        torch.testing.assert_close(got, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fused(**inputs)
+    assert out.loss.dtype == out.gate_weight.dtype == torch.float32
+    torch.testing.assert_close(out.loss, fused(**inputs).loss, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["one", "two"]
+)
+def test_narrow_and_mixed_dtypes(dtypes):
+    models = [fusers.specialist(s).to(dtype) for s, dtype in enumerate(dtypes)]
+    fused, inputs = fusers.fuser(models).train_all(), fusers.batch(2)
+    out = fused(**inputs)
+    torch.testing.assert_close(out.loss, fusers.naive_loss(fused, inputs), rtol=2e-2, atol=2e-2)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in fused.parameters())
+    assert {p.dtype for p in fused.gate.parameters()} == {torch.float32}
+
+
+def test_adapters_count_train_and_merge(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["lm_head", "q_proj"], r=4, init_lora_weights=False)
+    adapted = get_peft_model(fusers.specialist(0), lora)
+    fused, inputs = fusers.fuser([adapted.get_base_model(), fusers.specialist(1)]), fusers.batch(2)
+    loss = fused(**inputs).loss
+    torch.testing.assert_close(loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
+    loss.backward()
+    trained = [name for name, p in fused.specialists[0].named_parameters() if p.grad is not None]
+    assert len(trained) == 6 and all("lora_" in name for name in trained)
+    with pytest.raises(ValueError, match="specialist 'specialist-0' has an adapter; want it merged"):
+        save(fused, tmp_path / "fused", specialists="copy")
+    adapted.merge_and_unload()
+    torch.testing.assert_close(fused(**inputs).loss, loss, rtol=1e-4, atol=1e-5)
+    assert load(save(fused, tmp_path / "fused", specialists="copy"))(**inputs).loss == fused(**inputs).loss
+
+
+class Rows(Dataset):
+    """Batches of one row, as a collator would make them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        inputs, row = fusers.batch(2, rows=3), i % 3
+        return {k: [t[row] for t in v] if isinstance(v, list) else v[row] for k, v in inputs.items()}
+
+
+def collate(rows):
+    out = {name: torch.stack([row[name] for row in rows]) for name in ("response_ids", "labels")}
+    return out | {
+        n: [torch.stack(parts) for parts in zip(*(r[n] for r in rows))] for n in ("prompt_ids", "prompt_mask")
+    }
+
+
+def train(model, folder, resume=None, **settings):
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        remove_unused_columns=False, **settings,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), data_collator=collate)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
+    base = fusers.fuser([fusers.specialist(s, tie_word_embeddings=s == 1) for s in range(2)], loss_reduction="mean")
+    models = [copy.deepcopy(base) for _ in range(3)]
+    for model in models:
+        model.freeze_specialists() if stage == 1 else model.train_all()
+    trainer = train(models[0], tmp_path)
+    assert trainer.evaluate(Rows())["eval_loss"] > 0
+    checkpoint = tmp_path / "checkpoint-2"
+    held = set(load_file(checkpoint / "model.safetensors"))
+    gate = {f"gate.{name}" for name in models[0].gate.state_dict()}
+    tied = {"specialists.1.lm_head.weight"}
+    assert held == (gate if stage == 1 else set(models[0].state_dict()) - tied)
+    # the optimizer of the other half goes on from the middle, and ends where the first did
+    train(models[1], tmp_path / "second", resume=checkpoint)
+    for name, tensor in models[0].state_dict().items():
+        assert torch.equal(tensor, models[1].state_dict()[name]), name
+    restore(models[2], tmp_path / "checkpoint-4")
+    assert all(torch.equal(a, b) for a, b in zip(models[2].state_dict().values(), models[0].state_dict().values()))
+    assert torch.equal(models[2].specialists[1].lm_head.weight, models[2].specialists[1].model.embed_tokens.weight)
+
+
+def test_a_checkpoint_before_the_first_move_holds_what_trains(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(2)]).train_all()
+    fused.specialists[1].requires_grad_(False)
+    fused.save_pretrained(tmp_path / "first")
+    gate = {f"gate.{name}" for name in fused.gate.state_dict()}
+    own = {f"specialists.0.{name}" for name in fused.specialists[0].state_dict()}
+    assert set(load_file(tmp_path / "first" / "model.safetensors")) == gate | own
+    # one that was run for a gradient may move again
+    fused(**fusers.batch(2)).loss.backward()
+    fused.freeze_specialists().save_pretrained(tmp_path / "frozen")
+    assert set(load_file(tmp_path / "frozen" / "model.safetensors")) == gate | own
+
+
+def test_label_smoothing_is_refused(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(2)]).freeze_specialists()
+    with pytest.raises(ValueError, match="labels is None, in training mode; .* label_smoothing_factor=0"):
+        train(fused, tmp_path, label_smoothing_factor=0.1)
+
+
+def test_a_replica_of_data_parallel_is_refused(fused):
+    with pytest.raises(ValueError, match="model is a replica of torch.nn.DataParallel; want a process per device"):
+        fused._replicate_for_data_parallel()(**fusers.batch())
+
+
+def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(2)], loss_reduction="sample")
+    assert not fused.accepts_loss_kwargs and fusers.fuser(list(fused.specialists)).accepts_loss_kwargs
+    trainer = train(fused.freeze_specialists(), tmp_path, logging_steps=1)
+    first = next(log["loss"] for log in trainer.state.log_history if "loss" in log)
+    rows = fusers.naive_loss(fusers.fuser(list(fused.specialists)), fusers.batch(2), "none").sum(1)
+    assert rows.min() <= first <= rows.max()
+
+
+def test_restore_wants_the_specialists_as_they_were(tmp_path):
+    fused = fusers.fuser([fusers.specialist(s) for s in range(2)]).freeze_specialists()
+    fused.save_pretrained(tmp_path)
+    with torch.no_grad():
+        fused.specialists[1].model.norm.weight.add_(1)
+    with pytest.raises(ValueError, match=r"without specialist 'specialist-1', which has changed here"):
+        restore(fused, tmp_path)
+    narrow = fusers.fuser([fusers.specialist(s) for s in range(2)], gate="linear")
+    with pytest.raises(ValueError, match="2 unexpected: gate.up.bias, gate.up.weight"):
+        restore(narrow, tmp_path)
+
+
+def test_the_work_that_trainer_counts(fused):
+    inputs = fusers.batch()
+    fused.freeze_specialists()
+    one = fused.floating_point_ops(inputs)
+    tokens = [ids.numel() + inputs["labels"].numel() for ids in inputs["prompt_ids"]]
+    sizes = [sum(p.numel() for n, p in m.named_parameters() if "embed_tokens" not in n) for m in fused.specialists]
+    assert one == sum(2 * t * size for t, size in zip(tokens, sizes, strict=True))
+    fused.train_all()
+    assert fused.floating_point_ops(inputs) == 3 * one
+
+
+BAD = {
+    "one": (lambda m: (m[:1], {}), "specialists is 1 long; want a list of at least two"),
+    "no list": (lambda m: (m[0], {}), "specialists is LlamaForCausalLM; want a list"),
+    "twice": (lambda m: ([m[0], m[0]], {}), "specialists holds one model twice"),
+    "no model": (lambda m: ([m[0], nn.Linear(2, 2)], {}), "specialist 'specialist-1' is Linear; want a causal LM"),
+    "names": (lambda m: (m, {"names": ["a", "a"]}), "names is ('a', 'a'), with 2 specialists"),
+    "path as name": (lambda m: (m, {"names": ["a", "b/c"]}), "want different words"),
+    "templates": (lambda m: (m, {"templates": ["{prompt}"] * 3}), "templates has 3 items, specialists 2"),
+    "template": (lambda m: (m, {"templates": "hello"}), "template is 'hello'; want 'ultralm'"),
+    "gate": (lambda m: (m, {"gate": "tree"}), "kind is 'tree'"),
+    "reduction": (lambda m: (m, {"loss_reduction": "sum"}), "loss_reduction is 'sum'"),
+    "folder": (lambda m: ([m[0], "/nowhere/at/all"], {}), "specialist is '/nowhere/at/all', which transformers cannot load"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_specialists_are_named(case, two):
+    make, words = BAD[case]
+    models, settings = make(two)
+    with pytest.raises(ValueError) as error:
+        UltraFuser(models, **settings)
+    assert words in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return [fusers.specialist(s) for s in range(2)]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "prompt_ids is of length 2; want 3", id="S"),
+        pytest.param(lambda b: b.update(prompt_mask=None), "prompt_mask is None; want 3 tensors", id="none"),
+        pytest.param(lambda b: b["prompt_mask"][1][2].zero_(), "prompt_mask[1] has a row of zeros", id="empty prompt"),
+        pytest.param(
+            lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]),
+            "prompt_ids[0] is (3, 3), prompt_mask[0] (3, 7)",
+            id="mask",
+        ),
+        pytest.param(lambda b: b.update(response_ids=None), "response_ids is None, with 3 prompts", id="no answer"),
+        pytest.param(
+            lambda b: b.update(labels=b["labels"][:, :2]), "labels is (3, 2), response_ids (3, 6)", id="labels"
+        ),
+        pytest.param(
+            lambda b: b["labels"][0].fill_(fusers.VOCAB), f"labels hold {fusers.VOCAB}", id="a id of one alone"
+        ),
+        pytest.param(
+            lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
+            f"response_ids hold {fusers.VOCAB}; want ids from 0 to {fusers.VOCAB - 1}",
+            id="an answer's id of one alone",
+        ),
+        pytest.param(
+            lambda b: b["response_ids"][0].fill_(-100), "response_ids hold -100; want ids from 0", id="no padding's id"
+        ),
+        pytest.param(
+            lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB), f"prompt_ids[0] hold {fusers.VOCAB}", id="prompt's id"
+        ),
+        pytest.param(
+            lambda b: b.update(input_ids=b["response_ids"]), "input_ids is given with response_ids or labels", id="both"
+        ),
+    ],
+)
+def test_bad_inputs_are_named(fused, change, words):
+    inputs = fusers.batch()
+    change(inputs)
+    with pytest.raises(ValueError) as error:
+        fused(**inputs)
+    assert words in str(error.value)
+
+
+def test_other_tokenizers_are_refused():
+    own, other = fusers.tokenizer(), train_tokenizer(["zebra xylophone yonder " * 9], fusers.VOCAB - 10)
+    with pytest.raises(
+        ValueError, match=r"tokenizer of 'specialist-1' has '.*' for the id 26\d, that of 'specialist-0'"
+    ):
+        fusers.fuser([fusers.specialist(s) for s in range(2)], tokenizer=[own, other])
+    ends = copy.deepcopy(own)
+    ends.eos_token = "<pad>"
+    with pytest.raises(ValueError, match="eos_token of 'specialist-1' is '<pad>', of 'specialist-0' '</s>'"):
+        fusers.fuser([fusers.specialist(s) for s in range(2)], tokenizer=[own, ends])

@@ -1,0 +1,83 @@
+"""moe_runtime.methods.ultrafuser.recipe: the shipped studies, the paper's numbers, one clear error for each mistake."""
+
+import pytest
+
+from moe_runtime.experiments.corpora import DOMAINS
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe, shipped_recipes
+
+STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
+VALUES = {
+    "base_model": "base",
+    "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
+    "specialists": {"a": {"template": "ultralm"}, "b": {"template": "{prompt}"}},
+    "specialist": {"steps": 4, "learning_rate": 1e-3},
+    "stage1": STEPS,
+    "stage2": STEPS,
+}
+
+
+def test_the_paper_s_settings_are_shipped():
+    recipe = load_recipe("ultrafuser-13b")
+    assert (recipe.stage1.steps, recipe.stage1.batch_size, recipe.stage2.batch_size) == (400, 3 * 64, 3 * 32)
+    for stage in (recipe.stage1, recipe.stage2):
+        assert (stage.learning_rate, stage.schedule, stage.optimizer) == (2e-5, "cosine", "adamw_torch")
+    assert recipe.templates == ["ultralm", "codellama", "wizardmath"] and recipe.balanced and recipe.gate == "mlp"
+    assert recipe.reduction == "mean" and recipe.pretrain is recipe.base_model is recipe.specialist is None
+
+
+def test_the_tiny_study_needs_no_file():
+    recipe = load_recipe("tiny")
+    assert shipped_recipes() == ["tiny", "ultrafuser-13b"]
+    assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
+    assert len(set(recipe.templates)) == 3 and recipe.pretrain is not None
+    assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
+    assert len({domain.limit for domain in recipe.domains.values()}) == 3  # or balance would change nothing
+
+
+def test_a_recipe_comes_back_from_its_values():
+    recipe = FuserRecipe.from_dict(VALUES)
+    assert FuserRecipe.from_dict(recipe.to_dict()) == recipe
+    assert recipe.further_stage.steps == 8 and recipe.further_stage.batch_size == 6
+    own = recipe.change(further=STEPS | {"steps": 3})
+    assert own.further_stage.steps == 3
+
+
+def test_a_given_specialist_may_be_of_no_domain():
+    given = {name: {"template": "chat", "model": name} for name in ("x", "b")}
+    recipe = FuserRecipe.from_dict(VALUES | {"base_model": None, "specialist": None, "specialists": given})
+    assert recipe.domain_of("x") is None and recipe.domain_of("b") == "b"
+
+
+A, B = VALUES["specialists"].values()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least two", id="one domain"),
+        pytest.param({"specialists": {"a": A}}, "specialists is a; want at least two", id="one specialist"),
+        pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists has the name 'b/c'; want letters", id="name"),
+        pytest.param(
+            {"specialists": {"a": A, "c": B}}, "specialists.c.domain is 'c'; want one of a, b", id="no domain"
+        ),
+        pytest.param({"base_model": None}, "a, b without a model, given is no base; want one of", id="no base"),
+        pytest.param({"specialist": None}, "specialist is null; want it where", id="no training"),
+        pytest.param(
+            {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}},
+            "want neither base_model",
+            id="idle base",
+        ),
+        pytest.param({"stage1": STEPS | {"batch_size": 5}}, "stage1.batch_size is 5, there are 2 domains", id="batch"),
+        pytest.param({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0; want steps", id="epochs"),
+        pytest.param({"reduction": "sum"}, "reduction is 'sum'; want one of mean, sample", id="reduction"),
+        pytest.param({"gate": "deep"}, "gate is 'deep'; want one of mlp, linear", id="gate"),
+        pytest.param(
+            {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}},
+            "which has its own",
+            id="held out",
+        ),
+    ],
+)
+def test_mistakes_are_named(changes, match):
+    with pytest.raises(ValueError, match=match):
+        FuserRecipe.from_dict(VALUES | changes)

@@ -1,0 +1,362 @@
+"""moe_runtime.methods.upit.checkpoints: what is saved, when, by whom, and in how much memory."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.io import signals
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, fingerprint, model_folder, save_expert, saved_steps
+from moe_runtime.methods.upit.experts import materialize, open_expert
+from tests.hf.tiny import VOCAB, dense, upcycled
+from tests.support.dist_launch import launch
+from tests.support.stock_moe import stock
+
+LORA = {"r": 2, "target_modules": ["gate_proj", "down_proj"], "init_lora_weights": False}
+
+
+def rows(count: int = 16) -> Dataset:
+    ids = torch.randint(3, VOCAB, (count, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def trainer(model, folder: Path, *callbacks, kind=Trainer, tokenizer=None, **settings):
+    """A training of 8 steps, 4 an epoch."""
+    arguments = {
+        "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "use_cpu": True,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 4,
+    } | settings  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(folder), **arguments)
+    data = {"train_dataset": rows(), "eval_dataset": rows(4), "processing_class": tokenizer}
+    return kind(model=model, args=arguments, callbacks=[*callbacks], **data)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(folder) as checkpoint:
+        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in saved_steps(folder)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    dense("llama").save_pretrained(folder)
+    return folder
+
+
+def loaded(base: Path):
+    return AutoModelForCausalLM.from_pretrained(base)
+
+
+@pytest.mark.parametrize(
+    "every, settings, want",
+    [
+        pytest.param({}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="a quarter of an epoch"),
+        pytest.param({"every_epochs": 0.5}, {}, [2, 4, 6, 8], id="half an epoch"),
+        pytest.param({"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"),
+        pytest.param({"every_epochs": 0.01}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="shorter than a step"),
+        pytest.param({"every_epochs": 0.5}, {"gradient_accumulation_steps": 2}, [1, 2, 3, 4], id="accumulation"),
+        pytest.param({"every_steps": 3}, {}, [3, 6, 8], id="steps, and the last"),
+        pytest.param({"every_epochs": 5}, {"max_steps": 5}, [5], id="the last alone"),
+    ],
+)
+def test_intervals(base, tmp_path, every, settings, want):
+    callback = ExpertCheckpoints(tmp_path / "experts", **every)
+    trainer(loaded(base), tmp_path / "run", callback, **settings).train()
+    assert steps(tmp_path / "experts") == want
+    record = json.loads((tmp_path / "experts" / f"step-{want[-1]}" / "expert.json").read_text())
+    per_epoch = 4 / settings.get("gradient_accumulation_steps", 1)
+    assert record["step"] == want[-1] and record["epoch"] == pytest.approx(want[-1] / per_epoch)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        pytest.param("llama", {"tie_word_embeddings": True}, id="tied"),
+        pytest.param("gpt_neox", {}, id="a head of another name"),
+        pytest.param("gemma3_text", {}, id="a rope per layer type"),
+        pytest.param("phi3", {}, id="fused"),
+    ],
+)
+def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtype):
+    model = dense(family, **changes)
+    save_expert(model, tmp_path / "ours", dtype=dtype, max_shard_size=20_000)
+    model.to(dtype).save_pretrained(tmp_path / "theirs")
+    assert_same(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs"))
+    assert {key: ours[key] for key in theirs} == theirs
+    names = {path.name for path in (tmp_path / "theirs").iterdir()} - {"model.safetensors"}
+    assert names <= {path.name for path in (tmp_path / "ours").iterdir()}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").dtype == (dtype or torch.float32)
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(upcycled, id="upcycled"), pytest.param(lambda: stock("qwen3_moe"), id="an expert a tensor")]
+)
+def test_a_mixture_is_what_save_pretrained_writes(tmp_path, make):
+    save_expert(model := make(), tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
+def freeze_but_mlps(model) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mlp." in name)
+
+
+@pytest.mark.parametrize("kind", [Trainer, MoETrainer])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"], ids=str)
+def test_only_what_changed(base, tmp_path, dtype, kind):
+    if dtype:
+        dense("llama", dtype=torch.bfloat16).save_pretrained(base := tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    freeze_but_mlps(model)
+    callback = ExpertCheckpoints(tmp_path / "delta", every_steps=8, base=base, only_changed=True, dtype=dtype)
+    trainer(model, tmp_path / "run", callback, kind=kind).train()
+    folder, before = tmp_path / "delta" / "step-8", tensors(base)
+    written = tensors(folder)
+    assert written and all(".mlp." in key and not torch.equal(tensor, before[key]) for key, tensor in written.items())
+    assert len(written) < len(before) / 1.5
+    materialize(folder, tmp_path / "whole")
+    model.to(getattr(torch, dtype or "float32")).save_pretrained(tmp_path / "want")
+    assert_same(tensors(tmp_path / "whole"), tensors(tmp_path / "want"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+
+
+def test_a_delta_of_nothing_is_a_folder_too(base, tmp_path):
+    save_expert(loaded(base), tmp_path / "delta", base=base)
+    assert len(tensors(tmp_path / "delta")) == 1
+    with open_expert(tmp_path / "delta") as expert:
+        assert_same({key: expert.get(key) for key in expert.keys()}, tensors(base))
+
+
+def print_of(folder: Path) -> str:
+    with Checkpoint(folder) as checkpoint:
+        return fingerprint(checkpoint)
+
+
+def test_a_peft_model_saves_its_adapter(base, tmp_path):
+    import peft
+
+    model = peft.get_peft_model(loaded(base), peft.LoraConfig(**LORA))
+    trainer(model, tmp_path / "run", ExpertCheckpoints(tmp_path / "experts", every_steps=4), learning_rate=1e-3).train()
+    assert steps(tmp_path / "experts") == [4, 8]
+    again = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "experts" / "step-8")
+    assert_same(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(model))
+    record = json.loads((tmp_path / "experts" / "step-4" / "expert.json").read_text())
+    assert (record["kind"], record["base"]) == ("lora", str(base))
+
+
+def test_the_tokenizer_is_saved_too(base, tmp_path):
+    tokenizer = train_tokenizer(["a tuned model"], 300)
+    callback = ExpertCheckpoints(tmp_path / "experts", every_steps=1)
+    trainer(loaded(base), tmp_path / "run", callback, tokenizer=tokenizer, max_steps=1).train()
+    found = AutoTokenizer.from_pretrained(tmp_path / "experts" / "step-1")
+    assert found("a model").input_ids == tokenizer("a model").input_ids
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+class Kill(TrainerCallback):
+    """Ends a training when the Trainer has saved a step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise Killed
+
+
+def test_a_resumed_training_writes_none_twice_and_loses_none(base, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+
+    def run(name: str, *callbacks, resume: bool = False):
+        callback = ExpertCheckpoints(tmp_path / name, every_steps=2)
+        model = loaded(base)
+        trainer(model, tmp_path / f"{name}-run", callback, *callbacks, **settings).train(resume_from_checkpoint=resume)
+
+    run("whole")
+    with pytest.raises(Killed):
+        run("killed", Kill())
+    assert steps(tmp_path / "killed") == [2, 4]
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*/*")}
+    run("killed", resume=True)  # from step 3
+    assert steps(tmp_path / "killed") == steps(tmp_path / "whole") == [2, 4, 6, 8]
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    for path in saved_steps(tmp_path / "whole"):
+        assert_same(tensors(path), tensors(tmp_path / "killed" / path.name))
+
+
+class Interrupt(TrainerCallback):
+    """Sends this process a signal in a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["between two intervals", "behind one"])
+def test_an_interrupted_training_has_the_same_experts_in_the_end(base, tmp_path, step):
+    def run(*callbacks, resume: bool = False):
+        callback = ExpertCheckpoints(tmp_path / "experts", every_steps=2)
+        one = trainer(loaded(base), tmp_path / "run", callback, *callbacks, kind=MoETrainer)
+        with stopping_with_a_checkpoint(one):
+            one.train(resume_from_checkpoint=resume)
+
+    with pytest.raises(signals.Terminated):
+        run(Interrupt(step))
+    assert steps(tmp_path / "experts") == list(dict.fromkeys([2, step]))  # what there is, should it never go on
+    run(resume=True)
+    assert steps(tmp_path / "experts") == [2, 4, 6, 8]
+
+
+def test_a_second_training_needs_leave_to_replace(base, tmp_path):
+    trainer(loaded(base), tmp_path / "run", ExpertCheckpoints(tmp_path / "experts", every_steps=3)).train()
+    with pytest.raises(ValueError, match="has step-3 of an earlier training"):
+        trainer(loaded(base), tmp_path / "run", ExpertCheckpoints(tmp_path / "experts", every_steps=4)).train()
+    assert steps(tmp_path / "experts") == [3, 6, 8]
+    callback = ExpertCheckpoints(tmp_path / "experts", every_steps=4, overwrite=True)
+    trainer(loaded(base), tmp_path / "run", callback).train()
+    assert steps(tmp_path / "experts") == [4, 8]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, tmp_path, first):
+    """The greatest loss is called the best: it is that of step 2, and the training ends at step 4."""
+    stop, experts = EarlyStoppingCallback(1), ExpertCheckpoints(tmp_path / "experts", every_steps=3)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    run = trainer(
+        loaded(base), tmp_path / "run", *([experts, stop] if first else [stop, experts]), **settings,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+    )  # fmt: skip
+    run.train()
+    assert steps(tmp_path / "experts") == [3, 4]
+    assert_same(tensors(tmp_path / "experts" / "step-4"), tensors(tmp_path / "run" / "checkpoint-4"))
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        pytest.param(
+            {"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"
+        ),
+        pytest.param({"every_steps": 0}, "every_steps is 0", id="no interval"),
+        pytest.param({"every_steps": 0.5}, "every_steps is 0.5", id="half a step"),
+        pytest.param({"every_epochs": float("nan")}, "every_epochs is nan", id="not a number"),
+        pytest.param({"only_changed": True}, "only_changed is True, base is None", id="changed from what"),
+        pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
+        pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
+        pytest.param({"max_shard_size": "much"}, "size is 'much'", id="no size"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path, arguments, words):
+    with pytest.raises(ValueError) as error:
+        ExpertCheckpoints(tmp_path, **arguments)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, settings, words",
+    [
+        pytest.param(
+            lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base is 'nowhere/at-all'", id="no base"
+        ),
+        pytest.param(
+            lambda m: dense("llama", hidden_size=16),
+            {"only_changed": True},
+            "none of whose matrices",
+            id="another base",
+        ),
+        pytest.param(lambda m: nn.Linear(2, 2), {}, "no model of transformers", id="no model"),
+    ],
+)
+def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp_path, change, settings, words):
+    callback = ExpertCheckpoints(tmp_path / "experts", **{"base": base} | settings)
+    with pytest.raises(ValueError) as error:
+        callback.on_train_begin(
+            None, type("State", (), {"epoch": 0, "global_step": 0})(), None, model=change(loaded(base))
+        )
+    assert words in str(error.value) and not (tmp_path / "experts").exists()
+
+
+def test_a_base_is_a_folder_or_an_id(base):
+    assert model_folder(base) == base and model_folder(str(base)) == base
+    with pytest.raises(ValueError, match="want a model's folder or an id of the Hub"):
+        model_folder("no//id at all")
+
+
+def test_a_fingerprint_tells_models_apart(base, tmp_path):
+    model = loaded(base)
+    model.save_pretrained(tmp_path / "again", max_shard_size="20KB")
+    assert print_of(tmp_path / "again") == print_of(base)  # whatever the shards
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[16, 3] += 0.001
+    model.save_pretrained(tmp_path / "other")
+    assert print_of(tmp_path / "other") != print_of(base)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base, tmp_path_factory):
+    """What two processes have saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).parents[2] / "support" / "dist_expert_checkpoints.py"
+    launch(script, 2, folder, str(folder), str(base), seconds=200)
+    return folder
+
+
+def test_two_processes_save_once_what_one_saves(base, tmp_path, two_ranks):
+    callback = ExpertCheckpoints(tmp_path / "one", every_steps=2)
+    trainer(loaded(base), tmp_path / "run", callback, max_steps=3).train()
+    for path in saved_steps(tmp_path / "one"):
+        one, two = tensors(path), tensors(two_ranks / "ddp" / path.name)
+        assert one.keys() == two.keys()
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_a_split_model_is_saved_whole(base, tmp_path, two_ranks):
+    import peft
+
+    for name in ("whole", "tied"):
+        model = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=name == "tied")
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(2)
+        model.save_pretrained(tmp_path / name)
+        assert_same(tensors(two_ranks / name), tensors(tmp_path / name))
+    config = json.loads((two_ranks / "whole" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert list(tensors(two_ranks / "delta")) == ["model.layers.1.mlp.up_proj.weight"]
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(loaded(base), peft.LoraConfig(**LORA))
+    again = peft.PeftModel.from_pretrained(loaded(base), two_ranks / "lora")
+    assert_same(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(adapted))

@@ -1,0 +1,246 @@
+"""methods/xft/baselines.py: experts averaged after each step, in a loop of one's own, in Trainer, resumed, and split over ranks."""
+
+import copy
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+from moe_runtime.hf.models import swap
+from moe_runtime.hf.models.modeling import moe_layers
+from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.methods.xft import baselines
+from moe_runtime.methods.xft.baselines import Averaging, AveragingCallback, average_after_steps
+from moe_runtime.modules.ewa import average_experts_
+from tests.hf import tiny
+from tests.support import dist_averaging
+from tests.support.dist_launch import launch
+
+SHARE = 0.3
+
+
+def ewa(partition: str = "random", **options):
+    """A tiny model of EWA whose experts differ."""
+    model = tiny.dense("llama")
+    baselines.to_ewa(model, num_experts=4, partition=partition, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in moe_layers(model).values():
+            for p in module.experts.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) / 8)
+    return model.train()
+
+
+def stacks(model) -> list[torch.Tensor]:
+    return [p for module in moe_layers(model).values() for p in module.experts.parameters()]
+
+
+def step(model, optimizer) -> None:
+    ids = tiny.batch()
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("partition", ["random", "router"])
+def test_each_step_is_the_optimizers_and_then_one_of_averaging(partition):
+    model = ewa(partition)
+    other = copy.deepcopy(model)
+    ours, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    averaging = average_after_steps(model, ours, share=SHARE)
+    for done in (1, 2):
+        for m, optimizer in ((model, ours), (other, plain)):
+            torch.manual_seed(done)
+            step(m, optimizer)
+        for stack in stacks(other):
+            average_experts_(stack, SHARE)
+        assert averaging.step == done
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    states = zip(ours.state_dict()["state"].values(), plain.state_dict()["state"].values(), strict=True)
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)  # left alone
+    averaging.remove()
+    averaging.remove()
+    step(model, ours)
+    assert averaging.step == 2
+
+
+def test_a_linear_share_rises_to_the_end_and_stays():
+    averaging = Averaging([], 0.4, "linear", 8, 0)
+    assert [averaging.share_at(t) for t in (1, 4, 8, 9)] == pytest.approx([0.05, 0.2, 0.4, 0.4])
+    assert Averaging([], 0.4, "constant", None, 0).share_at(1) == 0.4
+
+
+def test_experts_that_are_frozen_stay_what_they_are():
+    model = ewa()
+    first, second = moe_layers(model).values()
+    first.experts.requires_grad_(False)
+    before = copy.deepcopy(first.state_dict())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    deviation = (second.experts.down_proj - second.experts.down_proj.mean(0)).norm()
+    average_after_steps(model, optimizer, share=SHARE)
+    step(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in first.state_dict().items())
+    after = (second.experts.down_proj - second.experts.down_proj.mean(0)).norm()
+    assert (after / deviation).item() == pytest.approx(1 - SHARE * 4 / 3, rel=1e-5)
+
+
+def test_a_step_that_overflowed_is_none():
+    model = ewa()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    averaging = average_after_steps(model, optimizer, share=SHARE)
+    before = [stack.clone() for stack in stacks(model)]
+    optimizer.found_inf = torch.ones(1)  # as GradScaler tells a fused optimizer
+    averaging._after_step(optimizer, (), {})
+    assert averaging.step == 0 and all(torch.equal(a, b) for a, b in zip(stacks(model), before))
+    optimizer.found_inf = torch.zeros(1)
+    averaging._after_step(optimizer, (), {})
+    assert averaging.step == 1 and not any(torch.equal(a, b) for a, b in zip(stacks(model), before))
+
+
+def test_gradscaler_skips_a_step_that_overflows():
+    model = ewa()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    averaging, scaler = average_after_steps(model, optimizer, share=SHARE), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad, steps in ((True, 0), (False, 1)):
+        optimizer.zero_grad()
+        scaler.scale(model(input_ids=tiny.batch(), labels=tiny.batch()).loss).backward()
+        if bad:
+            stacks(model)[0].grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert averaging.step == steps
+
+
+def test_accelerates_wrapper_is_seen_through():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = ewa()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    averaging = average_after_steps(model, Wrapper(optimizer), share=SHARE)
+    step(model, optimizer)
+    assert averaging.step == 1
+
+
+class MasterCopies:
+    """An optimizer that holds copies of the parameters, as DeepSpeed's do."""
+
+    def __init__(self, model):
+        self.param_groups = [{"params": [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]}]
+
+
+def flat():
+    """What FSDP1 leaves of the stacks under their names."""
+    model = ewa()
+    for experts in (moe_layers(model)[0].experts, moe_layers(model)[1].experts):
+        for parameter in experts.parameters():
+            parameter.data = parameter.data.flatten()[:7]
+    return model
+
+
+def mergeable():
+    model = tiny.upcycled()
+    swap.moe_to_mergeable(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, optimizer_of, options, words",
+    [
+        pytest.param(ewa, None, {"share": 1.5}, "share is 1.5; want 0 to 1", id="share"),
+        pytest.param(
+            ewa, None, {"schedule": "cosine"}, "schedule is 'cosine'; want one of constant, linear", id="schedule"
+        ),
+        pytest.param(ewa, None, {"schedule": "linear"}, "total_steps is None", id="linear without an end"),
+        pytest.param(ewa, None, {"step": -1}, "step is -1", id="step"),
+        pytest.param(mergeable, None, {}, "no experts that train", id="frozen experts"),
+        pytest.param(tiny.dense, None, {}, "no experts that train", id="a dense model"),
+        pytest.param(flat, None, {}, "want whole stacks [E, ...]; train with FSDP2", id="FSDP1"),
+        pytest.param(ewa, MasterCopies, {}, "want the optimizer of this very model", id="copies"),
+    ],
+)
+def test_bad_arguments_are_named(make, optimizer_of, options, words):
+    model = make()
+    optimizer = (optimizer_of or (lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))(model)
+    with pytest.raises(ValueError) as error:
+        average_after_steps(model, optimizer, **{"share": SHARE} | options)
+    assert words in str(error.value)
+    with pytest.raises(ValueError, match="share is -1"):
+        AveragingCallback(share=-1)
+
+
+# in Trainer
+
+
+ROWS = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in tiny.batch(12, 10).tolist()])
+STEPS = 6
+
+
+class Stop(TrainerCallback):
+    """Ends a run after its second step, as a kill would."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+        control.should_save = control.should_training_stop
+
+
+def train(model, folder, callbacks, resume=None, **settings):
+    callback = AveragingCallback(share=0.6, schedule="linear")
+    shares, original = [], Averaging.share_at
+
+    def noted(self, at):
+        shares.append(original(self, at))
+        return shares[-1]
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **settings,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Averaging, "share_at", noted)
+        trainer = MoETrainer(model=model, args=arguments, train_dataset=ROWS, callbacks=[callback, *callbacks])
+        trainer.train(resume_from_checkpoint=resume)
+    assert callback.averaging is None
+    per_step = len(stacks(model))
+    assert all(len(set(shares[i : i + per_step])) == 1 for i in range(0, len(shares), per_step))
+    return shares[::per_step]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
+def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
+    settings = {"gradient_checkpointing": checkpointing}
+    whole = ewa()
+    shares = train(whole, tmp_path / "whole", [], **settings)
+    assert shares == pytest.approx([0.1 * t for t in range(1, STEPS + 1)])
+    first = train(ewa(), tmp_path / "part", [Stop()], **settings)
+    resumed = ewa()
+    rest = train(resumed, tmp_path / "part", [], resume=True, **settings)
+    assert first + rest == shares
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint-2")
+    assert saved.config.moe_runtime["stage"] == "ewa" and not torch.equal(stacks(saved)[0], stacks(whole)[0])
+
+
+# over ranks
+
+
+def test_fsdp2_is_one_process(tmp_path):
+    launch(dist_averaging.__file__, 2, tmp_path, str(tmp_path))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    alone = dist_averaging.make()
+    dist_averaging.train(alone, tiny.batch())
+    assert ranks[0]["kinds"] == {"DTensor"}
+    for name, want in alone.named_parameters():
+        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name])
+        assert tiny.distance(ranks[0]["weights"][name], want) < 1e-5, name
+    weight = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(3))
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        want = average_experts_(weight.to(dtype, copy=True), SHARE)
+        for name in ("experts", "columns", "copies"):
+            assert tiny.distance(ranks[0]["stacks"][f"{name} {dtype}"], want) < bound, (name, dtype)
+    assert "placements" in ranks[0]["stacks"]["error"]
+    assert "backend is 'triton', weight is a DTensor" in ranks[0]["stacks"]["backend"]

@@ -1,0 +1,78 @@
+"""Stages in two processes, under DDP and FSDP2, come to what one process comes to; rank 0 alone writes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.methods.xft.study import Stages
+from tests.hf.tiny import distance
+from tests.methods.xft.test_study import make_recipe
+from tests.support import dist_stages
+from tests.support.dist_launch import launch
+
+# not Adam: at first a router's gradient is rounding alone, which Adam makes steps of
+SGD = {"optimizer": "sgd", "learning_rate": 0.3, "batch_size": 4, "steps": 4}
+ENGINES = [
+    pytest.param("ddp", ("sft", "moe", "mix", "ewa"), "Parameter", id="ddp"),
+    pytest.param("fsdp2", ("sft", "moe", "mix"), "DTensor", id="fsdp2"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The stages in one process, whose base and rows the others start from."""
+    folder = tmp_path_factory.mktemp("alone")
+    plan = {
+        "sft": SGD | {"optimizer": "adafactor", "learning_rate": 1e-2, "save_steps": 2},
+        "tune": SGD,
+        "mix": SGD | {"learning_rate": 3e3},
+        "ewa__training": SGD,
+    }
+    recipe = make_recipe(folder, data__held_out_rows=7, data__limit=32, **plan)
+    (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
+    stages = Stages(recipe, folder / "out", say=lambda text: None)
+    base, sft, moe = stages.base(), stages.sft(), stages.moe()
+    shutil.copytree(folder / "out", folder / "start", ignore=shutil.ignore_patterns("sft-*", "moe-*", ".locks"))
+    return folder, {"base": base, "sft": sft, "moe": moe, "mix": stages.mix(moe), "ewa": stages.ewa()}
+
+
+@pytest.mark.parametrize(("engine", "names", "kind"), ENGINES)
+def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
+    folder, want = alone
+    shutil.copytree(folder / "start", tmp_path / "out")
+    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names, seconds=400)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+    assert first["results"] == second["results"] and first["said"] and not second["said"]
+    for name in names:
+        got, near = first["results"][name], 1e-5
+        if name in ("ewa", "sft"):  # each rank deals out its own tokens; Adafactor divides by gradients that are small
+            near = 1e-3
+        assert got.folder.parent.name == want[name].folder.parent.name and len(got.losses) == 7
+        assert got.tokens == want[name].tokens and got.steps == want[name].steps
+        assert got.losses == pytest.approx(want[name].losses, rel=near), name
+        assert got.loss != pytest.approx(want["base"].loss, rel=1e-3), name
+        assert (got.parameters, got.active_parameters) == (want[name].parameters, want[name].active_parameters)
+        mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, want[name]))
+        assert mine.keys() == other.keys()
+        assert all(distance(mine[key], value) < near for key, value in other.items()), name
+        graded, kinds = first["seen"][name]
+        assert kinds == {kind}
+        assert all(key.endswith(".mixing_logits") for key in graded) == (name == "mix") and graded
+    alpha, other = (torch.tensor(result.alpha) for result in (first["results"]["mix"], want["mix"]))
+    assert (other[:, 1:] - 0.25 / 3).abs().max() > 1e-4 > 50 * (alpha - other).abs().max()
+    assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
+
+
+def test_the_shipped_fsdp2_config_is_one():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = Path(dist_stages.__file__).parents[2] / "moe_runtime" / "hf" / "training" / "fsdp2.yaml"
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
+    # accelerate falls back to the model's own list of layers where none is named
+    assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(path.read_text())["fsdp_config"]

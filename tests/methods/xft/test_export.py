@@ -1,0 +1,169 @@
+"""What a merge exports is the base's model and nothing else: stock loaders read it where moe_runtime cannot be imported."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.hf.models.configuration import MOE_FIELDS, SHIM
+from moe_runtime.hf.models.families import FAMILIES, locate_key
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.methods import xft
+from moe_runtime.methods.xft import folders as xft_folders
+from tests.hf import tiny
+
+# family: changes to tests.hf.tiny's config, which has grouped attention and a rope base of 1e5
+MODELS = {
+    "llama": {"tie_word_embeddings": True, "attention_bias": True},  # and biases in the MLP
+    "qwen2": {"rope_theta": 5e5},  # biases in the attention
+    "phi3": {},  # gate and up in one matrix, query, key and value in another
+    "gpt_neox": {},  # no gate, other names, embed_out
+}
+SETTINGS = {"num_experts": 4, "top_k": 3, "router": "mlp", "noisy_gate": True, "balance_loss": "cv2"}
+TOKENIZER = train_tokenizer([f"{i} and {j}" for i in range(6) for j in range(6)], 270)
+WAYS = ("memory", "folders")
+
+
+class Exported(NamedTuple):
+    """The folders of one family: the base, the tuned MoE, what it merges to, what the untuned one does."""
+
+    base: Path
+    moe: Path
+    merged: dict[str, Path]
+    untuned: dict[str, Path]
+
+
+def merge_both_ways(moe: Path, out: Path) -> dict[str, Path]:
+    """Merge an MoE's folder through the mergeable stage, with logits moved by hand, in memory and in folders."""
+    model = xft.to_mergeable(AutoModelForCausalLM.from_pretrained(moe))
+    with torch.no_grad():
+        for name, logits in model.named_parameters():
+            if name.endswith("mixing_logits"):
+                logits.add_(torch.arange(3) / 3)
+    model.save_pretrained(out / "mergeable")
+    for file in moe.iterdir():
+        if not (out / "mergeable" / file.name).exists():
+            shutil.copy(file, out / "mergeable")
+    xft_folders.merge_folder(out / "mergeable", out / "folders")
+    xft.save_dense(xft.merge(model), out / "memory", TOKENIZER)
+    return {way: out / way for way in WAYS}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> dict[str, Exported]:
+    """Every family, all the way."""
+    made = {}
+    for family, changes in MODELS.items():
+        root = tmp_path_factory.mktemp(family)
+        model = tiny.dense(family, **changes)
+        model.generation_config.update(do_sample=True, top_k=5)
+        model.save_pretrained(root / "base")
+        TOKENIZER.save_pretrained(root / "base")
+        for name in ("untuned", "tuned"):
+            xft_folders.upcycle_folder(root / "base", root / name / "moe", **SETTINGS)
+        tuned = AutoModelForCausalLM.from_pretrained(root / "tuned" / "moe")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in tuned.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 20)
+        tuned.save_pretrained(root / "tuned" / "moe")
+        merged = {name: merge_both_ways(root / name / "moe", root / name) for name in ("untuned", "tuned")}
+        made[family] = Exported(root / "base", root / "tuned" / "moe", merged["tuned"], merged["untuned"])
+    return made
+
+
+def every(test):
+    return pytest.mark.parametrize("way", WAYS)(pytest.mark.parametrize("family", MODELS)(test))
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(folder) as checkpoint:
+        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+
+
+@every
+def test_the_names_are_the_bases_and_only_mlp_weights_are_new(family, way, exported):
+    base, moe, merged = (read(f) for f in (exported[family].base, exported[family].moe, exported[family].merged[way]))
+    assert merged.keys() == base.keys()
+    mlp = {key for key in base if locate_key(FAMILIES[family], key) is not None}
+    assert len(mlp) == {"llama": 12, "qwen2": 6, "phi3": 4, "gpt_neox": 8}[family]
+    for key in base.keys() - mlp:  # those of the tuned MoE, which are not the base's
+        assert torch.equal(merged[key], moe[key]) and not torch.equal(merged[key], base[key]), key
+    for key in mlp:
+        assert merged[key].shape == base[key].shape and merged[key].dtype == base[key].dtype
+        assert not torch.equal(merged[key], base[key]), key
+
+
+@every
+def test_without_tuning_the_rest_is_the_bases_bit_for_bit(family, way, exported):
+    base, merged = read(exported[family].base), read(exported[family].untuned[way])
+    assert merged.keys() == base.keys()
+    for key, tensor in base.items():
+        if locate_key(FAMILIES[family], key) is None:
+            assert torch.equal(merged[key], tensor), key
+        else:  # four equal experts mix to themselves, but for rounding
+            torch.testing.assert_close(merged[key], tensor, rtol=1e-6, atol=1e-6)
+
+
+@every
+def test_config_tokenizer_and_generation_config_are_the_bases(family, way, exported):
+    base, merged = exported[family].base, exported[family].merged[way]
+    want, got = (json.loads((folder / "config.json").read_text()) for folder in (base, merged))
+    assert not set(MOE_FIELDS) & set(got) and "moe_runtime" not in json.dumps(got)
+    # the old spelling of the rotary keys is added, for readers of it
+    assert {key: got.get(key) for key in want} == want
+    assert set(got) - set(want) <= {"rope_theta", "partial_rotary_factor", "rotary_emb_base", "rotary_pct"}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((merged / name).read_text()) == json.loads((base / name).read_text())
+    generation = [json.loads((folder / "generation_config.json").read_text()) for folder in (base, merged)]
+    assert generation[0] == generation[1] and generation[0]["top_k"] == 5
+    names = {path.name for path in merged.iterdir()}
+    assert f"{SHIM}.py" not in names and names == {path.name for path in base.iterdir()}
+
+
+READER = """
+import importlib.abc, json, sys
+
+class NoRuntime(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "moe_runtime":
+            raise ImportError(f"{name} is not to be had here")
+
+sys.meta_path.insert(0, NoRuntime())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folders, out = json.loads(sys.argv[1]), {}
+ids = torch.load(sys.argv[2])
+for folder in folders:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    assert not any(info.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (folder, info)
+    assert type(model).__module__.startswith("transformers.models."), type(model)
+    with torch.no_grad():
+        out[folder] = model.eval()(ids).logits
+    assert AutoTokenizer.from_pretrained(folder)("1 and 2")["input_ids"]
+    assert model.generation_config.top_k == 5
+assert not any(name.partition(".")[0] == "moe_runtime" for name in sys.modules)
+torch.save(out, sys.argv[3])
+"""
+
+
+def test_stock_transformers_loads_it_where_moe_runtime_cannot_be_imported(exported, tmp_path):
+    torch.save(tiny.batch(), tmp_path / "ids.pt")
+    folders = [str(made.merged[way]) for made in exported.values() for way in WAYS]
+    command = [sys.executable, "-c", READER, json.dumps(folders), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    got = torch.load(tmp_path / "out.pt")
+    for made in exported.values():
+        memory, folder = (got[str(made.merged[way])] for way in WAYS)
+        mergeable = AutoModelForCausalLM.from_pretrained(made.merged["memory"].parent / "mergeable")
+        assert torch.equal(memory, folder)
+        assert tiny.distance(memory, tiny.logits(mergeable)) < 1e-5

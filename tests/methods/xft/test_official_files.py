@@ -1,0 +1,368 @@
+"""moe_runtime.methods.xft.official: the forms that folders come in, and everything that is refused before a byte is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.methods import xft
+from moe_runtime.methods.xft import folders as xft_folders
+from moe_runtime.methods.xft import official as xft_official
+from moe_runtime.methods.xft.official import EXPERTS, load_tensors
+from tests.hf import tiny
+from tests.support import limited
+from tests.support import official_xft as released
+
+EXPERT = EXPERTS.format(1, "weight_up", 2)
+
+
+@pytest.fixture
+def theirs(tmp_path) -> Path:
+    released.write_moe(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def weighted(tmp_path) -> Path:
+    released.write_weighted(tmp_path / "weighted", tmp_path / "ffn")
+    return tmp_path / "weighted"
+
+
+def tensors_of(folder: Path) -> dict:
+    with Checkpoint(folder) as checkpoint:
+        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+
+
+def edit(folder: Path, **changes) -> None:
+    """Change config.json; a value of ... takes the key away."""
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# --- forms
+
+
+@pytest.mark.parametrize("form", ["bin", "shards", "old"])
+def test_every_form_is_imported_to_the_same_bits(form, theirs, tmp_path):
+    xft_official.import_official(theirs, tmp_path / "from safetensors")
+    released.write_moe(tmp_path / form, form)
+    seen = []
+    receipt = xft_official.import_official(
+        tmp_path / form,
+        tmp_path / "ours",
+        max_shard_size="40KB",
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    want, got = tensors_of(tmp_path / "from safetensors"), tensors_of(tmp_path / "ours")
+    assert want.keys() == got.keys() and all(torch.equal(got[key], want[key]) for key in want)
+    assert receipt.tensors == len(got) and receipt.bytes == sum(t.nbytes for t in got.values())
+    assert seen[-1][0] == seen[-1][1] and len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
+    assert not list((tmp_path / "ours").glob("*.bin*"))
+
+
+def test_what_is_tied_or_rebuilt_there_is_left_out(theirs, tmp_path):
+    released.write_moe(theirs, tie_word_embeddings=True)
+    extra = {"lm_head.weight": torch.zeros(96, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_tensors(theirs, lambda t: t.update(extra))
+    xft_official.import_official(theirs, tmp_path / "ours")
+    assert not set(extra) & tensors_of(tmp_path / "ours").keys()
+
+
+def test_side_files_go_along(theirs, tmp_path):
+    (theirs / "tokenizer.json").write_text("{}")
+    (theirs / "training_args.bin").write_bytes(b"not to be copied")
+    assert xft_official.import_official(theirs, tmp_path / "ours").side_files == ["tokenizer.json"]
+    assert xft_official.export_official(tmp_path / "ours", tmp_path / "again").side_files == ["tokenizer.json"]
+    assert not (tmp_path / "again" / "modeling_moe_runtime.py").exists()
+
+
+def test_where_the_experts_of_a_weighted_model_are_looked_for(weighted, tmp_path, monkeypatch):
+    want = None
+    for said, place, given in (
+        (str(tmp_path / "ffn"), tmp_path / "ffn", None),
+        ("ffn", tmp_path / "ffn", None),  # from the folder that the released code was run in
+        ("elsewhere/beside", tmp_path / "beside", None),
+        ("nowhere", weighted, None),
+        ("nowhere", tmp_path / "given", tmp_path / "given"),
+    ):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        edit(weighted, ffn_folder_path=said)
+        if place != tmp_path / "ffn":
+            place.mkdir(exist_ok=True)
+            for file in (tmp_path / "ffn").iterdir():
+                shutil.copy(file, place)
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            xft_official.import_official(weighted, tmp_path / "out", ffn_folder=given)
+        got = tensors_of(tmp_path / "out")
+        want = want or got
+        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+        if place != tmp_path / "ffn":
+            for file in place.glob("*.pt"):
+                file.unlink()
+
+
+def test_the_mixing_logits_are_float32_whatever_they_were(weighted, tmp_path):
+    name = "model.layers.0.mlp.average_weights"
+    edit_tensors(weighted, lambda t: t.update({name: t[name].bfloat16()}))
+    xft_official.import_official(weighted, tmp_path / "ours")
+    got = tensors_of(tmp_path / "ours")["model.layers.0.mlp.mixing_logits"]
+    assert got.dtype == torch.float32 and torch.equal(got, load_file(weighted / "model.safetensors")[name].float())
+
+
+CHILD = """
+import sys
+import torch; torch.set_num_threads(1)
+from moe_runtime.methods import xft_folders, xft_official
+from tests.support import limited
+
+def there_and_back(source, out):
+    size = {"max_shard_size": "8MB"}
+    xft_official.import_official(source, out + "-moe", **size)
+    xft_official.export_official(out + "-moe", out + "-back", **size)
+    xft_folders.mergeable_folder(out + "-moe", out + "-mergeable", **size)
+    xft_official.export_official(out + "-mergeable", out + "-weighted", **size)
+    xft_official.import_official(out + "-weighted", out + "-again", **size)
+
+source, out, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+there_and_back(source + "-warm", out + "-warm")
+limited.limit_data(limit)
+there_and_back(source, out)
+print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
+"""
+
+
+def test_folders_bigger_than_the_memory_limit(tmp_path):
+    limit = 40 << 20
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 10}
+    _, tensors = released.write_moe(tmp_path / "theirs", **sizes)
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 1.5 * limit
+    released.write_moe(tmp_path / "theirs-warm")
+    out = limited.run(CHILD, tmp_path / "theirs", tmp_path / "out", limit)
+    assert out.stdout.strip().endswith("held"), out.stderr[-2000:]
+    want, got = tensors_of(tmp_path / "out-mergeable"), tensors_of(tmp_path / "out-again")
+    assert want.keys() == got.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+# --- pickles
+
+
+class Harmful:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(zipped, theirs, weighted, tmp_path):
+    tensors = load_file(theirs / "model.safetensors")
+    (theirs / "model.safetensors").unlink()
+    bad = tensors | {"harm": Harmful(tmp_path / "ran")}
+    torch.save(bad, theirs / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {kind: {0: Harmful(tmp_path / "ran")} for kind in released.KINDS},
+        tmp_path / "ffn" / "ffn_layer_1.pt",
+        _use_new_zipfile_serialization=zipped,
+    )
+    for source, file in ((theirs, "pytorch_model.bin"), (weighted, "ffn_layer_1.pt")):
+        with pytest.raises(ValueError, match=rf"{file} cannot be loaded .*want a whole file of tensors alone"):
+            xft_official.import_official(source, tmp_path / "out")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_files_that_are_no_dict_of_tensors_are_named(tmp_path):
+    file = tmp_path / "file.pt"
+    for content in (b"", b"PK\x03\x04 cut off", b"\x80\x02.", b"\x80"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            load_tensors(file)
+    torch.save([torch.ones(2)], file)
+    with pytest.raises(ValueError, match="holds a list; want a dict"):
+        load_tensors(file)
+
+
+@pytest.mark.parametrize("content", [{0: torch.ones(2)}, {"a": torch.ones(2, device="meta")}], ids=["key", "meta"])
+def test_a_bin_file_of_other_things_is_named(content, theirs, tmp_path):
+    for file in theirs.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(content, theirs / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="want a dense tensor"):
+        xft_official.import_official(theirs, tmp_path / "out")
+    for weight_map in ({"a": ["x"]}, {"a": "pytorch_model.bin", "b": 3}):
+        (theirs / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match="weight_map of"):
+            xft_official.import_official(theirs, tmp_path / "out")
+
+
+def test_a_folder_of_experts_that_is_no_path_is_named(weighted, tmp_path):
+    edit(weighted, ffn_folder_path=5)
+    with pytest.raises(ValueError, match="ffn_folder_path is 5; want a path"):
+        xft_official.import_official(weighted, tmp_path / "out")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"gate_use_softmax": False}, "gate_use_softmax is False; want True"),
+        ({"multiply_gate_scores": False}, "multiply_gate_scores is False; want True"),
+        ({"score_scale_factor": 2.0}, "score_scale_factor is 2.0; want 1.0"),
+        ({"score_scale_factor": [1.0, 4.0]}, r"score_scale_factor is \[1.0, 4.0\]; want 1.0"),
+        ({"calculator_type": "SwitchDropTokenCalculator"}, "calculator_type is 'SwitchDropTokenCalculator'; want"),
+        ({"add_weight_norm": True}, "add_weight_norm is True; want False"),
+        ({"gate_type": "SwitchBalancedGate"}, "gate_type is 'SwitchBalancedGate'; want one of TopKUniversal"),
+        ({"gate_type": ["SwitchBalancedGate"]}, "gate_type is .*want one of TopKUniversal"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is given"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor above 1"),
+        ({"gate_network": "attention"}, "router is 'attention'"),
+        ({"gate_use_balance": "yes"}, "gate_use_balance is 'yes'"),
+        ({"gate_balance_loss_weight": -1.0}, "balance_loss_coef is -1.0"),
+        ({"num_selects": 5}, "num_selects is top_k here: top_k is 5, num_experts is 4"),
+        ({"num_selects": 1}, "top_k is 1, gate is 'xft'; want at least 2"),
+        ({"shared_expert_weight": 1.5}, "shared_expert_weight is 1.5; want 0 to 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling is .*want null, or type linear or dynamic"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling is"),
+        ({"hidden_act": "softmax"}, "hidden_act is 'softmax'"),
+        ({"hidden_size": "32"}, "config.json is not a Llama's"),
+        ({"num_attention_heads": 5}, "config.json is not a Llama's"),
+        ({"model_type": "mixtral"}, "model_type of .* is 'mixtral'; want 'llama_moe_upscaling'"),
+        ({"model_type": "llama"}, "model_type is 'llama', .* holds experts of its own"),
+        ({"num_hidden_layers": 3}, "(?s)missing: .*layers.2"),
+        ({"num_experts": 5}, "(?s)missing: .*experts.weight_gate.4"),
+        ({"gate_network": "linear"}, "(?s)missing: .*gate_network.weight"),
+        ({"gate_add_noise": False}, "(?s)unexpected: .*weight_noise"),
+        ({"intermediate_size": 40}, r"(?s)of another shape: .*is \[48, 32\], want \[40, 32\]"),
+        ({"moe_runtime_extra": {"config": {"top_k": 1}}}, "moe_runtime_extra has top_k"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_are_not_computed_here_are_refused(changes, match, theirs, tmp_path):
+    edit(theirs, **changes)
+    with pytest.raises(ValueError, match=match):
+        xft_official.import_official(theirs, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        pytest.param(lambda t: t.pop(EXPERT), rf"1 missing: {EXPERT}", id="an expert missing"),
+        pytest.param(lambda t: t.update({EXPERT + "x": torch.ones(2)}), "1 unexpected", id="unexpected"),
+        pytest.param(
+            lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()}), r"is \[32, 48\], want \[48, 32\]", id="turned"
+        ),
+        pytest.param(lambda t: t.update({EXPERT: t[EXPERT].half()}), "of another dtype", id="another dtype"),
+        pytest.param(
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].long()}),
+            "norm.weight is torch.int64",
+            id="int64",
+        ),
+        pytest.param(lambda t: t.pop("model.norm.weight"), "1 missing: model.norm.weight", id="a norm missing"),
+        pytest.param(
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), "q_proj.bias", id="a bias"
+        ),
+    ],
+)
+def test_other_tensors_than_the_configs_are_named(change, match, theirs, tmp_path):
+    edit_tensors(theirs, change)
+    with pytest.raises(ValueError, match=match):
+        xft_official.import_official(theirs, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_folders_of_another_kind_are_refused(theirs, weighted, tmp_path):
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    tiny.dense("llama", mlp_bias=False).save_pretrained(dense)
+    xft_folders.upcycle_folder(dense, tmp_path / "ours", num_experts=4, top_k=3)
+    for source, options, match in (
+        (tmp_path, {}, "has no config.json"),
+        (tmp_path / "ours", {}, "'moe_runtime_llama'; .*a folder of ours needs no import"),
+        (dense, {}, "has no tensor such as model.layers.0.mlp.calculator.experts.weight_gate.0.weight or"),
+        (theirs, {"ffn_folder": tmp_path / "ffn"}, "holds experts of its own; want .* no ffn_folder"),
+        (theirs, {"rope_theta": 0}, "rope_theta is 0; want a number above 0"),
+        (weighted, {"ffn_folder": tmp_path}, "ffn_layer_0.pt is in none of"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            xft_official.import_official(source, out, **options)
+    with pytest.raises(ValueError, match="exists"):
+        xft_official.import_official(theirs, weighted)
+    for changes, match in (
+        ({"num_experts": ...}, "config.json lacks num_experts"),
+        ({"gate_type": released.VANILLA}, "gate_type is 'TopKBalancedNoisyGate', which has no shared expert"),
+        ({"num_hidden_layers": 3}, "which lacks ffn_layer_2.pt"),
+    ):
+        values = (weighted / "config.json").read_text()
+        edit(weighted, **changes)
+        with pytest.raises(ValueError, match=match):
+            xft_official.import_official(weighted, out)
+        (weighted / "config.json").write_text(values)
+    torch.save({"weight_up": {}}, tmp_path / "ffn" / "ffn_layer_0.pt")
+    with pytest.raises(ValueError, match="ffn_layer_0.pt holds weight_up; want weight_gate, weight_up, weight_down"):
+        xft_official.import_official(weighted, out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "family, changes, settings, match",
+    [
+        ("mistral", {}, {}, "base_model_type is 'mistral'; want 'llama'"),
+        ("llama", {"mlp_bias": True}, {}, "bias is True; want False"),
+        ("llama", {"attention_bias": True}, {}, "attention_bias is True; want False"),
+        ("llama", {"head_dim": 16}, {}, "head_dim is 16; want 8"),
+        ("llama", {}, {"layers": [1]}, r"layers is \[1\]; want all 2"),
+        ("llama", {}, {"gate": "softmax_topk"}, "gate is 'softmax_topk'; want one of xft, nonorm, topk_softmax"),
+        ("llama", {}, {"balance_loss": "switch"}, "balance_loss is 'switch'; want 'cv2' or 'none'"),
+        (
+            "llama",
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}},
+            {},
+            "rope_type is 'yarn'; want linear or dynamic",
+        ),
+    ],
+)
+def test_what_their_code_has_no_option_for_is_not_exported(family, changes, settings, match, tmp_path):
+    stock = ({"mlp_bias": False} if family == "llama" else {}) | {"rope_theta": 1e4} | changes
+    tiny.upcycled(family, changes=stock, **settings).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=match):
+        xft_official.export_official(tmp_path / "ours", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_soup_or_a_broken_export_leaves_nothing(tmp_path, monkeypatch):
+    model = tiny.upcycled("llama", changes={"mlp_bias": False})
+    xft.to_mergeable(model, soup=True)
+    model.save_pretrained(tmp_path / "soup")
+    with pytest.raises(ValueError, match="soup is True; want False"):
+        xft_official.export_official(tmp_path / "soup", tmp_path / "out")
+    model = tiny.upcycled("llama", changes={"mlp_bias": False})
+    xft.to_mergeable(model)
+    model.save_pretrained(tmp_path / "ours")
+    calls = []
+
+    def fail_late(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("out of power")
+        return merge_rows(*args)
+
+    merge_rows = xft_official.merge_rows
+    monkeypatch.setattr(xft_official, "merge_rows", fail_late)
+    with pytest.raises(RuntimeError, match="out of power"):
+        xft_official.export_official(tmp_path / "ours", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "soup"]

@@ -1,0 +1,345 @@
+"""moe_runtime.methods.xft.study: each stage is made once, is what its parts alone give, and goes on after a kill."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from moe_runtime.experiments import recipe as recipe_module
+from moe_runtime.experiments.recipe import Recipe, load_recipe
+from moe_runtime.experiments.stages import files_print, made_once
+from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.training.fit import held_out_loss, mean_loss
+from moe_runtime.io.files import read_json
+from moe_runtime.methods import xft
+from moe_runtime.methods.xft import study as xft_study
+from moe_runtime.methods.xft.study import Stages
+from tests.experiments.test_recipe import blocks
+from tests.hf.tiny import distance
+from tests.support.dist_launch import killed
+
+WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]
+STEPS = {"learning_rate": 3e-3, "batch_size": 4, "optimizer": "adamw_torch", "steps": 6}
+
+
+def write_rows(path: Path, count: int = 40) -> Path:
+    """Rows in the columns of evol-codealpaca, all different."""
+    rows = [
+        {"instruction": f"Write {word} of {{{i}}}.", "output": f"def {word}{i}(x):\n    return {word}(x, {i})\n"}
+        for i in range(count // len(WORDS) + 1)
+        for word in WORDS
+    ][:count]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_base(folder: Path) -> Path:
+    """A random Llama of two layers, tied, with its tokenizer, as a base to tune."""
+    tokenizer = train_tokenizer(["def add(x): return x + 1", "@@ Instruction Response Write"] * 9, 280)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True, rope_theta=1e5,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_recipe(folder: Path, **changes) -> Recipe:
+    """A recipe of seconds on the two of above."""
+    values = {
+        "base_model": str(write_base(folder / "base")),
+        "data": {"train": str(write_rows(folder / "rows.jsonl")), "held_out_rows": 8, "prompt": "plain", "max_length": 64},
+        "experts": {"num_experts": 4, "top_k": 3},
+        "sft": STEPS | {"steps": 8},
+        "tune": STEPS,
+        "mix": STEPS | {"steps": 2, "learning_rate": 0.5},
+        "evaluations": 2,
+    }  # fmt: skip
+    return Recipe.from_dict(values).change(**changes)
+
+
+class Made:
+    """One run of all stages, and what it said."""
+
+    def __init__(self, folder: Path):
+        self.recipe, self.said = make_recipe(folder), []
+        self.stages = Stages(self.recipe, folder / "out", say=self.said.append)
+        self.base, self.sft, self.moe = self.stages.base(), self.stages.sft(), self.stages.moe()
+        self.init, self.uniform = self.stages.merge(self.moe), self.stages.merge(self.moe, alpha="uniform")
+        self.mix, self.soup = self.stages.mix(self.moe), self.stages.mix(self.moe, soup=True)
+        self.ewa = self.stages.ewa()
+        self.all = (self.base, self.sft, self.moe, self.init, self.uniform, self.mix, self.soup, self.ewa)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("stages"))
+
+
+def weights(result) -> dict:
+    return AutoModelForCausalLM.from_pretrained(result.folder).state_dict()
+
+
+def test_each_stage_is_a_folder_that_transformers_loads(made):
+    assert len({result.folder for result in made.all}) == len(made.all)
+    for result in made.all:
+        model, tokenizer = (c.from_pretrained(result.folder) for c in (AutoModelForCausalLM, AutoTokenizer))
+        assert type(model).__name__ == ("MoeRuntimeLlamaForCausalLM" if result is made.moe else "LlamaForCausalLM")
+        assert len(tokenizer) == model.config.vocab_size
+        assert held_out_loss(model, made.stages.held_out, tokenizer) == pytest.approx(result.loss, rel=1e-5)
+        assert result.parameters == sum(p.numel() for p in model.parameters())
+        assert read_json(result.folder / "config.json")["dtype"] == "float32"
+
+
+def test_what_a_result_says(made):
+    rows = len(made.stages.held_out)
+    for result in made.all:
+        assert len(result.losses) == len(result.tokens) == rows == 8
+        assert mean_loss(result.losses, result.tokens) == pytest.approx(result.loss)
+    for result, steps in ((made.sft, 8), (made.moe, 6), (made.mix, 2), (made.ewa, 8), (made.init, 0)):
+        assert result.steps == steps and (result.seconds > 0) == (steps > 0)
+        assert result.steps_per_second == (pytest.approx(steps / result.seconds) if steps else 0)
+        assert [step for step, _ in result.history] == ([steps // 2, steps] if steps else [])
+    assert made.sft.history[-1][1] == made.sft.loss < made.base.loss > made.moe.loss
+    assert made.mix.total_seconds == pytest.approx(made.moe.seconds + made.mix.seconds)
+    dense = made.base.parameters
+    assert all(result.active_parameters == dense for result in made.all if result is not made.moe)
+    assert dense < made.moe.active_parameters < made.moe.parameters
+    names = "base sft moe init uniform xft soup ewa"
+    assert [result.name for result in made.all] == names.split()
+
+
+def test_no_row_is_trained_on_and_judged_by(made):
+    train, held = ({tuple(row["input_ids"]) for row in rows} for rows in (made.stages.train_rows, made.stages.held_out))
+    assert len(train) == 32 and len(held) == 8 and not train & held
+
+
+def test_rows_that_are_held_out_are_taken_out_of_those_to_train_on(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held.jsonl").write_text("".join(rows[::5]))
+    recipe = make_recipe(tmp_path, data__held_out=str(tmp_path / "held.jsonl"), data__held_out_split="train")
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    train, held = ({tuple(row["input_ids"]) for row in rows} for rows in (stages.train_rows, stages.held_out))
+    assert len(train) == 32 and len(held) == 8 and not train & held
+    recipe = recipe.change(data__held_out=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(ValueError, match="which has every row of train; want other rows"):
+        len(Stages(recipe, tmp_path / "out", say=lambda text: None).train_rows)
+
+
+def test_a_gate_that_cannot_be_merged_is_refused_before_anything_is_trained(tmp_path):
+    recipe = make_recipe(tmp_path, experts={"num_experts": 4, "top_k": 2, "gate": "topk_softmax"})
+    with pytest.raises(ValueError, match="gate is 'topk_softmax', which has no shared expert; want one of xft"):
+        xft_study.run(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_not_finite_is_kept(tmp_path):
+    made_once(tmp_path / "stage", "result.json", lambda folder: {"loss": float("nan"), "losses": [float("inf")]})
+    values = read_json(tmp_path / "stage" / "result.json")
+    assert values["loss"] != values["loss"] and values["losses"] == [float("inf")]
+
+
+def test_a_file_that_was_moved_inside_its_folder_is_noticed(tmp_path):
+    (tmp_path / "data" / "test").mkdir(parents=True)
+    before = write_rows(tmp_path / "data" / "a.jsonl")
+    first = files_print(tmp_path / "data")
+    before.rename(tmp_path / "data" / "test" / "a.jsonl")
+    assert files_print(tmp_path / "data") != first
+
+
+def test_the_merges_are_xft_merge(made):
+    def merged(**how):
+        return xft.merge(AutoModelForCausalLM.from_pretrained(made.moe.folder), **how).state_dict()
+
+    for result, how in (
+        (made.init, {"shared_rate": 0.75}),
+        (made.uniform, {"alpha": "uniform"}),
+        (made.mix, {"alpha": made.mix.alpha}),
+    ):
+        want, got = merged(**how), weights(result)
+        assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    assert made.init.alpha == [pytest.approx([0.75, *[0.25 / 3] * 3])] * 2
+    assert made.uniform.alpha == [[0.25] * 4] * 2
+    for row in made.mix.alpha:
+        assert row[0] == 0.75 and sum(row) == pytest.approx(1) and row[1:] != pytest.approx([0.25 / 3] * 3, abs=1e-4)
+    assert any(abs(row[0] - 0.75) > 1e-4 for row in made.soup.alpha)
+
+
+def test_given_coefficients_and_their_errors(made):
+    alpha = [[0.25] * 4, [1.0, 0.0, 0.0, 0.0]]
+    assert made.stages.merge(made.moe, alpha=alpha).alpha == alpha
+    with pytest.raises(ValueError, match="alpha is 'mean'; want one of uniform"):
+        made.stages.merge(made.moe, alpha="mean")
+    with pytest.raises(ValueError, match="alpha sums to"):
+        made.stages.merge(made.moe, alpha=[0.5] * 4)
+    with pytest.raises(ValueError, match="shared_rate is 2; want 0 to 1"):
+        made.stages.mix(made.moe, shared_rate=2)
+    with pytest.raises(ValueError, match=r"experts.top_k is 5, num_experts is 4; want top_k <= num_experts"):
+        made.stages.moe(top_k=5)
+
+
+def test_ewa_is_the_mean_of_its_experts(made):
+    other = made.stages.ewa(partition="router")
+    assert other.folder != made.ewa.folder and other.loss < made.base.loss
+    base, ewa = weights(made.base), weights(made.ewa)
+    assert all(distance(ewa[name], value) > 0 for name, value in base.items())
+    assert not list(made.stages.out.glob("ewa-*/experts"))
+
+
+def test_a_second_call_reads_what_is_there(made):
+    before = {path: path.stat().st_mtime_ns for path in made.stages.out.rglob("result.json")}
+    again = Stages(made.recipe, made.stages.out, say=lambda text: pytest.fail(text))
+    moe = again.moe()
+    assert moe == made.moe and again.mix(moe) == made.mix and again.sft() == made.sft and again.ewa() == made.ewa
+    # how a training is carried out does not make another stage of it
+    recipe = made.recipe.change(tune__per_device_batch_size=2, tune__save_steps=5, tune__gradient_checkpointing=True)
+    assert Stages(recipe, made.stages.out, say=lambda text: pytest.fail(text)).moe() == made.moe
+    assert {path: path.stat().st_mtime_ns for path in made.stages.out.rglob("result.json")} == before
+    assert not list(made.stages.out.glob("*.checkpoints"))
+
+
+def test_what_a_stage_depends_on_makes_another(made):
+    out = made.stages.out
+    assert made.stages.sft(steps=1).folder != made.sft.folder
+    assert made.stages.moe(top_k=2).folder != made.moe.folder
+    assert made.stages.mix(made.moe, shared_rate=0.5, steps=1).folder != made.mix.folder
+    other = Stages(made.recipe.change(tune__steps=1), out, seed=1, say=lambda text: None)
+    assert other.base() == made.base  # every seed tunes the same base
+    assert other.moe().folder != made.moe.folder
+    assert Stages(made.recipe.change(data__max_length=48), out, say=lambda text: None).base().folder != made.base.folder
+
+
+def test_the_same_recipe_gives_the_same_weights_elsewhere(made, tmp_path):
+    again = Stages(made.recipe, tmp_path / "out", say=lambda text: None)
+    moe, ewa = again.moe(), again.ewa()
+    assert moe.folder.parent.name == made.moe.folder.parent.name and moe.losses == made.moe.losses
+    for one, other in ((moe, made.moe), (ewa, made.ewa)):
+        first, second = weights(one), weights(other)
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("name", ["deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b"])
+def test_a_shipped_recipe_goes_through_scaled_down(name, tmp_path):
+    small = make_recipe(tmp_path)
+    short = {"epochs": None, "steps": 1, "warmup_steps": 0, "batch_size": 4, "per_device_batch_size": 2}
+    short |= {"learning_rate": 1e-2}  # at 5e-5 one step would be lost in bfloat16's rounding
+    cut = {f"{stage}__{key}": value for stage in ("sft", "tune", "mix") for key, value in short.items()}
+    recipe = load_recipe(name).change(
+        base_model=small.base_model,
+        data__train=small.data.train,
+        data__held_out_rows=6,
+        data__limit=8,
+        evaluations=1,
+        **cut,
+    )
+    said = []
+    base, moe, init, merged = xft_study.run(recipe, tmp_path / "out", say=said.append)
+    assert merged.loss != base.loss and merged.parameters == base.parameters < moe.parameters
+    rate = recipe.shared_rate
+    assert all(row[0] == pytest.approx(rate) and sum(row) == pytest.approx(1) for row in merged.alpha + init.alpha)
+    model = AutoModelForCausalLM.from_pretrained(merged.folder, dtype="auto")
+    assert model.dtype == torch.bfloat16 and type(model).__name__ == "LlamaForCausalLM"
+    config = AutoModelForCausalLM.from_pretrained(moe.folder).config.moe_runtime["config"]
+    assert all(config[key] == value for key, value in recipe.experts.items())
+    # Magicoder's prompt around the instruction, behind BOS and masked; the answer, then EOS
+    stages = Stages(recipe, tmp_path / "out")
+    row, tokenizer = stages.train_rows[0], stages.tokenizer
+    text = tokenizer.decode(row["input_ids"])
+    assert text.startswith("<s>You are an exceptionally intelligent coding assistant that consistently delivers")
+    prompt, _, answer = text.partition("\n\n@@ Response\n")
+    assert "\n\n@@ Instruction\nWrite " in prompt and answer.startswith("def ") and answer.endswith("</s>")
+    labels = [label for label in row["labels"] if label != -100]
+    assert tokenizer.decode(labels) == answer and row["labels"][-len(labels) :] == labels
+    assert len(stages.train_rows) == 8 and len(stages.held_out) == 6
+
+
+def test_a_gate_without_shared_expert_is_mixed_as_a_soup(made):
+    moe = made.stages.moe(gate="topk_softmax", top_k=2)
+    with pytest.raises(ValueError, match="no shared expert; want soup=True"):
+        made.stages.mix(moe)
+    assert len(made.stages.mix(moe, soup=True, steps=1).alpha[0]) == 4
+    assert not [path for path in made.stages.out.iterdir() if ".tmp-" in path.name]  # the refused one left nothing
+
+
+def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    (code,) = blocks("recipes.md", "python")
+    small = make_recipe(tmp_path)
+    monkeypatch.setattr(recipe_module, "load_recipe", lambda name: {"tiny": small}[name])
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code, "docs/recipes.md", "exec"), names)
+    assert names["merged"].folder.is_relative_to("runs/xft")
+    assert "held-out loss" in capsys.readouterr().out
+
+
+def test_the_samples_of_the_docs(made, tmp_path, monkeypatch):
+    """The script of docs/evaluation.md on problems of ours: it asks in the template's words and keeps code alone."""
+    (code,) = blocks("evaluation.md", "python")
+    problems = {"HumanEval/0": {"prompt": 'def f(x):\n    """One more."""\n'}}
+    written = {}
+    library = types.ModuleType("evalplus.data")
+    library.get_human_eval_plus = lambda: problems
+    library.write_jsonl = lambda path, rows: written.update({path: rows})
+    monkeypatch.setitem(sys.modules, "evalplus", types.ModuleType("evalplus"))
+    monkeypatch.setitem(sys.modules, "evalplus.data", library)
+    monkeypatch.setattr(sys, "argv", ["humaneval.py", str(made.mix.folder), "samples.jsonl"])
+    exec(compile(code.replace("max_new_tokens=512", "max_new_tokens=5"), "docs/evaluation.md", "exec"), {})
+    (sample,) = written["samples.jsonl"]
+    assert sample["task_id"] == "HumanEval/0" and "```" not in sample["solution"]
+    assert sample["solution"].startswith('def f(x):\n    """One more."""')
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        pytest.param({"data__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
+        pytest.param({"data__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows; want fewer", id="all-held"),
+        pytest.param({"data__max_length": 2}, "max_length is 2, within which no row", id="short"),
+        pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
+        pytest.param({"tune__warmup_steps": 6}, "warmup_steps is 6, steps is 6; want fewer", id="warmup"),
+        pytest.param({"mix__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
+        pytest.param({"tune__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes; want", id="batch"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
+    with pytest.raises(ValueError, match=says):
+        Stages(make_recipe(tmp_path, **changes), tmp_path / "out", say=lambda text: None).moe()
+    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
+    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
+
+
+KILLED = """
+import sys
+from moe_runtime.experiments import xft_stages
+from moe_runtime.experiments.recipe import load_recipe
+stages = xft_stages.Stages(load_recipe(sys.argv[1]), sys.argv[2])
+print(stages.moe().losses)
+"""
+
+
+def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
+    recipe = make_recipe(tmp_path, tune__steps=40, tune__save_steps=3, tune__warmup_steps=2)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
+    out = tmp_path / "out"
+    Stages(recipe, out, say=lambda text: None).base()
+    checkpoint = "moe-*.checkpoints/checkpoint-*/history.json"
+    killed(KILLED, tmp_path / "recipe.yaml", out, when=lambda: list(out.glob(checkpoint)))
+    (done,) = {path.parents[1] for path in out.glob("moe-*.checkpoints/checkpoint-*/history.json")}
+    assert not [path for path in out.glob("moe-*") if (path / "result.json").exists()]
+    before = max(int(path.parent.name.partition("-")[2]) for path in done.glob("*/history.json"))
+    assert before < 40
+    (done / f"checkpoint-{before + 90}").mkdir()  # cut off while it was written
+    resumed = Stages(recipe, out, say=lambda text: None).moe()
+    straight = Stages(recipe.change(tune__save_steps=None), tmp_path / "other", say=lambda text: None).moe()
+    assert resumed.losses == straight.losses and resumed.steps == 40
+    first, second = weights(resumed), weights(straight)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert [step for step, _ in resumed.history] == [20, 40] and not list(out.glob("*.checkpoints"))
+    assert not [path for path in out.iterdir() if ".tmp-" in path.name]

@@ -1,0 +1,538 @@
+"""The CUDA library: what a build of it lacks is named, what it holds is what was asked, and it loads where no GPU is."""
+
+import json
+import os
+import pwd
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime import backends
+from moe_runtime.kernels import tiles
+from moe_runtime.native import build_cuda, cuda
+from moe_runtime.native import library as native
+from moe_runtime.native.build_cuda import BuildError, Usage
+from moe_runtime.ops.combine import combine
+from moe_runtime.ops.dispatch import dispatch
+from moe_runtime.ops.merging import merge_experts
+from moe_runtime.ops.routing import route
+from tests.csrc import emulator
+from tests.support.cuda_build import CSRC, ROOT, cubins, cuobjdump, fake_sources, fake_toolkit, needs_cxx, needs_nvcc
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """No test leaves a library behind, and none sees the variables of a user."""
+    for name in ("CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    cuda.use(None)
+    cuda._find.cache_clear()
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A toolkit whose nvcc is g++, in CUDA_HOME, and sources that it compiles."""
+    home = fake_toolkit(tmp_path / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fake_sources(tmp_path / "csrc")
+    return tmp_path
+
+
+# what is missing
+
+
+def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(
+        BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or pip install"
+    ):
+        build_cuda.find_toolkit()
+
+
+def test_no_nvcc_anywhere(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(build_cuda, "USUAL", tmp_path / "nvcc")
+    monkeypatch.setattr("site.getsitepackages", lambda: [])
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(tmp_path))
+    with pytest.raises(BuildError, match="nvcc is missing in PATH, /usr/local/cuda and pip's nvidia packages; install"):
+        build_cuda.find_toolkit()
+    fake_toolkit(tmp_path / "nvidia" / "cu13")
+    assert build_cuda.find_toolkit().nvcc == tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+
+
+def test_an_old_nvcc_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "old", version="12.6")))
+    with pytest.raises(BuildError, match=r"nvcc is nvcc 12\.6; want 12\.8 or newer"):
+        build_cuda.find_toolkit()
+
+
+def test_a_toolkit_without_its_runtime_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "half", runtime=False)))
+    with pytest.raises(BuildError, match=r"libcudart_static\.a is missing in .*half; want the toolkit's runtime"):
+        build_cuda.find_toolkit()
+
+
+def test_an_nvcc_that_does_not_run_is_named(tmp_path, monkeypatch):
+    home = fake_toolkit(tmp_path / "broken")
+    (home / "bin" / "nvcc").chmod(0o644)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    with pytest.raises(BuildError, match=r"bin/nvcc cannot be run \(Permission denied\)"):
+        build_cuda.find_toolkit()
+
+
+def test_a_missing_host_compiler_is_named(toolkit, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-g++ -m64")
+    with pytest.raises(BuildError, match="the host compiler 'no-such-g\\+\\+' is missing; install g\\+\\+, or set CXX"):
+        build_cuda.check(toolkit / "csrc")
+
+
+@needs_cxx
+@pytest.mark.parametrize(
+    "archs, says",
+    [
+        pytest.param("90;75", "does not know 75; want some of 80, 90", id="unknown to nvcc"),
+        pytest.param("native", "want a list such as", id="a GPU would be asked"),
+        pytest.param("90+SASS", "want a list such as", id="a word of nobody's"),
+        pytest.param(" ; ", "want a list such as", id="empty"),
+    ],
+)
+def test_architectures_are_named_and_known(toolkit, archs, says):
+    with pytest.raises(BuildError, match=f"architectures are '{re.escape(archs)}'.*{says}"):
+        build_cuda.check(toolkit / "csrc", archs)
+
+
+def test_docs_list_the_default_architectures():
+    text = (ROOT / "docs" / "build.md").read_text()
+    assert ";".join(re.findall(r"^\| `(\d+(?:\+PTX)?)` \|", text, re.M)) == build_cuda.ARCHS
+
+
+@needs_cxx
+def test_architectures_become_flags(toolkit):
+    *_, flags, names = build_cuda.check(toolkit / "csrc", "80, sm_90a;90+PTX")
+    assert names == ["sm_80", "sm_90a", "sm_90", "compute_90"]
+    *_, shared, _ = build_cuda.check(toolkit / "csrc", "80;90")
+    assert shared[1::2] == [
+        "arch=compute_80,code=sm_80",
+        "arch=compute_80,code=sm_90",
+    ]  # compiled once, assembled twice
+    assert flags[1::2] == [
+        "arch=compute_80,code=sm_80",
+        "arch=compute_90a,code=sm_90a",
+        "arch=compute_90,code=sm_90",
+        "arch=compute_90,code=compute_90",
+    ]
+
+
+def test_a_folder_without_sources_is_named(tmp_path):
+    with pytest.raises(BuildError, match=f"csrc is {tmp_path}, which has no .cu file"):
+        build_cuda.check(tmp_path)
+
+
+# the build
+
+
+@needs_cxx
+def test_build_and_launch(toolkit):
+    csrc, out = toolkit / "csrc", toolkit / "lib" / "out.so"
+    usages = build_cuda.build(out, csrc=csrc, archs="80;90")
+    assert usages == [Usage("kernel", "sm_90", registers=21, shared=400)] * 2  # one of each source
+    library = cuda.bind(out, csrc)
+    assert library.info == {"sources": build_cuda.source_hash(csrc), "nvcc": "13.0", "archs": ["sm_80", "sm_90"]}
+    assert not library.emulated and not hasattr(library.handle, "moert_local")
+    cuda.use(library)
+    assert cuda.describe() == f"{out}: nvcc 13.0 for sm_80, sm_90"
+    x, y = torch.randn(5), torch.zeros(5)
+    cuda.launch("moert_twice", x, x, 5, y)
+    assert torch.equal(y, 2 * x)
+    with pytest.raises(RuntimeError, match=r"moert_twice failed: refused \(-1\)"):
+        cuda.launch("moert_twice", x, x, -1, y)
+    assert [path.name for path in out.parent.iterdir()] == ["out.so"]
+
+
+def compiled(toolkit: Path) -> list[str]:
+    """Name the sources that nvcc has compiled so far."""
+    return re.findall(r"-c \S*/(\w+)\.cu", (toolkit / "toolkit" / "calls").read_text())
+
+
+@needs_cxx
+def test_only_what_changed_is_compiled_again(toolkit):
+    csrc, out = toolkit / "csrc", toolkit / "out.so"
+
+    def build():
+        build_cuda.build(out, csrc=csrc, archs="90")
+        return sorted(compiled(toolkit))
+
+    assert build() == ["info", "twice"] == build()
+    (csrc / "twice.cu").write_text((csrc / "twice.cu").read_text() + "\n")
+    # info holds the hash of all sources
+    assert build() == ["info", "info", "twice", "twice"]
+    (csrc / "moert.h").write_text((csrc / "moert.h").read_text() + "\n")
+    assert build() == ["info"] * 3 + ["twice"] * 3
+
+
+@needs_cxx
+def test_objects_that_no_build_uses_are_deleted(toolkit):
+    csrc, objects = toolkit / "csrc", toolkit / "cache" / "moe_runtime" / "cuda" / "objects"
+    build_cuda.build(toolkit / "out.so", csrc=csrc, archs="90")
+    used = set(objects.iterdir())
+    for path in [*used, objects / "old.o", objects / "old.ptxas", objects / "other"]:
+        path.touch()
+        os.utime(path, (0, 0))
+    build_cuda.build(toolkit / "out.so", csrc=csrc, archs="90")
+    assert set(objects.iterdir()) == used | {objects / "other"}
+    assert sorted(compiled(toolkit)) == ["info", "twice"]
+
+
+@needs_cxx
+def test_a_source_that_does_not_compile_leaves_what_was_there(toolkit):
+    csrc, out = toolkit / "csrc", toolkit / "out.so"
+    out.write_text("old")
+    (csrc / "twice.cu").write_text("int f() { return nonsense; }\n")
+    with pytest.raises(BuildError, match=r"(?s)nvcc .*twice\.cu.*failed with 1:.*nonsense"):
+        build_cuda.build(out, csrc=csrc, archs="90")
+    assert out.read_text() == "old" and not list(toolkit.glob(".build-*"))
+    assert not list((toolkit / "cache" / "moe_runtime" / "cuda" / "objects").glob("twice*"))
+
+
+@needs_cxx
+def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys):
+    csrc = toolkit / "csrc"
+    for module in (cuda, build_cuda):
+        monkeypatch.setattr(module, "csrc_dir", lambda: csrc)
+    monkeypatch.setattr(cuda, "places", lambda: [build_cuda.library_path()])
+    assert cuda.describe() == "none: the CUDA library is not built; python -m moe_runtime.native.build_cuda builds it"
+    with pytest.raises(ValueError, match="not built; python -m"):
+        cuda.library()
+    cuda._find.cache_clear()
+    assert build_cuda.main(["--archs", "90"]) == 0
+    assert str(build_cuda.library_path()) in capsys.readouterr().out
+    assert cuda.library().path == build_cuda.library_path()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert cuda.why_not(torch.device("cuda")) is None and "the CPU" in cuda.why_not(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert f"{build_cuda.library_path()} is for sm_90; want sm_80; python -m" in cuda.why_not(torch.device("cuda"))
+    assert build_cuda.main(["--archs", "90", "--max-registers", "20", "--report"]) == 1
+    said = capsys.readouterr()
+    assert "kernel on sm_90 takes 21 registers; want at most 20" in said.err
+    assert said.out.count("21 registers    400 bytes shared     0 spilled sm_90   kernel\n") == 2
+    assert build_cuda.main(["--archs", "75"]) == 2
+    assert "error: architectures are '75'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def homeless(tmp_path, monkeypatch):
+    """A user that is a number: no HOME, no entry in the system's list; and no library in the package."""
+
+    def getpwuid(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    monkeypatch.setattr(cuda, "__file__", str(tmp_path / "cuda.py"))
+    cuda._find.cache_clear()
+    tiles.read_tuned.cache_clear()
+    yield
+    tiles.read_tuned.cache_clear()
+
+
+def test_without_a_home_there_is_no_library_and_no_measured_config(homeless):
+    with pytest.raises(RuntimeError):
+        Path.home()
+    missing = "the CUDA library is not built; python -m moe_runtime.native.build_cuda builds it"
+    assert cuda.why_not(torch.device("cuda")) == missing and cuda.describe() == f"none: {missing}"
+    with pytest.raises(ValueError, match="'cuda' for route, but"):
+        backends.pick("route", torch.zeros(1), "cuda")
+    assert tiles.read_tuned() == {}
+    with pytest.raises(ValueError, match="^HOME is None, .*; set XDG_CACHE_HOME to what can be written"):
+        tiles.tuned_path()
+
+
+def test_the_command_without_a_home(homeless, capsys):
+    with pytest.raises(SystemExit) as left:
+        build_cuda.main(["--help"])
+    assert left.value.code == 0 and "XDG_CACHE_HOME" in capsys.readouterr().out
+    says = "error: HOME is None, and this user has no other; set XDG_CACHE_HOME to what can be written\n"
+    for arguments in ([], ["--out", "library.so"]):  # the objects of a library want a place too
+        assert build_cuda.main(arguments) == 2
+        assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize("place", ["cache", "out"])
+def test_a_place_that_cannot_be_written_is_one_line(toolkit, monkeypatch, capsys, place):
+    (toolkit / "file").touch()
+    under, asked = toolkit / "file" / "below", ["--csrc", str(toolkit / "csrc"), "--archs", "90"]
+    if place == "cache":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(under))
+    else:
+        monkeypatch.setattr(build_cuda, "_compile", lambda *_: (toolkit / "no.o", []))
+        asked += ["--out", str(under / "library.so")]
+    assert build_cuda.main(asked) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(rf"error: {under}\S* cannot be read or written \(Not a directory\); set XDG.*\n", said.err), (
+        said
+    )
+    assert not said.out
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build_cuda, "build", full)
+    assert build_cuda.main(["--out", str(tmp_path / "library.so")]) == 2
+    want = f"error: {tmp_path}/library.so cannot be read or written (No space left on device); set XDG"
+    assert capsys.readouterr().err.startswith(want)
+
+
+@pytest.mark.parametrize("name", [build_cuda.NAME, "moert.h"])
+def test_a_folder_that_may_not_be_read_has_no_library(name, monkeypatch):
+    real = Path.is_file
+
+    def is_file(path):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    cuda._find.cache_clear()
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert "Permission denied" in cuda.why_not(torch.device("cuda"))
+    assert cuda.describe().startswith("none: ") and name in cuda.describe()
+
+
+@needs_cxx
+def test_a_library_of_other_sources_is_refused(toolkit):
+    csrc, out = toolkit / "csrc", toolkit / "out.so"
+    build_cuda.build(out, csrc=csrc, archs="90")
+    text = (csrc / "moert.h").read_text()
+    (csrc / "moert.h").write_text(text + "// changed\n")
+    with pytest.raises(OSError, match="was built from other sources.*python -m moe_runtime.native.build_cuda"):
+        cuda.bind(out, csrc)
+    (csrc / "moert.h").write_text(text + "MOERT_API int moert_new(int x);\n")
+    with pytest.raises(OSError, match="has no moert_new; rebuild it"):
+        cuda.bind(out, csrc)
+
+
+@pytest.mark.parametrize(
+    "archs, gpus, others",
+    [
+        pytest.param(["sm_80"], [(8, 0), (8, 6), (8, 9)], [(9, 0), (7, 5)], id="machine code of one major version"),
+        pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not of an older minor one"),
+        pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="one GPU alone"),
+        pytest.param(["sm_90", "compute_100"], [(9, 0), (10, 0), (11, 0), (12, 1)], [(8, 9)], id="PTX"),
+    ],
+)
+def test_code_runs_where_it_can(archs, gpus, others):
+    assert all(cuda.covers(archs, *gpu) for gpu in gpus) and not any(cuda.covers(archs, *gpu) for gpu in others)
+
+
+# ptxas' report
+
+
+REPORT = """ptxas info    : Compiling entry function 'a' for 'sm_90'
+ptxas info    : Function properties for a
+    416 bytes stack frame, 804 bytes spill stores, 824 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 64 bytes smem
+ptxas info    : Compiling entry function 'b' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers
+"""
+
+
+def test_the_gate_sees_spills_and_registers():
+    usages = build_cuda.read_ptxas(REPORT)
+    assert usages == [Usage("a", "sm_90", 255, 416, 804, 824, 64), Usage("b", "sm_80", 40)]
+    assert build_cuda.complaints(usages) == [
+        "a on sm_90 spills 1628 bytes, stack frame 416; want none",
+        "a on sm_90 takes 255 registers; want at most 128",
+    ]
+    assert build_cuda.complaints(usages[1:], max_registers=40) == []
+
+
+# the header
+
+
+def test_every_function_of_the_header_is_read():
+    text = (CSRC / "moert.h").read_text()
+    functions = native.read_header(text)
+    assert set(functions) == set(re.findall(r"\b(moert_\w+)\(", re.sub(r"//[^\n]*", "", text)))
+    launchers = {name: types for name, (_, types) in functions.items() if types and "status" not in name}
+    assert len(launchers) >= 8 and all(None not in types for types in launchers.values())
+
+
+def test_types_of_the_header():
+    (name, (result, arguments)) = next(iter(native.read_header(
+        "// MOERT_API int moert_no(int);\nMOERT_API int64_t moert_f(const void* p, int64_t n, int k,\n  float x, double y);"
+    ).items()))  # fmt: skip
+    assert name == "moert_f" and result.__name__ in ("c_long", "c_longlong")
+    assert [type.__name__ for type in arguments[2:]] == ["c_int", "c_float", "c_double"]
+    with pytest.raises(KeyError):
+        native.read_header("MOERT_API int moert_g(size_t n);")
+
+
+# the ops, on the CPU: the same sources compiled by g++
+
+
+@pytest.fixture
+def emulated():
+    """The backend "cuda" on CPU tensors."""
+    cuda.use(cuda.bind(emulator.build()))
+
+
+def arguments(op: str) -> tuple:
+    """Return arguments of torch.ops.moe_runtime.<op>, of which the last is the backend."""
+    T, E, K, H = 5, 4, 2, 6
+    logits, idx = torch.randn(T, E, requires_grad=True), torch.randint(0, E, (T, K), dtype=torch.int32)
+    y, weight = torch.randn(T * K, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
+    slot_row, stack, alpha = torch.randperm(T * K).int(), torch.randn(E, 3, H), torch.rand(E, requires_grad=True)
+    return {
+        "route": (logits, None, K, "softmax_topk", "cuda"),
+        "route_to": (logits, idx, "topk_softmax", "cuda"),
+        "route_backward": (torch.randn(T, K), logits.detach(), idx, "softmax_topk", "cuda"),
+        "dispatch": (idx, E, "cuda"),
+        "combine": (y, weight, slot_row, "cuda"),
+        "combine_backward": (torch.randn(T, H), y.detach(), weight.detach(), slot_row, "cuda"),
+        "merge_experts": (stack, alpha, "cuda"),
+        "merge_experts_backward_alpha": (torch.randn(3, H), stack, "cuda"),
+    }[op]
+
+
+@needs_cxx
+@pytest.mark.parametrize(
+    "op",
+    [
+        "route",
+        "route_to",
+        "route_backward",
+        "dispatch",
+        "combine",
+        "combine_backward",
+        "merge_experts",
+        "merge_experts_backward_alpha",
+    ],
+)
+def test_ops_pass_torchs_checks(emulated, op):
+    """Schema, fake and gradient of backend "cuda", and the values of "torch"."""
+    function, values = getattr(torch.ops.moe_runtime, op).default, arguments(op)
+    # what returns integers alone has no gradient to check
+    checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (op != "dispatch")
+    torch.library.opcheck(function, values, test_utils=checks)
+    ours, theirs = (function(*values[:-1], backend) for backend in ("cuda", "torch"))
+    if isinstance(ours, torch.Tensor):
+        ours, theirs = [ours], [theirs]
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+@needs_cxx
+def test_ops_compile_without_a_break(emulated):
+    def loss(logits, alpha, stack):
+        weight, idx = route(logits, 3, "xft", backend="cuda")
+        rows = dispatch(idx, logits.shape[1] + 1, "cuda").slot_row
+        y = merge_experts(stack, alpha, backend="cuda").repeat(logits.shape[0], 1)
+        return combine(y, weight, rows, "cuda").square().sum()
+
+    leaves = [torch.randn(4, 3).requires_grad_(), torch.rand(2).requires_grad_(), torch.randn(2, 3, 5)]
+    want = torch.autograd.grad(loss(*leaves), leaves[:2])
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves[:2])
+    torch.testing.assert_close(got, want)
+
+
+# the real library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """csrc/ for every architecture; compiled once, whichever test worker asks first."""
+    out = tmp_path_factory.mktemp("library") / build_cuda.NAME
+    return out, build_cuda.build(out, csrc=CSRC)
+
+
+@needs_nvcc
+def test_machine_code_for_every_architecture(library):
+    _, _, _, _, names = build_cuda.check(CSRC)
+    machine, ptx = cubins(library[0])
+    assert [f"sm_{number}" for number in machine] == sorted(
+        (n for n in names if n[:3] == "sm_"), key=lambda n: int(n[3:])
+    )
+    assert [f"compute_{number}" for number in ptx] == [n for n in names if n.startswith("compute_")]
+    assert {"80", "86", "89", "90", "100", "120"} == set(machine)
+
+
+@needs_nvcc
+def test_no_kernel_spills(library):
+    out, usages = library
+    assert build_cuda.complaints(usages) == []
+    kernels = {usage.kernel for usage in usages}
+    assert len(usages) == len(kernels) * 6 and len(kernels) >= 5
+    # the same of what is in the file
+    rows = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump(out, "-res-usage"))
+    assert {row[0] for row in rows} == kernels and all(row[2] == row[3] == "0" for row in rows)
+
+
+SPILLER = """
+extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x, int n) {
+  float a[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) a[i] = x[i * n];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i * n] = a[63 - i] * a[i] + a[(i * 7) % 64];
+}
+"""
+
+
+@needs_nvcc
+def test_the_gate_sees_a_real_spill(tmp_path):
+    (tmp_path / "spiller.cu").write_text(SPILLER)
+    usages = build_cuda.build(tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90")
+    assert usages[0].spill_stores > 0 and "spiller on sm_90 spills" in build_cuda.complaints(usages)[0]
+
+
+@needs_nvcc
+def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
+    dynamic = subprocess.run(["readelf", "-Wd", library[0]], capture_output=True, text=True, check=True).stdout
+    needed = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic))
+    # the last four are parts of libc before glibc 2.34
+    parts = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6"}
+    assert {name for name in needed if not name.startswith("ld-linux")} <= parts
+    symbols = subprocess.run(
+        ["readelf", "-W", "--dyn-syms", library[0]], capture_output=True, text=True, check=True
+    ).stdout
+    shown = {line.split()[7] for line in symbols.splitlines() if re.search(r"GLOBAL\s+DEFAULT\s+\d+ ", line)}
+    assert shown == set(native.read_header((CSRC / "moert.h").read_text()))
+
+
+LOAD = """
+import json, sys
+from pathlib import Path
+import torch
+from moe_runtime import backends, cuda
+cuda.use(cuda.bind(Path(sys.argv[1])))
+idx = torch.zeros(3, 2, dtype=torch.int32)
+try:
+    backends.pick("dispatch", idx, "cuda")
+except ValueError as error:
+    print(json.dumps([cuda.describe(), str(error), backends.pick("dispatch", idx)]))
+"""
+
+
+@needs_nvcc
+def test_it_loads_without_a_driver(library):
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, library[0]], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said, refused, default = json.loads(done.stdout)
+    assert said.startswith(f"{library[0]}: nvcc ") and "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
+    assert torch.cuda.is_available() or "; " in said  # what the driver, or its absence, says
+    assert refused == "backend is 'cuda' for dispatch, but the tensor is on the CPU; want cuda" and default == "torch"

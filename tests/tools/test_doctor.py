@@ -1,0 +1,320 @@
+"""`moe-runtime doctor` on a broken setup: it never crashes, names each mend in one line, and ends in 1."""
+
+import importlib.metadata
+import json
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_runtime import backends, cli
+from moe_runtime.native import build_cpu, cpp, cuda
+from moe_runtime.tools import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def sound(monkeypatch, tmp_path):
+    """A setup without what the machine of the tests may have: variables, a GPU, a folder of measured configs."""
+    for name in (*doctor.VARIABLES, "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(doctor, "DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    from moe_runtime.kernels import tiles
+
+    tiles.read_tuned.cache_clear()
+    yield
+    tiles.read_tuned.cache_clear()
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Replace the versions that packages say they have; an exception is raised."""
+    real = importlib.metadata.version
+
+    def use(**changed):
+        def version(name):
+            value = changed.get(name.replace("-", "_"), real)
+            if value is real:
+                return real(name)
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return use
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """An NVIDIA GPU that the kernel knows, by the version of its driver."""
+
+    def plug(driver: str):
+        (tmp_path / "nvidia0").touch()
+        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed Sep 3\nGCC version: 12\n"
+        (tmp_path / "version").write_text(text)
+
+    return plug
+
+
+def problems() -> dict[str, str]:
+    return backends.doctor()["problems"]
+
+
+def test_nothing_is_wrong_with_a_sound_setup():
+    assert problems() == {}
+    out = CliRunner().invoke(cli.app, ["doctor"])
+    assert out.exit_code == 0 and out.output.rstrip().endswith("problems\n  none")
+
+
+def test_a_problem_is_a_line_and_the_exit_code(versions):
+    versions(transformers="4.57.0")
+    out = CliRunner().invoke(cli.app, ["doctor"])
+    assert out.exit_code == 1
+    line = out.output.split("problems\n")[1]
+    assert line.strip().endswith("transformers is 4.57.0; want >=5.16,<6; pip install -U 'transformers>=5.16,<6'")
+    assert len(line.splitlines()) == 1
+    out = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    assert out.exit_code == 1 and set(json.loads(out.stdout)["problems"]) == {"transformers"}
+
+
+GONE = importlib.metadata.PackageNotFoundError("gone")
+
+
+@pytest.mark.parametrize(
+    "name, version, says",
+    [
+        pytest.param("torch", "2.9.1", "torch is 2.9.1; want >=2.11; pip install -U 'torch>=2.11'", id="old torch"),
+        pytest.param("triton", "4.0", "triton is 4.0; want >=3.6,<4; pip install -U 'triton>=3.6,<4'", id="new triton"),
+        pytest.param("triton", GONE, "triton is missing; pip install 'triton>=3.6,<4'", id="no triton"),
+        pytest.param(
+            "numpy", None, "numpy is unreadable (no version); pip install --force-reinstall 'numpy'", id="none"
+        ),
+        pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'); pip", id="metadata"),
+    ],
+)
+def test_packages(versions, name, version, says):
+    versions(**{name: version})
+    assert list(problems()) == [name] and problems()[name].startswith(says)
+
+
+def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
+    versions(trl=GONE, matplotlib=GONE)
+    report = backends.doctor()
+    assert report["problems"] == {}
+    assert report["packages"]["trl"].startswith("missing; demo, run, train,")
+    assert report["packages"]["matplotlib"].endswith("need it; pip install 'moe-runtime[plot]'")
+
+
+def test_a_gpu_and_a_torch_without_cuda(gpu, monkeypatch):
+    gpu("580.65.06")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert list(problems()) == ["devices"]
+    assert "has no CUDA, and there is an NVIDIA GPU; want torch's CUDA build" in problems()["devices"]
+
+
+def test_an_old_driver(gpu, monkeypatch):
+    gpu("535.104.05")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert problems() == {
+        "driver": "driver is 535, torch is built with CUDA 13.0; want driver 580 or newer, or a torch of an older CUDA"
+    }
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
+    assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
+    report = backends.doctor()
+    assert report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
+
+
+def test_a_driver_without_a_gpu_is_the_hosts(gpu, tmp_path, monkeypatch):
+    gpu("580.65.06")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")  # what SLURM sets for a job without GPUs
+    assert problems() == {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert list(problems()) == ["devices"]
+    (tmp_path / "nvidia0").unlink()
+    assert problems() == {}
+
+
+def test_a_gpu_that_fails_when_it_is_asked(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    assert "CUDA unknown error" in problems()["devices"]
+
+
+def test_a_home_that_cannot_be_looked_into(monkeypatch):
+    def refuse(self, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(doctor.Path, "exists", refuse)
+    assert "which cannot be written" in problems()["cache"]
+
+
+def test_the_interpreter_left_on_beside_a_gpu(gpu, monkeypatch):
+    gpu("580.65.06")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert problems()["TRITON_INTERPRET"].endswith("unset TRITON_INTERPRET")
+
+
+def test_an_old_interpreter_and_a_new_numpy(versions, monkeypatch):
+    versions(triton="3.6.0", numpy="2.4.1")
+    assert "numpy" not in problems()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert problems()["numpy"].endswith("pip install 'numpy<2.4'")
+    versions(triton="3.6.0", numpy="2.3.5")
+    assert "numpy" not in problems()
+
+
+def test_torch_and_numpy_that_do_not_fit(monkeypatch):
+    def broken(self):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", broken)
+    assert problems() == {"numpy": "torch cannot use numpy (Numpy is not available); pip install -U numpy"}
+
+
+@pytest.mark.parametrize("asked, says", [("fast", "backend is 'fast'; want one of"), ("triton", "TRITON_INTERPRET=1")])
+def test_a_backend_that_cannot_run(monkeypatch, asked, says):
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", asked)
+    assert list(problems()) == ["MOE_RUNTIME_BACKEND"] and says in problems()["MOE_RUNTIME_BACKEND"]
+    assert problems()["MOE_RUNTIME_BACKEND"].endswith("unset it, or set another one")
+
+
+def test_a_file_of_measured_configs_that_is_none(tmp_path):
+    path = tmp_path / "cache" / "moe_runtime" / "tiles.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    found = problems()
+    assert list(found) == ["launch configs"] and str(path) in found["launch configs"]
+    assert found["launch configs"].endswith("remove it, and moe-runtime tune measures again")
+
+
+def test_a_library_of_other_sources(monkeypatch):
+    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build_cuda"
+    monkeypatch.setattr(cuda, "_find", lambda: text)
+    assert problems() == {"cuda library": text}
+    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
+    assert problems() == {}
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert list(problems()) == ["cache"] and problems()["cache"].endswith("export XDG_CACHE_HOME=FOLDER")
+
+
+def test_no_home(monkeypatch, tmp_path):
+    def getpwuid(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.chdir(tmp_path)  # where a folder named ~ could be made
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    report = backends.doctor()
+    assert set(report["problems"]) == {"cache", "triton's cache"}
+    assert report["problems"]["cache"].endswith("want a writable folder; export XDG_CACHE_HOME=FOLDER")
+    assert report["system"]["cache"] == "none: this user has no home"
+    assert report["settings"]["launch configs"].startswith("built in; HOME is None")
+
+
+def test_one_broken_part_hides_no_other(monkeypatch):
+    def broken():
+        raise RuntimeError("no platform\nmore")
+
+    monkeypatch.setattr(doctor.platform, "platform", broken)
+    report = backends.doctor()
+    assert report["system"]["platform"] == "unknown: no platform" and set(report["backends"]) == set(backends.OPS)
+
+
+@pytest.mark.parametrize("how", ["raise ImportError('libcudart.so.13: cannot open')", "raise OSError('bad ELF')"])
+def test_without_torch(tmp_path, how):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(how)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from moe_runtime import cli
+sys.argv = ["moe-runtime", "doctor"]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    line = done.stdout.split("problems\n")[1].splitlines()[0]
+    assert "torch cannot be imported: " in line and "pip install --force-reinstall 'torch>=2.11'" in line
+
+
+def test_triton_of_torchs_rocm_build_has_another_name(versions, monkeypatch):
+    versions(triton=GONE, pytorch_triton_rocm="3.6.0")
+    report = backends.doctor()
+    assert report["packages"]["triton"] == "3.6.0" and report["problems"] == {}
+    versions(triton=GONE, triton_rocm="3.2.0")
+    assert problems()["triton"].startswith("triton is 3.2.0; want >=3.6,<4")
+    versions(triton=GONE)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert problems() == {
+        "triton": "triton is missing; install torch's ROCm build again, which brings its own, as pytorch.org says"
+    }
+
+
+def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
+    mine = tmp_path / "my c++"
+    mine.write_text("#!/bin/sh\necho mine 1.0\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{mine}' -O1")
+    assert backends.doctor()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
+    assert build_cpu.find_compiler()[0] == [str(mine), "-O1"]
+    monkeypatch.setenv("CXX", "none-such")
+    says = backends.doctor()["system"]["compiler"]
+    assert says.startswith(
+        "none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only "
+    )
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert backends.doctor()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
+
+
+def test_a_cpu_library_of_other_sources(monkeypatch):
+    text = "lib.so is broken; rebuild it: python -m moe_runtime.native.build_cpu"
+    monkeypatch.setattr(cpp, "_find", lambda: text)
+    assert problems() == {"cpu library": text}
+
+
+def test_a_cache_of_tritons_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    assert list(problems()) == ["triton's cache"]
+    assert problems()["triton's cache"].endswith("want a writable folder; export TRITON_CACHE_DIR=FOLDER")
+
+
+def test_backends_that_cannot_be_asked(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(doctor, "_backends", fail)
+    assert problems() == {"backends": "backends cannot be asked: CUDA unknown error; see what nvidia-smi says"}
+
+
+def test_a_doctor_that_fails_says_so(monkeypatch):
+    def fail():
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(doctor, "has_gpu", fail)
+    assert problems() == {"doctor": "what is broken could not be found: no idea; please report it"}
+    out = CliRunner().invoke(cli.app, ["doctor"])
+    assert out.exit_code == 1 and "no idea" in out.output

@@ -1,0 +1,138 @@
+"""tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
+
+import copy
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from moe_runtime import cli
+from moe_runtime.tools.router_report import FILES, router_report
+from tests.hf import tiny
+from tests.hf.dropin.test_layers import TEXTS, TOKENIZER, stock
+
+LINES = [", ".join(TEXTS[i : i + 1 + i % 4]) for i in range(len(TEXTS))]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stock("mixtral").save_pretrained("stock")
+    tiny.upcycled(changes={"vocab_size": len(TOKENIZER)}).save_pretrained("ours")
+    for name in ("stock", "ours"):
+        TOKENIZER.save_pretrained(name)
+    lines = [json.dumps({"text": text}) for text in LINES]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def lengths() -> list[int]:
+    return [len(TOKENIZER(text)["input_ids"]) for text in LINES]
+
+
+@pytest.mark.parametrize(("model", "slots"), [("stock", 2), ("ours", 3)])
+def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
+    stats = router_report(model, "data.jsonl", "out", batch_size=5)
+    assert len(set(lengths())) > 1  # so some rows are padded
+    assert stats.counts.sum(1).tolist() == [sum(lengths()) * slots] * 2
+    with open("out/router_load.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(int(row["slots"]) for row in rows) == stats.counts.sum() and len(rows) == 8
+    assert (folder / "out" / "router_load.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(FILES)
+
+
+def test_it_does_not_depend_on_the_batches(folder):
+    one, four = (router_report("stock", "data.jsonl", "out", batch_size=n).counts for n in (1, 7))
+    assert torch.equal(one, four)
+
+
+def test_stops_at_the_number_of_tokens(folder):
+    assert router_report("stock", "data.jsonl", "out", tokens=17).counts.sum() == 17 * 2 * 2
+    cut = sum(min(n, 4) for n in lengths())
+    assert router_report("stock", "data.jsonl", "out", max_length=4).counts.sum() == cut * 2 * 2
+
+
+def test_bad_input_is_named(folder):
+    with pytest.raises(ValueError, match="tokens is 0; want at least 1"):
+        router_report("stock", "data.jsonl", "out", tokens=0)
+    with pytest.raises(ValueError, match="has no config.json"):
+        router_report("nowhere", "data.jsonl", "out")
+    tiny.dense("llama").save_pretrained("dense")
+    TOKENIZER.save_pretrained("dense")
+    with pytest.raises(ValueError, match="model is LlamaForCausalLM, without"):
+        router_report("dense", "data.jsonl", "out")
+    assert not (folder / "out").exists()
+
+
+def write(row, *more):
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, (row, *more))))
+
+
+TURNS = [{"role": "user", "content": "3 and 4"}, {"role": "assistant", "content": "make 7"}]
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
+    want = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
+    for row in ({"messages": TURNS}, {"prompt": TURNS[:1], "completion": TURNS[1:]}):
+        write(row)
+        assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
+    write({"prompt": "3 and 4", "completion": " make 7"})
+    want = len(TOKENIZER("3 and 4 make 7")["input_ids"])
+    assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"text": "a"}, {"text": None}], "text of row 1 is NoneType; want a string"),
+        ([{"text": 3}], "text of row 0 is int; want a string"),
+        ([{"text": ["a", "b"]}], "text of row 0 is list; want a string"),
+        (
+            [{"prompt": "a", "completion": None}],
+            "prompt . completion of row 0 is str and NoneType; want two strings or",
+        ),
+        ([{"prompt": TURNS, "completion": "a"}], "prompt . completion of row 0 is list and str; want two strings or"),
+        ([{"messages": "a"}], "messages of row 0 is str; want a list of messages"),
+        ([{"messages": ["a"]}], "messages of row 0 does not fit the chat template: .*; want role and content"),
+    ],
+)
+def test_rows_that_are_no_text_are_named(rows, message, folder):
+    write(*rows)
+    with pytest.raises(ValueError, match=message):
+        router_report("stock", "rows.jsonl", "out")
+    assert not (folder / "out").exists()
+
+
+def test_messages_want_a_chat_template(folder):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = None
+    (folder / "stock" / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained("stock")
+    write({"messages": TURNS})
+    with pytest.raises(ValueError, match="messages of row 0 has messages, chat_template of the tokenizer is None"):
+        router_report("stock", "rows.jsonl", "out")
+
+
+def test_data_without_a_token_is_refused(folder):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    tokenizer.save_pretrained("stock")
+    write({"text": ""}, {"text": ""})
+    with pytest.raises(ValueError, match="data is 'rows.jsonl', whose rows have no tokens; want text"):
+        router_report("stock", "rows.jsonl", "out")
+    assert not (folder / "out").exists()
+
+
+def test_command(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["moe-runtime", "stats", "stock", "--data", "data.jsonl", "--out", "there"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "wrote there/router_load.csv, there/router_load.png" in out
+    lines = out.splitlines()
+    assert lines[1].split() == ["layer", "experts", "dead", "max", "violation", "entropy"]
+    assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]

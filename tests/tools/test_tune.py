@@ -1,0 +1,357 @@
+"""The tuner from end to end in the interpreter, with a clock that a test sets; and the lists of configs it tries."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.bench import shapes
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.models.folders import Layer
+from moe_runtime.kernels import tiles
+from moe_runtime.kernels.candidates import candidates
+from moe_runtime.kernels.tiles import Problem, Tile
+from moe_runtime.ops.moe_mlp import moe_mlp
+from moe_runtime.tools import tune as timing
+from moe_runtime.tools import tune as tuning
+from moe_runtime.tools import tune as tuning_file
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+LAYER = Layer(40, 32, 3, 2, shared=True)  # no config is clipped
+BUILT_IN, TALL, PERSISTENT, TMA = candidates(Problem("up", 0, "float32", 32, 40, 8, gated=True))
+KEYS = [tuning.problem_of(product, LAYER, 16, "float32", CPU).key() for product in tuning.PRODUCTS]
+
+
+class Clock:
+    """Milliseconds by config; counts the rounds, and stops the process in one of them."""
+
+    def __init__(self):
+        self.ms, self.rounds, self.calls, self.stop_at = {}, 0, [], None
+
+    def round(self, functions):
+        self.rounds += 1
+        if self.rounds == self.stop_at:
+            raise KeyboardInterrupt
+        self.calls.append([function.args[0] for function in functions])
+        return [self.ms.get(tile, 10.0) for tile in self.calls[-1]]
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """The clock of a GPU that is the interpreter; the file is the user's own, in a home of its own."""
+    clock = Clock()
+    monkeypatch.setattr(tuning, "find_gpu", lambda: (CPU, clock))
+    monkeypatch.setattr(tuning, "ROUNDS", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget()
+    yield clock
+    forget()
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Three problems are enough where it is not about their kernels."""
+    monkeypatch.setattr(tuning, "PRODUCTS", tuning.PRODUCTS[:3])
+
+
+def forget():
+    tiles.read_tuned.cache_clear()
+    tiles.lookup.cache_clear()
+
+
+def tune(**options) -> list[tuning.Step]:
+    return list(tuning.tune({"layer": LAYER}, [16], ["float32"], **options))
+
+
+def entries() -> dict:
+    return json.loads(tiles.tuned_path().read_text())["devices"]["interpreter"]["tiles"]
+
+
+def test_the_fastest_config_is_written_and_picked_up(clock):
+    clock.ms = {TALL: 7.0, TMA: 8.0}
+    steps = tune()
+    assert [step.state for step in steps] == ["measured"] * 6 and set(entries()) == set(KEYS)
+    for entry in entries().values():
+        assert Tile(**entry["tile"]) == TALL and entry["ms"] == 7.0 and entry["table"]["ms"] == 10.0
+        assert {Tile(**tried["tile"]) for tried in entry["candidates"]} == {BUILT_IN, TALL, PERSISTENT, TMA}
+        assert entry["layer"] == LAYER._asdict() and entry["tokens"] == 16
+        assert all(entry[name] for name in ("torch", "triton", "driver", "date"))
+    x = torch.randn(16, 40)
+    assert tiles.choose("down", x, 40, 32, 32, 3) == TALL and tiles.choose("down", x, 40, 32, 60, 3) == BUILT_IN
+    assert (
+        str(steps[0])
+        == "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, 7.000 ms; built in 10.000 ms (measured)"
+    )
+
+
+def test_a_running_process_keeps_its_configs(clock, few):
+    x = torch.randn(16, 40)
+    before = tiles.choose("up", x, 32, 40, 32, 3, True)
+    clock.ms = {TALL: 7.0}
+    tune()
+    assert tiles.choose("up", x, 32, 40, 32, 3, True) == before
+    forget()
+    assert tiles.choose("up", x, 32, 40, 32, 3, True) == TALL
+
+
+def test_what_is_looked_up_is_what_is_tuned(monkeypatch):
+    asked, problem_of = set(), tiles.problem_of
+    monkeypatch.setattr(tiles, "problem_of", lambda *args: [asked.add(p := problem_of(*args)), p][1])
+    H, I, E, K, *_ = LAYER
+    leaves = [torch.randn(16, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I), torch.rand(16, K)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    idx = torch.stack([torch.randint(1, E, [16]), torch.zeros(16, dtype=torch.int64)], 1)
+    moe_mlp(*leaves, idx, backend="triton").sum().backward()
+    assert sorted(problem.key() for problem in asked) == sorted(KEYS)
+
+
+def test_a_little_faster_is_not_enough(clock, few):
+    clock.ms = {TALL: 9.95}
+    assert all(Tile(**step.entry["tile"]) == BUILT_IN for step in tune())
+
+
+@pytest.mark.parametrize("how", ["wrong", "one block", "unwritten", "raises"])
+def test_a_config_that_is_wrong_cannot_win(clock, monkeypatch, how):
+    runner = tuning.runner
+
+    def broken(*args):
+        run = runner(*args)
+
+        def call(tile):
+            out = run(tile)
+            if tile == TALL and how == "raises":
+                raise RuntimeError("out of resources\nand much more")
+            if tile == TALL and how == "one block":
+                out[0].view(-1, out[0].shape[-1])[-1, -8:] = 0
+            if tile == TALL and how == "unwritten":
+                return tuple(torch.empty_like(tensor) for tensor in out)
+            return tuple(-tensor for tensor in out) if tile == TALL and how == "wrong" else out
+
+        return call
+
+    monkeypatch.setattr(tuning, "runner", broken)
+    clock.ms = {TALL: 1.0, TMA: 2.0}
+    for step in tune():
+        assert Tile(**step.entry["tile"]) == TMA
+        note = next(tried for tried in step.entry["candidates"] if Tile(**tried["tile"]) == TALL)
+        assert note["ms"] is None
+        assert note["note"] == "RuntimeError: out of resources" if how == "raises" else "a row is off" in note["note"]
+    assert not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_a_stopped_run_goes_on_where_it_was(clock, few):
+    clock.stop_at = 2 * tuning.ROUNDS + 2  # in the third problem
+    with pytest.raises(KeyboardInterrupt):
+        tune()
+    assert set(entries()) == set(KEYS[:2]) and not list(tiles.tuned_path().parent.glob(".*"))
+    before = entries()
+    clock.stop_at = None
+    assert [step.state for step in tune()] == ["kept"] * 2 + ["measured"]
+    assert {key: entries()[key] for key in before} == before
+    rounds = clock.rounds
+    assert [step.state for step in tune()] == ["kept"] * 3 and clock.rounds == rounds
+    assert [step.state for step in tune(again=True)] == ["measured"] * 3
+
+
+def test_time_runs_out(clock):
+    assert [step.state for step in tune(seconds=-1)] == ["left"] * 6 and not tiles.tuned_path().exists()
+
+
+def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
+    clock.ms = {TALL: 20.0, BUILT_IN: 30.0}
+    tune()
+    assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [BUILT_IN, PERSISTENT, TMA]
+
+
+def test_two_processes_may_write_one_file(clock, tmp_path):
+    path = tmp_path / "both.json"
+    one, two = (tuning_file.Results(path, device) for device in ("A100", "H200"))
+    one.save("a", {"tile": BUILT_IN._asdict()})
+    two.save("b", {"tile": TALL._asdict()})
+    one.save("c", {"tile": TMA._asdict()})
+    assert tiles.read_tuned.__wrapped__(path) == {"A100": {"a": BUILT_IN, "c": TMA}, "H200": {"b": TALL}}
+
+
+def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert tiles.read_tuned.__wrapped__(tmp_path / "root" / "tiles.json") == {}
+    monkeypatch.undo()
+    path = tmp_path / "tiles.json"
+    path.write_text("{}")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"):
+        tiles.read_tuned.__wrapped__(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}']
+)
+def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
+    tiles.tuned_path().parent.mkdir(parents=True)
+    tiles.tuned_path().write_text(text)
+    with pytest.raises(ValueError, match="tiles.json is not a file of `moe-runtime tune`"):
+        tune()
+    assert tiles.tuned_path().read_text() == text
+
+
+@pytest.mark.parametrize("died_with", [TALL, None], ids=["a config", "compiling"])
+def test_what_ended_a_process_is_not_tried_again(clock, few, died_with):
+    results = tuning_file.Results(tiles.tuned_path(), "interpreter")
+    trying = results.trying(KEYS[0], died_with)
+    trying.__enter__()  # and the process is gone
+    clock.ms = {TALL: 1.0}
+    steps = tune()
+    tried = [[Tile(**tried["tile"]) for tried in step.entry["candidates"]] for step in steps]
+    assert (TALL in tried[0]) == (died_with is None) and all(TALL in others for others in tried[1:])
+    assert results.broken(KEYS[0]) == [died_with] and not results.marker.exists()
+    tune(again=True)
+    assert Tile(**entries()[KEYS[0]]["tile"]) == TALL and not results.broken(KEYS[0])
+
+
+def test_a_context_that_is_lost_ends_the_run_and_the_next_one_skips_the_config(clock, monkeypatch):
+    def lost(tile, note):
+        raise tuning.ContextLost(tile, note)
+
+    runner = tuning.runner
+
+    def broken(*args):
+        run = runner(*args)
+        return lambda tile: 1 / 0 if tile == TALL else run(tile)
+
+    monkeypatch.setattr(tuning, "runner", broken)
+    monkeypatch.setattr(tuning, "_check_context", lost)
+    for done in range(2):
+        with pytest.raises(tuning.ContextLost, match="BLOCK_M=32.*ZeroDivisionError.*run the command again"):
+            tune()
+        assert len(entries()) == done
+    assert TALL not in [Tile(**tried["tile"]) for tried in entries()[KEYS[0]]["candidates"]]
+
+
+def test_a_built_in_config_that_does_not_run_is_said(clock, monkeypatch):
+    monkeypatch.setattr(tuning, "runner", lambda *args: lambda tile: 1 / 0)
+    steps = tune()
+    assert [step.state for step in steps] == ["failed"] * 6
+    assert str(steps[0]).endswith(
+        "up: failed, RuntimeError: the built-in config does not run: ZeroDivisionError: division by zero"
+    )
+
+
+def test_without_a_gpu_it_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="no CUDA GPU"):
+        tune()
+
+
+@pytest.mark.parametrize("layer", [Layer(0, 16, 3, 2), Layer(24, 16, 3, 4)], ids=["no hidden size", "K > E"])
+def test_bad_sizes_are_named(clock, layer):
+    with pytest.raises(ValueError, match="hidden_size is 0|top_k is 4, num_experts is 3"):
+        list(tuning.tune({"layer": layer}, [16], ["float32"]))
+
+
+# what is tried
+
+
+@pytest.mark.parametrize("dtype", tuning.DTYPES)
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120, 121])
+def test_candidates_fit_the_gpu(arch, dtype):
+    for layer in folders.LAYERS.values():
+        for T in (1, 64, 512, 4096, 65536):
+            for product in tuning.PRODUCTS:
+                problem = tuning.problem_of(product, layer, T, dtype, CPU)._replace(arch=arch)
+                pool = candidates(problem)
+                assert pool[0] == tiles.heuristic(problem) and len(set(pool)) == len(pool)
+                assert 2 <= len(pool) <= 16 and (T < 4096 or len(pool) >= 5)
+                limit = tiles.SHARED_MEMORY[tiles.nearest(arch)]
+                for tile in pool:
+                    assert tiles.shared_bytes(tile, problem) < limit
+                    assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
+                    assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
+
+
+def test_layers_are_those_of_the_benchmarks():
+    assert {name: (s.H, s.I, s.E, s.K, s.shared) for name, s in shapes.GPU.items()} == {
+        name: (layer.hidden_size, layer.intermediate_size, layer.num_experts, layer.top_k, layer.shared)
+        for name, layer in folders.LAYERS.items()
+    }
+
+
+def config(folder, **values):
+    (folder / "config.json").write_text(json.dumps(values))
+    return folders.read_layer(folder)
+
+
+def test_layers_of_model_folders(tmp_path):
+    mixtral = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert config(tmp_path, **mixtral) == Layer(64, 96, 8, 2)
+    qwen = {
+        "hidden_size": 64,
+        "intermediate_size": 999,
+        "moe_intermediate_size": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    }
+    assert config(tmp_path, **qwen) == Layer(64, 32, 16, 4) == config(tmp_path, text_config=qwen, hidden_size=1)
+    assert config(tmp_path, hidden_size=64, intermediate_size=96) == Layer(64, 96, 0, 0)
+    from moe_runtime.config import MoEConfig
+
+    block = {"config": MoEConfig(hidden_size=64, intermediate_size=96).to_dict()}
+    assert config(tmp_path, moe_runtime=block, num_experts=7) == Layer(64, 96, 8, 6, shared=True)
+
+
+# errors of results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_worst_row_sees_one_block_and_one_nan(dtype):
+    want = torch.randn(300, 1024).to(dtype)
+    assert timing.worst_row(want, want) == 0 and timing.worst_row(want[:0], want[:0]) == 0
+    got = want.clone()
+    got[17, 64:128] = 0
+    assert 0.1 < timing.worst_row(got, want) < 0.5
+    assert timing.worst_row(want + 1e-3 * want.abs().mean(), want) < 1e-2
+    got[17, 64] = float("nan")
+    assert not timing.worst_row(got, want) <= 1e9 and not timing.worst_row(want, got) <= 1e9
+    assert timing.worst_row(got[:, :5], want) == float("inf")
+
+
+# a driver without a GPU: kernels compile, and none may launch
+AHEAD = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from moe_runtime import tuning
+from moe_runtime.kernels import grouped_gemm
+from moe_runtime.kernels.tiles import Tile
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+
+triton.runtime.driver.set_active(Driver())
+a, w = torch.ones(64, 128, dtype=torch.bfloat16), torch.ones(2, 64, 128, dtype=torch.bfloat16)
+rows = torch.zeros(3, 4, dtype=torch.int32)
+pool = [Tile(64, 64, 64, 4, 3), Tile(64, 32, 64, 4, 3, TMA=True), Tile(48, 64, 64, 4, 3)]
+launch = triton.runtime.jit.KernelInterface.__getitem__
+tuning.compile_ahead(lambda tile: grouped_gemm.grouped_gemm_forward(a, w, None, rows, True, tile), pool)
+assert triton.runtime.jit.KernelInterface.__getitem__ is launch
+print(sorted(type(kernel).__name__ for kernel in grouped_gemm._grouped_gemm_fwd_kernel.device_caches[0][0].values()))
+"""
+
+
+@pytest.mark.aot
+def test_kernels_compile_ahead_and_none_is_launched(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    out = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert out.stdout.strip().count("CompiledKernel") == 2

@@ -107,7 +107,7 @@ cuda() {
     local worst=0 end=$((SECONDS + limit)) arch tool
     arch=$("$python" -c 'import torch; print(*torch.cuda.get_device_capability(), sep="")')
     run 120 "$python" -m moe_runtime.native.build_cuda --archs "${ARCHS:-$arch}" || return 1
-    "$python" -c 'from moe_runtime import cuda; cuda.library(); print(cuda.describe())' 2>&1 | tee -a "$log"
+    "$python" -c 'from moe_runtime.native import cuda; cuda.library(); print(cuda.describe())' 2>&1 | tee -a "$log"
     [ "${PIPESTATUS[0]}" = 0 ] || return 1
     pytest_on cuda 150 "${WORKERS:-8}" tests/gpu/test_cuda.py || worst=$?
     if command -v compute-sanitizer >/dev/null; then

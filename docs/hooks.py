@@ -59,9 +59,9 @@ def on_page_markdown(markdown, **_):
 def commands(command=None, path=("moe-runtime",)):
     """Yield every verb of the command line as its words and typer's command, groups before what is in them."""
     if command is None:
-        from moe_runtime import cli
+        from moe_runtime.cli.app import app as main_app
 
-        command = typer.main.get_command(cli.app)
+        command = typer.main.get_command(main_app)
     yield path, command
     for name, child in getattr(command, "commands", {}).items():
         yield from commands(child, (*path, name))

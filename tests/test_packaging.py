@@ -249,7 +249,7 @@ def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
     assert f"Tag: py3-none-{platform}\n" in text and "Root-Is-Purelib: false" in text
 
 
-DESCRIBE = "from moe_runtime import cuda; print(cuda.describe())"
+DESCRIBE = "from moe_runtime.native import cuda; print(cuda.describe())"
 
 
 @needs_nvcc

@@ -44,11 +44,3 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # datasets would tell the Hub of each local file that is read
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-
-
-def __getattr__(name: str):
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from moe_runtime.cli.app import app
-
-    return app

@@ -13,11 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import cli
 from moe_runtime.bench import clock, compare, described, machine, report, running
 from moe_runtime.bench.conftest import Written
 from moe_runtime.bench.records import UNWRITTEN, Records, benchmarks, failures
 from moe_runtime.cli import bench as cli_bench
+from moe_runtime.cli.app import app as main_app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,9 +197,9 @@ def test_ratios_of_a_kind(tmp_path):
 def test_compare_on_the_command_line(tmp_path):
     a = file_of(tmp_path / "a.json", {"floor": row(1.0), "moe_runtime": row(1.0)})
     b = file_of(tmp_path / "b.json", {"floor": row(1.0), "moe_runtime": row(2.0, 2.0)})
-    good = CliRunner().invoke(cli.app, ["bench", "--compare", str(a), str(a)])
+    good = CliRunner().invoke(main_app, ["bench", "--compare", str(a), str(a)])
     assert good.exit_code == 0 and "no regression of ours" in good.stdout
-    bad = CliRunner().invoke(cli.app, ["bench", "--compare", str(a), str(b), "--json"])
+    bad = CliRunner().invoke(main_app, ["bench", "--compare", str(a), str(b), "--json"])
     assert bad.exit_code == 1
     assert json.loads(bad.stdout)["regressions"] == [{"benchmark": "bench_x[a]", "variant": "moe_runtime"}]
 
@@ -270,13 +270,13 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
     path = tmp_path / "r.jsonl"
     Records(path).write("bench_x", extra_info={"rows": {"moe_runtime": row(1.0)}} | there)
     before = path.read_text()
-    done = CliRunner().invoke(cli.app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments])
+    done = CliRunner().invoke(main_app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments])
     assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
     if "tiny" in there:  # the same of a file that is whole
         path.unlink()
         whole = file_of(tmp_path / "r.json", {"moe_runtime": row(1.0)}, **there)
-        done = CliRunner().invoke(cli.app, ["bench", "--only", "merging", "--out", str(whole), *arguments])
+        done = CliRunner().invoke(main_app, ["bench", "--only", "merging", "--out", str(whole), *arguments])
         assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
 
 
@@ -298,13 +298,13 @@ def test_older_files_are_read_by_the_names_of_today(tmp_path):
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):
-    done = CliRunner().invoke(cli.app, ["bench", *arguments, "--out", str(tmp_path / "x")])
+    done = CliRunner().invoke(main_app, ["bench", *arguments, "--out", str(tmp_path / "x")])
     assert isinstance(done.exception, ValueError) and says in str(done.exception) and not list(tmp_path.iterdir())
 
 
 def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
-    done = CliRunner().invoke(cli.app, ["bench", "--out", str(tmp_path)])
+    done = CliRunner().invoke(main_app, ["bench", "--out", str(tmp_path)])
     assert isinstance(done.exception, ImportError) and "pip install 'moe-runtime[bench]'" in str(done.exception)
 
 

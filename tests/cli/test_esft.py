@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from moe_runtime import cli
 from moe_runtime.cli import esft as cli_esft
 from moe_runtime.cli import verbs
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ def adapter(home) -> Path:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_an_example(verb):
-    out = invoke("esft", verb, "--help", app=cli.app)
+    out = invoke("esft", verb, "--help", app=main_app)
     assert out.exit_code == 0 and f"Example: moe-runtime esft {verb}" in out.output
 
 

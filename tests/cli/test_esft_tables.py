@@ -5,8 +5,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime import cli
 from moe_runtime.cli import runs
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.methods.esft import tables as esft_tables
 from tests.support import cli_tables
 
@@ -14,7 +14,7 @@ TABLES = tuple(esft_tables.COMMANDS)
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(main_app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("verb", TABLES)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime import cli
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.io import console
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import study as ultrafuser_study
@@ -18,7 +18,7 @@ TABLES = tuple(ultrafuser_tables.COMMANDS)
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(main_app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("verb", [*(("fuser", name) for name in (*TABLES, "train", "generate")), ("fuse",)])

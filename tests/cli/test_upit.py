@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from typer.testing import CliRunner
 
-from moe_runtime import cli
 from moe_runtime.cli import runs
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.methods.upit import router as upit_router
 from moe_runtime.methods.upit import tables as upit_tables
 from tests.support import cli_tables
@@ -21,7 +21,7 @@ STEPS = ("choose", "grow", "init-routers", "assemble", "export-mixtral")
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.app, ["upit", *(str(argument) for argument in arguments)])
+    return CliRunner().invoke(main_app, ["upit", *(str(argument) for argument in arguments)])
 
 
 @pytest.mark.parametrize("verb", [*TABLES, *STEPS])
@@ -137,7 +137,7 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     ids = torch.arange(6, 26)[None]
     stock = MixtralForCausalLM.from_pretrained(tmp_path / "mixtral")
     torch.testing.assert_close(stock(ids).logits, moe(ids).logits, rtol=1e-4, atol=1e-5)
-    out = CliRunner().invoke(cli.app, ["export", str(tmp_path / "moe"), str(tmp_path / "same")])
+    out = CliRunner().invoke(main_app, ["export", str(tmp_path / "moe"), str(tmp_path / "same")])
     assert out.exit_code == 0 and out.output.startswith(f"wrote {tmp_path / 'same'}: "), out.exception
     for path in (tmp_path / "mixtral").iterdir():
         assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -168,6 +168,6 @@ def test_a_step_refuses_bad_input(tmp_path, monkeypatch, arguments, match):
 def test_run_takes_a_recipe_of_upit(monkeypatch, tmp_path, recipe):
     calls = []
     monkeypatch.setattr(f"{runs.STAGES['upit']}.run", lambda *arguments, **options: calls.append(arguments))
-    assert CliRunner().invoke(cli.app, ["run", recipe, "--out", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(main_app, ["run", recipe, "--out", str(tmp_path)]).exit_code == 0
     ((path, out),) = calls
     assert path.parent.name == "upit" and path.stem == recipe.rpartition("/")[2] and out == tmp_path

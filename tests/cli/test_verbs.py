@@ -13,15 +13,16 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from moe_runtime import cli, config
+from moe_runtime import config
 from moe_runtime.cli import verbs as cli_verbs
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, Kept, choices, verb
 from moe_runtime.experiments.recipe import shipped_recipes
 from moe_runtime.io.console import jsonable, print_table
 from moe_runtime.io.prompts import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
-TREE = get_command(cli.app)
+TREE = get_command(main_app)
 
 
 def walk(command, words=()) -> dict[tuple[str, ...], object]:
@@ -64,7 +65,7 @@ def test_help_says_what_everything_is_for_and_gives_an_example(words):
     for option in command.params:
         # typer's own context and the completion's options are not ours
         assert getattr(option, "help", None), f"{option.name} has no help"
-    out = CliRunner().invoke(cli.app, [*words, "--help"])
+    out = CliRunner().invoke(main_app, [*words, "--help"])
     start = "Example: moe-runtime " + " ".join(words)
     assert out.exit_code == 0 and start in " ".join(out.output.split())
     assert words not in VERBS or "--json" in out.output
@@ -276,5 +277,5 @@ def test_help_and_version_start_without_torch(arguments):
 def test_version():
     from moe_runtime import __version__
 
-    out = CliRunner().invoke(cli.app, ["--version"])
+    out = CliRunner().invoke(main_app, ["--version"])
     assert out.exit_code == 0 and out.output == f"moe-runtime {__version__}\n"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import cli
 from moe_runtime.cli import xft
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import read_json
 from moe_runtime.methods.xft import tables as xft_tables
@@ -99,7 +99,7 @@ def test_export_is_of_the_form_that_is_asked_for(tmp_path):
     assert invoke("export-official", tmp_path / "ours", tmp_path / "back").exit_code == 0
 
     def export(*arguments):
-        return CliRunner().invoke(cli.app, ["export", str(tmp_path / "ours"), str(tmp_path / "out"), *arguments])
+        return CliRunner().invoke(main_app, ["export", str(tmp_path / "ours"), str(tmp_path / "out"), *arguments])
 
     for arguments, match in (
         ((), "gate is 'xft'; want .*Mixtral"),

@@ -11,7 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from moe_runtime import cli
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.hf.models.families import FAMILIES
 from tests.hf import stock as stock_families
 from tests.hf.dropin.test_layers import stock
@@ -68,8 +68,8 @@ def test_stock_families_are_those_of_the_installed_transformers():
 
 def test_commands_are_those_of_the_code():
     named = set(re.findall(r"^\| `moe-runtime ([a-z-]+)", section("On the command line"), re.MULTILINE))
-    verbs = {command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands}
-    assert named == verbs | {group.name for group in cli.app.registered_groups}
+    verbs = {command.name or command.callback.__name__.replace("_", "-") for command in main_app.registered_commands}
+    assert named == verbs | {group.name for group in main_app.registered_groups}
 
 
 @pytest.mark.parametrize("block", range(3))

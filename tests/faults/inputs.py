@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from moe_runtime import cli
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.hf.models.tiny import train_tokenizer
 from tests.hf.tiny import dense
 from tests.methods.ultrafuser import fusers
@@ -34,7 +34,7 @@ def make() -> None:
 
 
 def _verb(*arguments) -> None:
-    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(main_app, [str(argument) for argument in arguments])
     if done.exit_code:
         raise RuntimeError(f"{arguments}: {done.output}") from done.exception
 

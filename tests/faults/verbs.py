@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import typer
 
-from moe_runtime import cli
+from moe_runtime.cli.app import app as main_app
 
 TRAIN = ("--batch-size", "4", "--max-length", "32", "--per-device-batch-size", "4")
 
@@ -133,7 +133,7 @@ def shipped() -> list[str]:
             return [" ".join(path)]
         return [name for key, one in below.items() for name in walk(one, (*path, key))]
 
-    return walk(typer.main.get_command(cli.app), ())
+    return walk(typer.main.get_command(main_app), ())
 
 
 class _Clock:

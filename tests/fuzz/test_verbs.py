@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime import cli
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io.rows import read_rows
 from tests.fuzz.attempts import attempt, run_seeds
@@ -36,7 +36,7 @@ def whole(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder / "dense")
     for verb, source, target in (("upcycle", "dense", "moe"), ("to-mergeable", "moe", "mergeable")):
         sizes = ["--num-experts", "4", "--top-k", "2"] if verb == "upcycle" else []
-        done = CliRunner().invoke(cli.app, [verb, str(folder / source), str(folder / target), *sizes])
+        done = CliRunner().invoke(main_app, [verb, str(folder / source), str(folder / target), *sizes])
         assert done.exit_code == 0, done.output
     (folder / "rows.jsonl").write_text('{"text": "Add 1 and 2."}\n' * 3)
     return folder
@@ -44,7 +44,7 @@ def whole(tmp_path_factory) -> Path:
 
 def run(argv: list[str]) -> int:
     """Run a verb as the command does; what it raises is the error."""
-    done = CliRunner().invoke(cli.app, argv)
+    done = CliRunner().invoke(main_app, argv)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code

@@ -21,7 +21,7 @@ pytestmark = [
 KILL = """
 import os, signal, sys, time
 import torch
-from moe_runtime import checkpoint, files
+from moe_runtime.io import checkpoint, files
 from moe_runtime.io.checkpoint import CheckpointWriter
 assert "transformers" not in sys.modules
 torch.set_num_threads(1)

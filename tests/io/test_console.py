@@ -15,8 +15,8 @@ from moe_runtime.io import console
 
 RUN = """
 import time
-from moe_runtime import progress
-with progress.bar("merging", "B") as update:
+from moe_runtime.io import console
+with console.bar("merging", "B") as update:
     for done in range(0, 5_000_001, 250_000):
         update(done, 5_000_000)
         time.sleep(0.02)

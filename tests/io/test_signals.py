@@ -23,12 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = """
 import os, signal, sys
 from contextlib import contextmanager
-from moe_runtime import cli, progress
+from moe_runtime import cli
+from moe_runtime.io import console
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and we stay as we are started
 
 title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-bar = progress.bar
+bar = console.bar
 
 @contextmanager
 def counted(name, *args, **kwargs):
@@ -41,7 +42,7 @@ def counted(name, *args, **kwargs):
         count.is_armed = True
         yield count
 
-progress.bar = counted
+console.bar = counted
 sys.argv = ["moe-runtime", *sys.argv[4:]]
 cli.main()
 """
@@ -166,16 +167,16 @@ import os, signal, sys
 from moe_runtime import cli
 
 cli._quiet()  # before transformers is imported, as the command does
-from moe_runtime.hf import stopping
+from moe_runtime.hf.training import saving
 
-ends = stopping.StopCallback.on_step_end
+ends = saving.StopCallback.on_step_end
 
 def at_step_two(self, args, state, control, **kwargs):
     if state.global_step == 2:
         os.kill(os.getpid(), signal.SIGTERM)
     return ends(self, args, state, control, **kwargs)
 
-stopping.StopCallback.on_step_end = at_step_two
+saving.StopCallback.on_step_end = at_step_two
 sys.argv = ["moe-runtime", *sys.argv[1:]]
 cli.main()
 """
@@ -207,7 +208,7 @@ cli.main()
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once(recipe, tmp_path):
     arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
-    twice = "os.kill(os.getpid(), number); interruption.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
+    twice = "os.kill(os.getpid(), number); signals.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
     twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("import cli,", "import cli, interruption,")
     done = forked(twice, *arguments)
     assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
@@ -236,7 +237,7 @@ def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
         monkeypatch.setattr(sys, "__stderr__", stderr)
         with signals.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert isinstance(stopping.asked, signals.Terminated)
+        assert isinstance(saving.asked, signals.Terminated)
 
 
 def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
@@ -254,7 +255,7 @@ def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
                     os.kill(os.getpid(), signal.SIGTERM)
             else:
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert isinstance(stopping.asked, signals.Terminated)
+            assert isinstance(saving.asked, signals.Terminated)
     given = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         with signals.after_the_step():
@@ -279,7 +280,7 @@ def test_a_forked_child_ends_when_it_is_told_to():
         os.read(reader, 1)  # Python drops what a child gets before it runs
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert stopping.asked is None
+    assert saving.asked is None
 
 
 def test_late_wishes_are_a_commands(monkeypatch):
@@ -333,7 +334,7 @@ def test_signals_that_are_ignored_stay_ignored():
     try:
         with signals.sigterm_raises(), signals.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            assert saving.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -345,7 +346,7 @@ import torch
 from datasets import Dataset
 from pathlib import Path
 from transformers import TrainerCallback, TrainingArguments
-from moe_runtime import interruption
+from moe_runtime.io import signals
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
 from tests.hf.tiny import VOCAB, dense
@@ -367,10 +368,10 @@ for number in (signal.SIGINT, signal.SIGTERM):
     trainer = MoETrainer(dense("llama"), args, train_dataset=rows, eval_dataset=rows, callbacks=[Sender()])
     assert trainer.get_eval_dataloader().worker_init_fn.func is trainer.get_train_dataloader().worker_init_fn.func
     try:
-        with interruption.sigterm_raises(), stopping_with_a_checkpoint(trainer):
+        with signals.sigterm_raises(), stopping_with_a_checkpoint(trainer):
             trainer.train()
     except KeyboardInterrupt as stop:
-        print(interruption.word_of(stop), sorted(path.name for path in folder.iterdir()))
+        print(signals.word_of(stop), sorted(path.name for path in folder.iterdir()))
 """
 
 

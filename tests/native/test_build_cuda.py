@@ -515,7 +515,8 @@ LOAD = """
 import json, sys
 from pathlib import Path
 import torch
-from moe_runtime import backends, cuda
+from moe_runtime import backends
+from moe_runtime.native import cuda
 cuda.use(cuda.bind(Path(sys.argv[1])))
 idx = torch.zeros(3, 2, dtype=torch.int32)
 try:

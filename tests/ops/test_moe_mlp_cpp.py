@@ -141,7 +141,7 @@ def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch
 
 TEAM = """
 import os, torch
-from moe_runtime import build_cpu, cpp
+from moe_runtime.native import build_cpu, cpp
 
 torch.set_num_threads(4)
 calls = cpp.bind(build_cpu.library_path()).handle
@@ -340,7 +340,7 @@ SECOND = """
 import ctypes, sys
 other = ctypes.CDLL(sys.argv[1])  # before torch, as scikit-learn's can be
 import torch
-from moe_runtime import build_cpu, cpp
+from moe_runtime.native import build_cpu, cpp
 
 found = cpp.bind(build_cpu.library_path()).openmp
 torch_own = ctypes.CDLL(torch.__path__[0] + "/lib/libtorch_cpu.so").GOMP_parallel

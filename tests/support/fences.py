@@ -16,6 +16,7 @@ import typer.main
 import yaml
 
 from moe_runtime import cli
+from moe_runtime.cli.app import app as main_app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -104,7 +105,7 @@ def check_command(words: list[str], page: str) -> str:
 @functools.cache
 def command_line():
     """Return typer's command of `moe-runtime`."""
-    return typer.main.get_command(cli.app)
+    return typer.main.get_command(main_app)
 
 
 def parse_verb(arguments: list[str], page: str = "") -> None:

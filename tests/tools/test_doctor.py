@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_runtime import backends, cli
+from moe_runtime import backends
 from moe_runtime.native import build_cpu, cpp, cuda
 from moe_runtime.tools import doctor
 
@@ -72,18 +72,18 @@ def problems() -> dict[str, str]:
 
 def test_nothing_is_wrong_with_a_sound_setup():
     assert problems() == {}
-    out = CliRunner().invoke(cli.app, ["doctor"])
+    out = CliRunner().invoke(main_app, ["doctor"])
     assert out.exit_code == 0 and out.output.rstrip().endswith("problems\n  none")
 
 
 def test_a_problem_is_a_line_and_the_exit_code(versions):
     versions(transformers="4.57.0")
-    out = CliRunner().invoke(cli.app, ["doctor"])
+    out = CliRunner().invoke(main_app, ["doctor"])
     assert out.exit_code == 1
     line = out.output.split("problems\n")[1]
     assert line.strip().endswith("transformers is 4.57.0; want >=5.16,<6; pip install -U 'transformers>=5.16,<6'")
     assert len(line.splitlines()) == 1
-    out = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    out = CliRunner().invoke(main_app, ["doctor", "--json"])
     assert out.exit_code == 1 and set(json.loads(out.stdout)["problems"]) == {"transformers"}
 
 
@@ -249,6 +249,7 @@ def test_without_torch(tmp_path, how):
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
+from moe_runtime.cli.app import app as main_app
 from moe_runtime import cli
 sys.argv = ["moe-runtime", "doctor"]
 cli.main()
@@ -316,5 +317,5 @@ def test_a_doctor_that_fails_says_so(monkeypatch):
 
     monkeypatch.setattr(doctor, "has_gpu", fail)
     assert problems() == {"doctor": "what is broken could not be found: no idea; please report it"}
-    out = CliRunner().invoke(cli.app, ["doctor"])
+    out = CliRunner().invoke(main_app, ["doctor"])
     assert out.exit_code == 1 and "no idea" in out.output

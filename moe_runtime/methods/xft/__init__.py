@@ -19,7 +19,8 @@ from torch import nn
 
 from moe_runtime.config import MoEConfig, check_choice
 from moe_runtime.hf.dropin.layers import sizes
-from moe_runtime.hf.models import families, folders, swap
+from moe_runtime.hf.models import families, swap
+from moe_runtime.hf.models.folders import probe_logits
 from moe_runtime.hf.models.rope import write_legacy_rope
 from moe_runtime.io.files import atomic_folder
 from moe_runtime.modules.ewa import EWAMLP, uniform_mixture
@@ -92,10 +93,10 @@ def upcycle(
 
 def upcycle_to(stage: str, model: nn.Module, config: MoEConfig, **options) -> UpcycleReceipt:
     """Call `swap.dense_to_moe` with `options` on a dense model and measure what changed."""
-    before, (dense_parameters, _) = folders.probe_logits(model), sizes(model)
+    before, (dense_parameters, _) = probe_logits(model), sizes(model)
     swap.dense_to_moe(model, config, stage=stage, **options)
     moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE | EWAMLP)}
-    after = folders.probe_logits(model)
+    after = probe_logits(model)
     moe_parameters, active_parameters = sizes(model)
     stacks = [
         f"{name}.experts.{n}" for name, module in moe_layers.items() for n, _ in module.experts.named_parameters()

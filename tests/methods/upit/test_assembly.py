@@ -210,15 +210,15 @@ def test_deltas_are_as_good_as_whole_models(tmp_path, experts, vectors):
 CHILD = """
 import sys
 import torch; torch.set_num_threads(1)
-from moe_runtime.methods import upit_assembly, upit_mixtral
+from moe_runtime.methods.upit import assembly, mixtral
 from tests.support import limited
 
 folder, limit = sys.argv[1], int(sys.argv[2])
 
 def way(name):
     experts = [f"{folder}/{name}/expert-{i}" for i in range(4)]
-    upit_assembly.assemble(experts, None, f"{folder}/{name}/moe", max_shard_size="4MB")
-    upit_mixtral.export_mixtral(f"{folder}/{name}/moe", f"{folder}/{name}/mixtral", max_shard_size="4MB")
+    assembly.assemble(experts, None, f"{folder}/{name}/moe", max_shard_size="4MB")
+    mixtral.export_mixtral(f"{folder}/{name}/moe", f"{folder}/{name}/mixtral", max_shard_size="4MB")
 
 way("warm")
 limited.limit_data(limit)

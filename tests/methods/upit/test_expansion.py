@@ -493,13 +493,13 @@ import gc, sys
 from pathlib import Path
 import torch; torch.set_num_threads(1)
 from moe_runtime.methods.upit.checkpoints import save_expert
-from moe_runtime.methods import upit_pool
+from moe_runtime.methods.upit import pool
 from moe_runtime.methods.upit.expansion import expand_experts
 from tests.hf.tiny import dense
 from tests.support import limited
 
 out, limit = Path(sys.argv[1]), int(sys.argv[2])
-upit_pool.CHUNK = 1 << 19
+pool.CHUNK = 1 << 19
 for size, place in ((32, out / "warm"), (512, out)):
     model = dense("llama", hidden_size=size, intermediate_size=3 * size, num_hidden_layers=3)
     if place == out:

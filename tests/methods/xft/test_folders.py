@@ -310,14 +310,14 @@ def test_an_mlp_that_computes_something_else_is_refused(base, tmp_path, monkeypa
 CHILD = """
 import sys
 import torch; torch.set_num_threads(1)
-from moe_runtime.methods import xft_folders
+from moe_runtime.methods.xft import folders
 from tests.support import limited
 
 source, out, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
-xft_folders.upcycle_folder(source + "-warm", out + "-warm", num_experts=4, top_k=3)
+folders.upcycle_folder(source + "-warm", out + "-warm", num_experts=4, top_k=3)
 limited.limit_data(limit)
-xft_folders.upcycle_folder(source, out + "-moe", num_experts=4, top_k=3, max_shard_size="16MB")
-xft_folders.merge_folder(out + "-moe", out + "-merged", max_shard_size="16MB")
+folders.upcycle_folder(source, out + "-moe", num_experts=4, top_k=3, max_shard_size="16MB")
+folders.merge_folder(out + "-moe", out + "-merged", max_shard_size="16MB")
 print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
@@ -343,7 +343,7 @@ def test_a_killed_conversion_leaves_nothing_or_the_old_folder(tmp_path):
     xft_folders.upcycle_folder(tmp_path / "dense", tmp_path / "moe", num_experts=2, top_k=2)
     old = (tmp_path / "moe" / "config.json").read_bytes()
     code = (
-        "import sys; from moe_runtime.methods import xft_folders as f; print('go', flush=True)\n"
+        "import sys; from moe_runtime.methods.xft import folders as f; print('go', flush=True)\n"
         "while True: f.upcycle_folder(sys.argv[1], sys.argv[2], num_experts=4, top_k=3, overwrite=True)"
     )
     child = subprocess.Popen(

@@ -123,16 +123,16 @@ def test_the_mixing_logits_are_float32_whatever_they_were(weighted, tmp_path):
 CHILD = """
 import sys
 import torch; torch.set_num_threads(1)
-from moe_runtime.methods import xft_folders, xft_official
+from moe_runtime.methods.xft import folders, official
 from tests.support import limited
 
 def there_and_back(source, out):
     size = {"max_shard_size": "8MB"}
-    xft_official.import_official(source, out + "-moe", **size)
-    xft_official.export_official(out + "-moe", out + "-back", **size)
-    xft_folders.mergeable_folder(out + "-moe", out + "-mergeable", **size)
-    xft_official.export_official(out + "-mergeable", out + "-weighted", **size)
-    xft_official.import_official(out + "-weighted", out + "-again", **size)
+    official.import_official(source, out + "-moe", **size)
+    official.export_official(out + "-moe", out + "-back", **size)
+    folders.mergeable_folder(out + "-moe", out + "-mergeable", **size)
+    official.export_official(out + "-mergeable", out + "-weighted", **size)
+    official.import_official(out + "-weighted", out + "-again", **size)
 
 source, out, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 there_and_back(source + "-warm", out + "-warm")

@@ -291,7 +291,8 @@ def versions() -> dict[str, str]:
         driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         driver = "unknown"
-    return {
+    commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}  # as bench/gpu.sh sets it
+    return commit | {
         "torch": torch.__version__,
         "triton": triton.__version__,
         "driver": driver,

@@ -215,7 +215,7 @@ def parse_bash(arguments: list[str], page: str) -> None:
     script, *words = arguments
     assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
     for word in words:
-        assert re.search(rf"^case \$\{{1:-\}} in [^)]*\b{word}\b", (ROOT / script).read_text(), re.MULTILINE), word
+        assert re.search(rf"^    {word}\) echo ", (ROOT / script).read_text(), re.MULTILINE), word
 
 
 def parse_pre_commit(arguments: list[str], page: str) -> None:

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     if not machine.CUDA:
         print("torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU.")
         return NO_GPU
-    if reason := backends.why_not("triton", "moe_mlp", torch.device("cuda")):
+    if reason := backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device())):
         print(reason)
         return NO_GPU
     transformers = machine.missing("transformers") or "can be imported"

@@ -86,7 +86,7 @@ run() {
     from=$(wc -l <"$log")
     timeout -s INT -k "$(seconds $grace)" "$(seconds $left)" "$@" >>"$log" 2>&1 </dev/null
     status=$?
-    tail -n "+$((from + 1))" "$log" | tail -n 12 | cut -c 1-300
+    tail -n "+$((from + 1))" "$log" | tail -n "${SHOWN:-12}" | cut -c 1-300
     return $status
 }
 
@@ -132,7 +132,7 @@ bench_on() {
 }
 
 check() {
-    run "$python" -m moe_runtime.bench.device_check "$lines"
+    SHOWN=40 run "$python" -m moe_runtime.bench.device_check "$lines"
     local status=$?
     [ $status != 77 ] || { say "no GPU that runs the kernels"; exit 1; }
     return $status
@@ -213,7 +213,7 @@ report() {
     [ -e "$lines" ] || return 0
     local stem
     stem=$out/$(date +%Y-%m-%d)-${COMMIT//[!A-Za-z0-9._-]/_}-gpu
-    run "$python" -m moe_runtime.bench.report "$lines" --out "$stem.json" --markdown "$stem.md"
+    SHOWN=60 run "$python" -m moe_runtime.bench.report "$lines" --out "$stem.json" --markdown "$stem.md"
 }
 
 worst=0

@@ -10,12 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from moe_runtime.bench import machine, report, shapes
+from moe_runtime import backends
+from moe_runtime.bench import device_check, machine, report, shapes
 from moe_runtime.bench.records import Records
-from moe_runtime.layer_sizes import LAYERS
+from moe_runtime.layer_sizes import LAYERS, Layer
+from tests.support import outcomes
+
+pytest.importorskip("triton")
+from moe_runtime import tuning
+from moe_runtime.bench import profile_products
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -265,3 +273,46 @@ def test_report_goes_to_a_file_and_goals_to_the_terminal(tmp_path, capsys):
     report.main([str(lines), "--out", str(tmp_path / "r.json"), "--markdown", str(page)])
     assert "Tests: 2 passed, 1 failed\n* b: of that" in page.read_text() and "2 passed" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text()) == {"benchmarks": []}
+
+
+def test_device_check_of_a_machine_with_a_gpu(tmp_path, monkeypatch, capsys):
+    lines = tmp_path / "gpu.jsonl"
+    about = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=139 << 30, L2_cache_size=60 << 20)
+    monkeypatch.setattr(machine, "CUDA", True)
+    monkeypatch.setattr(machine, "missing", lambda package: "cannot be imported: no httpx")
+    monkeypatch.setattr(machine, "describe", lambda: {"machine": "GPU", "commit": COMMIT})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    assert device_check.main([str(lines)]) == 0
+    said = capsys.readouterr().out
+    assert "capability: 9.0" in said and "transformers cannot be imported: no httpx" in said
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert found[0]["device"]["commit"] == COMMIT and found[1]["transformers"].startswith("cannot")
+    monkeypatch.setattr(backends, "why_not", lambda *_: "too old")
+    assert device_check.main([]) == device_check.NO_GPU
+
+
+def test_profiled_products_are_one_launch_each(monkeypatch, capsys):
+    """In the interpreter, where a profiler's start and stop are counted."""
+    seen = []
+    monkeypatch.setattr(tuning, "find_gpu", lambda: (torch.device("cpu"), None))
+    monkeypatch.setitem(LAYERS, "tiny", Layer(32, 16, 4, 2))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    profile_products.main(["tiny", "16"])
+    assert seen == ["start", "stop"] * 6
+    assert re.findall(r"tokens, (\w+):", capsys.readouterr().out) == list(tuning.PRODUCTS)
+
+
+def test_a_lost_context_ends_the_process(monkeypatch):
+    plugin, codes = object.__new__(outcomes.Outcomes), []
+    plugin.failed = True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (_ for _ in ()).throw(RuntimeError("lost")))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    plugin.pytest_runtest_logfinish()
+    plugin.pytest_runtest_logfinish()  # of a test that passed
+    assert codes == [outcomes.LOST]

@@ -26,7 +26,7 @@ cd "$(dirname "$0")/.."
 # steps and the seconds that each is promised
 plan_of() {
     case $1 in
-    first) echo "check=20 smoke=100 repeats=45 layers=150 kernels=80 counters=60 tune_qwen3=105 report=10" ;;
+    first) echo "check=30 smoke=100 repeats=45 layers=150 kernels=75 counters=60 tune_qwen3=100 report=10" ;;
     second) echo "check=20 tests=210 clock=40 ops=120 tune=130 memcheck=40 report=10" ;;
     third) echo "check=20 bench=280 build_cuda=60 cuda_tests=50 cuda_memcheck=30 cuda_racecheck=30 cuda_bench=60 counters_all=30 report=10" ;;
     tests) echo "check=20 tests=450 clock=90 report=10" ;;
@@ -67,7 +67,9 @@ if [ -n "${RESUME:-}" ]; then
         [ -e "$out/$file" ] || [ ! -e "$RESUME/$file" ] || cp "$RESUME/$file" "$out/$file"
     done
 fi
-COMMIT=${COMMIT:-$(git describe --always --dirty '--exclude=*' 2>/dev/null || echo unknown)}
+# a copy without .git may lie in another repository
+[ ! -e .git ] || COMMIT=${COMMIT:-$(git describe --always --dirty '--exclude=*' 2>/dev/null)}
+COMMIT=${COMMIT:-unknown}
 export COMMIT HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="$PATH:/usr/local/cuda/bin" # where a toolkit has nvcc, ncu and compute-sanitizer
 # tests run the built-in configs and not those of the user's own cache; benchmarks get gpu-tiles.json
@@ -108,7 +110,9 @@ again() {
     return $status
 }
 
-has() { timeout -k 1 "$(seconds $grace)" "$python" -c "import $1" 2>/dev/null; }
+has() {
+    timeout -k 1 "$(seconds $grace)" "$python" -c "import sys, importlib.util; sys.exit(importlib.util.find_spec('$1') is None)"
+}
 
 # pytest_on WORKERS ARGUMENTS...: one process for all files; a file that cannot be imported does not end it
 pytest_on() {

@@ -52,6 +52,7 @@ exit $status
 """
 PROGRAM = """#!/usr/bin/env bash
 echo "${0##*/} $*" >>"$CALLS"
+for word in $HANG; do case "$0" in *"$word"*) trap '' INT; sleep 100 ;; esac; done
 previous=
 for word; do [ "$previous" != --log-file ] || echo '"ID","Kernel Name"' >"$word"; previous=$word; done
 echo 9.0
@@ -72,8 +73,8 @@ def start(tmp_path):
     }  # fmt: skip
     running = []
 
-    def call(*parts: str, **variables: str) -> subprocess.Popen:
-        command = ["bash", str(SCRIPT), *parts]
+    def call(*parts: str, script: Path = SCRIPT, **variables: str) -> subprocess.Popen:
+        command = ["bash", str(script), *parts]
         pipe = subprocess.PIPE
         running.append(subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env | variables))
         return running[-1]
@@ -112,14 +113,14 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
 
 @pytest.mark.parametrize("part", ["first", "second", "third"])
 def test_parts_end_in_time_whatever_hangs(start, tmp_path, part):
-    """Every Python but the first hangs, and minds no Ctrl-C."""
+    """Every program but the first hangs, and ignores Ctrl-C."""
     began = time.monotonic()
-    process = start(part, LIMIT="3", HANG="pytest cli report build_cuda profile")
+    process = start(part, LIMIT="3", HANG="pytest cli report build_cuda ncu sanitizer nvidia-smi")
     said, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 3 + 1.5, said  # the bound itself, and a busy machine's processes
     assert process.returncode in (124, 137), said
     steps = re.findall(r"^(\w+): exit status (\d+)", said, re.MULTILINE)
-    assert len(steps) == {"first": 8, "second": 7, "third": 9}[part] - ("counters_all" not in said and part == "third")
+    assert len(steps) == {"first": 8, "second": 7, "third": 9}[part]
     assert (tmp_path / "out" / "gpu.jsonl").read_text().startswith('{"name": "", "commit"')
 
 
@@ -128,8 +129,8 @@ def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
     process.communicate(timeout=60)
     budgets = [float(found[1]) for line in calls(tmp_path) if (found := re.search(r"--budget ([\d.]+)", line))]
     seconds = [float(found[1]) for line in calls(tmp_path) if (found := re.search(r"--seconds ([\d.]+) ", line))]
-    # of layers (check, smoke, repeats and layers have 315 s together), of kernels with what that left over; the tuner's
-    assert budgets[0] == pytest.approx(0.8 * 315, rel=0.05) and budgets[1] == pytest.approx(0.8 * 395, rel=0.05)
+    # of layers (check, smoke, repeats and layers have 325 s together), of kernels with what that left over; the tuner's
+    assert budgets[0] == pytest.approx(0.8 * 325, rel=0.05) and budgets[1] == pytest.approx(0.8 * 400, rel=0.05)
     assert seconds[-1] == pytest.approx(0.8 * 560, rel=0.05)
 
 
@@ -187,7 +188,15 @@ def test_shapes_and_layers_of_the_script_exist():
 
 def test_the_commit_may_be_passed_in(monkeypatch):
     monkeypatch.setenv("COMMIT", COMMIT)
-    assert machine.commit() == COMMIT
+    assert machine.commit() == COMMIT and tuning.versions.__wrapped__()["commit"] == COMMIT
+
+
+def test_a_copy_without_git_is_of_an_unknown_commit(start, tmp_path):
+    copy = tmp_path / "copy" / "bench" / "gpu.sh"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(SCRIPT.read_text())
+    said, _ = start("goals", script=copy, COMMIT="").communicate(timeout=60)
+    assert "goals of commit unknown" in said
 
 
 OUTCOMES = """
@@ -248,22 +257,17 @@ def test_without_transformers_only_what_needs_it_is_skipped(tmp_path):
     order = re.findall(r"bench_layer.py::(\w+)\[(\w+)-bf16", found.stdout)
     functions = ("bench_forward", "bench_forward_backward")
     assert order == [(function, shape) for shape in ("fine", "coarse") for function in functions]
-    run = [
-        "--tiny",
-        "--results",
-        str(results),
-        "bench/bench_layer.py",
-        "bench/bench_step.py",
-        "-k",
-        "bf16 and not backward",
-    ]
+    Records(results).write("bench_training_step[tiny-bf16]", began=True)  # and died
+    run = ["--tiny", "--restarted", "--results", str(results), "bench/bench_layer.py", "bench/bench_step.py"]
+    run += ["-k", "bf16 and not backward"]
     ran = subprocess.run([*command, *run], cwd=ROOT, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     layers = [line["extra_info"] for line in lines if "extra_info" in line]
     assert layers and all("cannot be imported" in info["notes"]["transformers eager"] for info in layers)
     assert all("moe_runtime" in info["rows"] and info["commit"] == COMMIT for info in layers)
-    assert any("bench_decoder_layer" in line["name"] for line in lines if "skipped" in line)
+    assert [line["name"] for line in lines if "skipped" in line] == ["bench_decoder_layer[tiny-bf16]"]
+    assert [line["name"] for line in lines if "failed" in line] == ["bench_training_step[tiny-bf16]"]
 
 
 def test_report_goes_to_a_file_and_goals_to_the_terminal(tmp_path, capsys):

@@ -114,6 +114,9 @@ class Layer:
         Why others are missing goes into `notes`.
         """
         names = ["eager", "grouped_mm", *self.batched(notes)]
+        if reason := machine.missing("transformers"):
+            notes |= {f"transformers {name}": reason for name in names}
+            names = []
         functions = {f"transformers {name}": self.transformers(name) for name in names}
         return {"moe_runtime": self.ours} | functions | {"torch grouped_mm": lambda: peers.grouped_mm(self)}
 
@@ -134,7 +137,7 @@ class Layer:
         """Return `variants` and those that only a GPU is asked for; why others are missing goes into `notes`."""
         found = self.variants(notes)
         if self.shape.T > EAGER:
-            del found["transformers eager"]
+            found.pop("transformers eager", None)
         if self.shape.shared:
             found["moe_runtime, shared dense"] = self.ours_dense
         return found | {"dense FFN": self.dense()} | peers.installed(self, notes)

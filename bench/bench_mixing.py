@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from moe_runtime.bench import shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.config import MoEConfig
-from moe_runtime.experiments.demo import PRESETS
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
+
+pytest.importorskip("transformers", exc_type=ImportError)
+from moe_runtime.experiments.demo import PRESETS
 
 KIND = "method"
 TOKENS = 2048  # of a device's batch in the official hyperparameters: 2 rows of 1024

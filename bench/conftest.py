@@ -38,12 +38,16 @@ def pytest_addoption(parser):
     parser.addoption("--seconds", type=float, default=3.0, help="of timing per benchmark, on a GPU")
     parser.addoption("--budget", type=float, default=float("inf"), help="seconds after which nothing new begins")
     parser.addoption("--owner", type=int, help="process that reads the results: without it nothing new begins")
+    parser.addoption("--shapes", help="names of the benchmarks' shapes, with commas: only these, and in this order")
+    parser.addoption("--restarted", action="store_true", help="the last run died in what it began last: not again")
     parser.addoption("--results", type=Path, help="JSON lines: each benchmark is written as it ends, and not run twice")
 
 
 def pytest_configure(config):
     config.records = Written(config.getoption("--results"))
     config.began = time.monotonic()
+    if config.getoption("--restarted") and (name := config.records.unfinished()):
+        config.records.write(name, failed="the process died")
     config.pluginmanager.register(config.records, "bench-records")
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
     config.interpreted = config.getoption("--tiny") and not CUDA and _interpret()
@@ -70,7 +74,13 @@ def pytest_generate_tests(metafunc):
         tiny = metafunc.config.getoption("--tiny")
         name, default = ("GPU_SHAPES", shapes.GPU) if CUDA else ("CPU_SHAPES", shapes.CPU)
         table = shapes.TINY if tiny else getattr(metafunc.module, name, default)
+        if chosen := _chosen(metafunc.config):
+            table = {name: table[name] for name in chosen if name in table}
         metafunc.parametrize("shape", [pytest.param(shape, id=name) for name, shape in table.items()])
+
+
+def _chosen(config) -> list[str]:
+    return config.getoption("--shapes").split(",") if config.getoption("--shapes") else []
 
 
 def pytest_collection_modifyitems(config, items):
@@ -80,6 +90,13 @@ def pytest_collection_modifyitems(config, items):
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
+    if chosen := _chosen(config):  # all functions of a shape before the next one's: a run may be cut short
+        items.sort(key=lambda item: _place(item, chosen))
+
+
+def _place(item, chosen: list[str]) -> int:
+    parameters = f"-{item.callspec.id}-" if hasattr(item, "callspec") else ""
+    return next((i for i, name in enumerate(chosen) if f"-{name}-" in parameters), len(chosen))
 
 
 def pytest_collection_finish(session):
@@ -93,6 +110,16 @@ def pytest_runtest_setup(item):
         pytest.exit("whoever asked for this is gone", returncode=1)
     if time.monotonic() - item.config.began > item.config.getoption("--budget"):
         pytest.skip(clock.OUT_OF_TIME)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    try:
+        return (yield)
+    except ImportError:
+        if reason := machine.missing("transformers"):
+            pytest.skip(f"transformers {reason}")
+        raise
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

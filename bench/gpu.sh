@@ -1,152 +1,244 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show: the kernels' tests natively, the launch configs, the benchmarks.
-# Usage: bash bench/gpu.sh [all|tests|ops|tune|bench|cuda|goals|sanitize] [output folder]
-# Needs torch with CUDA, triton, transformers, pytest, pytest-benchmark; pytest-xdist and pytest-timeout if they are there.
-# cuda wants nvcc and g++ besides: the library of csrc/, its tests, compute-sanitizer, its kernels' times beside Triton's.
+# What only a GPU can show, in parts of less than ten minutes each: the kernels' tests, benchmarks, counters, launch configs.
 #
-# Each part ends within LIMIT seconds (540) and writes as it goes; called again it does what is left. What it wrote earlier
-# is taken from the output folder ($OUT, else bench/results) or, if that is empty, from bench/results:
-#   gpu-{clock,tests,ops,cuda}.xml   gpu-tiles.json (moe-runtime tune)   gpu.jsonl (benchmarks)   gpu.log
-#   DATE-COMMIT-gpu.json and .md, and the pictures of it where matplotlib is installed
-# SHAPES (all) and TOKENS (16384,4096,65536) of tune, WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
+#   COMMIT=12297f0 OUT=results bash bench/gpu.sh first               # what the first ten minutes on a new GPU should bring
+#   COMMIT=12297f0 OUT=results bash bench/gpu.sh second third        # the rest; without arguments, all three
+#   bash bench/gpu.sh bench                                          # one kind alone: tests, ops, tune, bench, cuda, sanitize, goals
+#
+# A part ends within LIMIT seconds (570), whatever hangs. Its steps run in order of value; each has a share of the time, and
+# what it leaves over goes to the next. Results are written as they come: a run that is killed keeps them, and a process that
+# dies is restarted behind what killed it. At most 8 files in OUT (bench/results):
+#
+#   gpu.jsonl        the device, outcomes of tests, benchmarks      gpu-tiles.json   moe-runtime tune
+#   gpu.log          what the steps print                           gpu-ncu.csv      counters of the six matrix products
+#   DATE-COMMIT-gpu.json and .md                                    benchmarks and report, made from gpu.jsonl
+#
+# Called again with the same OUT, it does what is left; RESUME names a folder to copy gpu.jsonl and gpu-tiles.json from first.
+# Made of them elsewhere: pictures (python -m moe_runtime.bench.pictures DATE-COMMIT-gpu.json -o pictures) and cuda_table.json
+# (python -m moe_runtime.bench.report gpu.jsonl --cuda-table moe_runtime/cuda_table.json).
+#
+# Needs torch with CUDA, triton, pytest, pytest-benchmark; transformers, pytest-xdist, pytest-timeout, ncu, nvcc with g++, and
+# compute-sanitizer are used where they are there. COMMIT is what the results are of (by default, git's HEAD).
+# Also: WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=all
-case ${1:-} in all | tests | ops | tune | bench | cuda | goals | sanitize) part=$1; shift ;; esac
-out=${1:-${OUT:-bench/results}}
-limit=${LIMIT:-540}
+
+# steps and the seconds that each is promised
+plan_of() {
+    case $1 in
+    first) echo "check=30 smoke=100 repeats=45 layers=150 kernels=75 counters=60 tune_qwen3=100 report=10" ;;
+    second) echo "check=20 tests=210 clock=40 ops=120 tune=130 memcheck=40 report=10" ;;
+    third) echo "check=20 bench=280 build_cuda=60 cuda_tests=50 cuda_memcheck=30 cuda_racecheck=30 cuda_bench=60 counters_all=30 report=10" ;;
+    tests) echo "check=20 tests=450 clock=90 report=10" ;;
+    ops) echo "check=20 ops=540 report=10" ;;
+    tune) echo "check=20 tune=550" ;;
+    bench) echo "check=20 bench=540 report=10" ;;
+    cuda) echo "check=20 build_cuda=120 cuda_tests=150 cuda_memcheck=60 cuda_racecheck=60 cuda_bench=150 report=10" ;;
+    sanitize) echo "check=20 memcheck=550" ;;
+    goals) echo "report=30" ;;
+    *) return 1 ;;
+    esac
+}
+
+parts=("$@")
+[ $# -gt 0 ] || parts=(first second third)
+for part in "${parts[@]}"; do
+    plan_of "$part" >/dev/null || { echo "PART is $part. Choose from first, second, third, tests, ops, tune, bench, cuda, sanitize, goals." >&2; exit 2; }
+done
+
+# all times are milliseconds since the start; a second of a plan is shorter where LIMIT is
+now() { local t=${EPOCHREALTIME/[.,]/}; echo $((t / 1000 - began)); }
+began=0
+began=$(now)
+limit=$((${LIMIT:-570} * 1000))
+grace=$((limit / 70)) # from Ctrl-C's signal to SIGKILL
+seconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
+
 python=${PYTHON:-python3}
+out=${OUT:-bench/results}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 log=$out/gpu.log
-tiles=$out/gpu-tiles.json
 lines=$out/gpu.jsonl
-for file in gpu-tiles.json gpu.jsonl; do
-    [ -e "$out/$file" ] || [ ! -e "bench/results/$file" ] || cp "bench/results/$file" "$out/$file"
-done
-export PYTHONPATH="$PWD" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-# the user's own measured configs stay out of it: tests run the built-in ones, benchmarks those of gpu-tiles.json
+tiles=$out/gpu-tiles.json
+counts=$out/gpu-ncu.csv
+if [ -n "${RESUME:-}" ]; then
+    for file in gpu.jsonl gpu-tiles.json; do
+        [ -e "$out/$file" ] || [ ! -e "$RESUME/$file" ] || cp "$RESUME/$file" "$out/$file"
+    done
+fi
+# a copy without .git may lie in another repository
+[ ! -e .git ] || COMMIT=${COMMIT:-$(git describe --always --dirty '--exclude=*' 2>/dev/null)}
+COMMIT=${COMMIT:-unknown}
+export COMMIT HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PATH="$PATH:/usr/local/cuda/bin" # where a toolkit has nvcc, ncu and compute-sanitizer
+# tests run the built-in configs and not those of the user's own cache; benchmarks get gpu-tiles.json
 XDG_CACHE_HOME=$(mktemp -d)
 export XDG_CACHE_HOME
 trap 'rm -rf "$XDG_CACHE_HOME"' EXIT
 unset TRITON_INTERPRET
-"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name(), torch.__version__)' | tee -a "$log"
-[ "${PIPESTATUS[0]}" = 0 ] || exit 1
 
-# a process that died, or whose CUDA context did (tune ends with 3 then, the benchmarks with 99): the rest goes on in a new one
+say() { echo "$*" | tee -a "$log"; }
+
+# run COMMAND...: ends at the step's deadline. It writes to the log and not through a pipe, which a process that it leaves
+# behind would keep open; the last lines are printed.
+run() {
+    local left=$((deadline - $(now) - grace)) from status
+    [ $left -gt 0 ] || return 124
+    from=$(wc -l <"$log")
+    timeout -s INT -k "$(seconds $grace)" "$(seconds $left)" "$@" >>"$log" 2>&1 </dev/null
+    status=$?
+    tail -n "+$((from + 1))" "$log" | tail -n "${SHOWN:-12}" | cut -c 1-300
+    return $status
+}
+
+# a process that died, or whose CUDA context did: tune ends with 3 then, tests and benchmarks with 99
 died() { case $1 in 3 | 99 | 132 | 134 | 135 | 136 | 139) return 0 ;; *) return 1 ;; esac; }
 
-# run SECONDS COMMAND...: ended by Ctrl-C's signal, so that it can write what it has
-run() { timeout -s INT -k 30 "$@" 2>&1 | tee -a "$log"; return "${PIPESTATUS[0]}"; }
+# again FLAG COMMAND...: restarted, with FLAG besides, when it dies. BUDGET becomes the seconds after which nothing new begins.
+again() {
+    local flag=$1 more=() status=124 budget
+    shift
+    for _ in 1 2 3 4 5 6; do
+        budget=$(((deadline - $(now)) * 8 / 10))
+        [ $budget -gt 0 ] || break
+        run "${@/#BUDGET/$(seconds $budget)}" "${more[@]}"
+        status=$?
+        died $status || break
+        more=(${flag:+"$flag"})
+    done
+    return $status
+}
 
-# pytest_on NAME SECONDS WORKERS PATHS...: the result goes to gpu-NAME.xml
+has() {
+    timeout -k 1 "$(seconds $grace)" "$python" -c "import sys, importlib.util; sys.exit(importlib.util.find_spec('$1') is None)"
+}
+
+# pytest_on WORKERS ARGUMENTS...: one process for all files; a file that cannot be imported does not end it
 pytest_on() {
-    local name=$1 seconds=$2 workers=$3 options=()
-    shift 3
-    [ "$workers" -gt 1 ] && "$python" -c 'import xdist' 2>/dev/null && options+=(-n "$workers")
-    "$python" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout 240)
-    run "$seconds" "$python" -m pytest -q -p no:cacheprovider --tb=short -rf "${options[@]}" --junitxml "$out/gpu-$name.xml" "$@"
+    local workers=$1 options=()
+    shift
+    [ "$workers" -gt 1 ] && has xdist && options+=(-n "$workers")
+    has pytest_timeout && options+=(--timeout 200)
+    again --restarted "$python" -m pytest -q -p no:cacheprovider -p tests.support.outcomes --results "$lines" --tb=short -rf \
+        --continue-on-collection-errors "${options[@]}" "$@"
+}
+
+# bench_on SECONDS ARGUMENTS...: SECONDS of timing per benchmark
+bench_on() {
+    local time=$1 status
+    shift
+    # shellcheck disable=SC2086
+    again --restarted "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median \
+        --continue-on-collection-errors --seconds "$time" --budget BUDGET --results "$lines" ${ARGS:-} "$@"
+    status=$?
+    [ $status = 5 ] || return $status # nothing was left to run
+}
+
+check() {
+    SHOWN=40 run "$python" -m moe_runtime.bench.device_check "$lines"
+    local status=$?
+    [ $status != 77 ] || { say "no GPU that runs the kernels"; exit 1; }
+    return $status
+}
+
+smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py -k "user_gets or poisoned or twenty or cuda_graph or never_waits"; }
+repeats() { pytest_on 1 tests/gpu/test_repeats.py; }
+layers() {
+    bench_on 1.5 bench/bench_layer.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384,XFT-DSCoder-1.3B-16384,OLMoE-16384,Qwen3-30B-A3B-4096,OLMoE-4096,XFT-DSCoder-1.3B-4096,Mixtral-8x7B-4096
+}
+kernels() { bench_on 0.5 bench/bench_kernels.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384; }
+counters() { counters_of Qwen3-30B-A3B; }
+counters_all() { counters_of Mixtral-8x7B && counters_of XFT-DSCoder-1.3B && counters_of OLMoE; }
+
+# sections and not metrics: their names differ from chip to chip, and ncu ends at one that it does not know
+counters_of() {
+    command -v ncu >/dev/null || { say "ncu is missing: no counters"; return 0; }
+    local status
+    run ncu --clock-control none --profile-from-start off --kernel-name regex:^_ --csv --page raw --section SpeedOfLight \
+        --section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis --section MemoryWorkloadAnalysis_Tables \
+        --section WarpStateStats --section LaunchStats --section Occupancy --log-file "$XDG_CACHE_HOME/ncu.csv" \
+        "$python" -m moe_runtime.bench.profile_products "$1"
+    status=$?
+    if [ -e "$XDG_CACHE_HOME/ncu.csv" ]; then
+        echo "# $1, commit $COMMIT; the rows are up, down, dz, dx, dw_up, dw_down" >>"$counts"
+        cat "$XDG_CACHE_HOME/ncu.csv" >>"$counts"
+        rm "$XDG_CACHE_HOME/ncu.csv"
+    fi
+    return $status
+}
+
+tune_on() { again "" "$python" -m moe_runtime.cli tune --out "$tiles" --seconds BUDGET "$@"; }
+tune_qwen3() { tune_on --shape qwen3-30b-a3b --tokens 16384,4096; }
+tune() {
+    tune_on --shape qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b --tokens 16384,4096 &&
+        tune_on --shape all --tokens 16384,4096,65536
 }
 
 tests() {
-    local status=0 end=$((SECONDS + limit))
-    # what times the GPU wants it for itself
-    pytest_on clock 90 1 tests/gpu/test_tuning.py || status=$?
-    pytest_on tests $((end - SECONDS)) "${WORKERS:-8}" tests/gpu --ignore tests/gpu/test_tuning.py || status=$?
-    return $status
+    pytest_on "${WORKERS:-8}" tests/gpu --ignore tests/gpu/test_tuning.py --ignore tests/gpu/test_repeats.py \
+        --ignore tests/gpu/test_cuda.py
 }
-
-ops() { pytest_on ops "$limit" "${WORKERS:-8}" tests/ops tests/modules tests/hf/dropin/test_experts.py; }
-
-tune() {
-    local end=$((SECONDS + limit)) left status=0 try
-    for try in 1 2 3 4 5 6; do
-        left=$((end - SECONDS))
-        [ "$left" -gt 30 ] || break
-        run "$left" "$python" -m moe_runtime.cli tune --shape "${SHAPES:-all}" --tokens "${TOKENS:-16384,4096,65536}" \
-            --seconds $((left - 30)) --out "$tiles"
-        status=$?
-        died $status || break
-    done
-    return $status
-}
-
-# bench_on SECONDS END FILE...: bench/bench_FILE.py one after the other, SECONDS of timing per benchmark, until END
-bench_on() {
-    local seconds=$1 end=$2 left file status worst=0 try
-    shift 2
-    for file in "$@"; do
-        for try in 1 2 3 4; do
-            left=$((end - SECONDS))
-            [ "$left" -gt 30 ] || break
-            # shellcheck disable=SC2086
-            run "$left" "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median --seconds "$seconds" \
-                --budget $((left - 30)) --results "$lines" ${ARGS:-} "bench/bench_$file.py"
-            status=$?
-            died $status || break
-        done
-        [ "${status:-0}" = 0 ] || [ "$status" = 5 ] || worst=$status
-    done
-    return $worst
-}
+clock() { pytest_on 1 tests/gpu/test_tuning.py; } # it times the GPU, and wants it for itself
+ops() { pytest_on "${WORKERS:-8}" tests/ops tests/modules tests/hf/dropin/test_experts.py; }
 
 bench() {
-    local end=$((SECONDS + limit)) worst=0
     if [ -e "$tiles" ]; then
         mkdir -p "$XDG_CACHE_HOME/moe_runtime"
         cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
     fi
-    bench_on 3 "$end" layer xft step || worst=$?
-    bench_on 1 "$end" tokens memory breakdown routing merging mixing averaging trainable fusion lora expansion methods kernels \
-        tokens_backward || worst=$?
-    return $worst
+    bench_on 1 bench/bench_layer.py bench/bench_xft.py bench/bench_step.py bench/bench_tokens.py bench/bench_memory.py \
+        bench/bench_breakdown.py bench/bench_routing.py bench/bench_merging.py bench/bench_mixing.py bench/bench_averaging.py \
+        bench/bench_trainable.py bench/bench_fusion.py bench/bench_lora.py bench/bench_expansion.py bench/bench_methods.py \
+        bench/bench_kernels.py bench/bench_tokens_backward.py
 }
 
-# builds into the folder that XDG_CACHE_HOME names, for this GPU alone
-cuda() {
-    local worst=0 end=$((SECONDS + limit)) arch tool
-    arch=$("$python" -c 'import torch; print(*torch.cuda.get_device_capability(), sep="")')
-    run 120 "$python" -m moe_runtime.native.build_cuda --archs "${ARCHS:-$arch}" || return 1
-    "$python" -c 'from moe_runtime.native import cuda; cuda.library(); print(cuda.describe())' 2>&1 | tee -a "$log"
-    [ "${PIPESTATUS[0]}" = 0 ] || return 1
-    pytest_on cuda 150 "${WORKERS:-8}" tests/gpu/test_cuda.py || worst=$?
-    if command -v compute-sanitizer >/dev/null; then
-        for tool in memcheck racecheck; do
-            sanitizer "$tool" 60 tests/gpu/test_cuda.py -k sanitizer || worst=$?
-        done
-    else
-        echo "compute-sanitizer is missing: memcheck and racecheck did not run" | tee -a "$log"
-        worst=1
-    fi
-    bench_on 0.3 "$end" cuda || worst=$?
-    "$python" -m moe_runtime.bench.report "$lines" --cuda-table "$out/cuda_table.json" 2>&1 | tee -a "$log"
-    return $worst
+# into the folder that XDG_CACHE_HOME names, for this GPU alone
+build_cuda() {
+    local arch
+    arch=$(timeout -k 1 "$(seconds $grace)" nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+    run "$python" -m moe_runtime.native.build_cuda --archs "$arch"
 }
+cuda_tests() { pytest_on "${WORKERS:-8}" tests/gpu/test_cuda.py; }
+cuda_bench() { bench_on 0.3 bench/bench_cuda.py; }
+cuda_memcheck() { sanitizer memcheck tests/gpu/test_cuda.py -k sanitizer; }
+cuda_racecheck() { sanitizer racecheck tests/gpu/test_cuda.py -k sanitizer; }
+memcheck() { sanitizer memcheck tests/gpu/test_moe_mlp.py -k "few_rows or user_gets"; }
 
-goals() {
-    [ -e "$lines" ] || return 0
-    local stamp
-    stamp=$(date +%Y-%m-%d)-$(git rev-parse --short HEAD 2>/dev/null || echo nogit)
-    "$python" -m moe_runtime.bench.report "$lines" --out "$out/$stamp-gpu.json" >"$out/$stamp-gpu.md"
-    "$python" -c 'import matplotlib' 2>/dev/null && "$python" -m moe_runtime.bench.pictures "$out/$stamp-gpu.json" -o "$out"
-    "$python" -m moe_runtime.bench.report "$lines" --goals
-}
-
-# sanitizer TOOL SECONDS PYTEST-ARGUMENTS...
+# sanitizer TOOL PYTEST-ARGUMENTS...
 sanitizer() {
-    local tool=$1 seconds=$2
-    shift 2
-    # every allocation its own, or a read behind a tensor hits the next one
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-        "$python" -m pytest -q -x -p no:cacheprovider --tb=short "$@"
+    command -v compute-sanitizer >/dev/null || { say "compute-sanitizer is missing: no $1"; return 0; }
+    # every allocation its own: a read behind a tensor would hit the next one
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run compute-sanitizer --tool "$1" --error-exitcode 1 \
+        "$python" -m pytest -q -x -p no:cacheprovider --tb=short "${@:2}"
 }
 
-sanitize() { sanitizer memcheck "$limit" tests/gpu/test_moe_mlp.py -k "few_rows or user_gets"; }
+report() {
+    [ -e "$lines" ] || return 0
+    local stem
+    stem=$out/$(date +%Y-%m-%d)-${COMMIT//[!A-Za-z0-9._-]/_}-gpu
+    SHOWN=60 run "$python" -m moe_runtime.bench.report "$lines" --out "$stem.json" --markdown "$stem.md"
+}
 
 worst=0
-case $part in
-all) for each in tests ops tune bench cuda; do $each || worst=$?; done; goals ;;
-bench | cuda) $part || worst=$?; goals ;;
-*) $part || worst=$? ;;
-esac
+start=0
+for part in "${parts[@]}"; do
+    plan=$(plan_of "$part")
+    total=0
+    for item in $plan; do total=$((total + ${item#*=})); done
+    later=$total
+    say "$part of commit $COMMIT, $(date +%Y-%m-%d), at most $(seconds $limit) s"
+    for item in $plan; do
+        step=${item%=*}
+        later=$((later - ${item#*=}))
+        # what is not promised to later steps
+        deadline=$((start + limit - later * limit / total))
+        at=$(now)
+        $step
+        status=$?
+        say "$step: exit status $status after $(seconds $(($(now) - at))) s"
+        [ $status = 0 ] || worst=$status
+    done
+    start=$(now)
+done
 exit $worst

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -25,7 +26,7 @@ PACKAGES = ("torch", "triton", "transformers")
 def describe() -> dict[str, str]:
     """Return machine, driver, versions, commit and date."""
     name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     return {"machine": name, "driver": _driver(), **versions, "commit": commit(), "date": today()}
 
 
@@ -34,7 +35,12 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Return the clone's commit, `-dirty` behind it if tracked files differ; of an installed package its version."""
+    """Return $COMMIT, else the clone's commit, `-dirty` behind it if tracked files differ; of an installed package its version.
+
+    The variable is for a copy of the files without .git.
+    """
+    if said := os.environ.get("COMMIT"):
+        return said
     if (ROOT / ".git").exists() and (said := _said("git", "describe", "--always", "--dirty", "--exclude=*")):
         return said
     return f"v{moe_runtime.__version__}"
@@ -62,11 +68,22 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package, or "missing"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
+
+
+@functools.cache
+def missing(package: str) -> str | None:
+    """Return why a package cannot be imported, None if it can; what it needs itself may be what is missing."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # a package may raise anything while it is imported
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def _driver() -> str:

@@ -6,6 +6,7 @@ are met and which are missed by how much; then a table of every function.
 
 import argparse
 import contextlib
+from collections import Counter
 from pathlib import Path
 
 from moe_runtime.bench import described, shapes
@@ -115,10 +116,20 @@ def _ceilings(limits: dict[str, str]) -> list[str]:
     return [f"ceilings {f'of {dtype} ' if dtype else ''}{text}" for dtype, text in limits.items() if text]
 
 
+def outcomes(paths: list[Path]) -> str:
+    """Return how many tests passed, and which failed and why, of files that tests/support/outcomes.py wrote into too."""
+    found = [line for path in paths if path.suffix == ".jsonl" for line in Records(path).lines() if "outcome" in line]
+    last = {line["name"]: line for line in found}
+    counts = Counter(line["outcome"] for line in last.values())
+    lines = ["Tests: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())] if last else []
+    failed = {name: line.get("why", "") for name, line in last.items() if line["outcome"] == "failed"}
+    return "\n".join([*lines, *(f"* {name}: {' '.join(why.split())[-300:]}" for name, why in failed.items())])
+
+
 def text(paths: list[Path]) -> str:
-    """Return the whole report: machine, goals, the tables of stock models and layers on a CPU, every other table."""
+    """Return the whole report: machine, tests, goals, the tables of stock models and layers on a CPU, every other table."""
     rows = {key: row for path in paths for key, row in rows_of(path).items()}
-    parts = [machine(paths)]
+    parts = [part for part in (machine(paths), outcomes(paths)) if part]
     for table in (cpu_table, steps_table):
         with contextlib.suppress(KeyError):  # of what was not measured, or is a GPU's
             parts.append(table(rows))
@@ -148,6 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
+    parser.add_argument("--markdown", type=Path, help="write the report there, and print only the tests and the goals")
     parser.add_argument("--goals", action="store_true", help="the goals alone")
     parser.add_argument(
         "--cuda-table", type=Path, help="write moe_runtime/native/cuda_table.json from bench_cuda.py's results"
@@ -158,16 +170,29 @@ def main(arguments: list[str] | None = None) -> None:
     if options.out:
         write_as_one(options.files, options.out)
     if options.goals:
-        rows = {key: row for path in options.files for key, row in rows_of(path).items()}
-        print(goals(rows, GOALS if _is_gpu(options.files) else CPU_GOALS))
+        print(goals_of(options.files))
         return None
-    print(text(options.files))
-    lines = [line for path in options.files if path.suffix == ".jsonl" for line in Records(path).lines()]
-    for state in ("skipped", "failed", "broken"):
-        for line in lines:
-            if state in line:
-                print(f"\n{state}: {line['name']}: {line[state]}")
+    if options.markdown:
+        options.markdown.write_text(whole(options.files) + "\n")
+        print("\n".join(filter(None, (outcomes(options.files), goals_of(options.files)))))
+        return None
+    print(whole(options.files))
     return None
+
+
+def whole(paths: list[Path]) -> str:
+    """Return the report, and what was skipped or failed."""
+    parts = [text(paths)]
+    lines = [line for path in paths if path.suffix == ".jsonl" for line in Records(path).lines()]
+    for state in ("skipped", "failed", "broken"):
+        parts += [f"{state}: {line['name']}: {line[state]}" for line in lines if state in line]
+    return "\n\n".join(parts)
+
+
+def goals_of(paths: list[Path]) -> str:
+    """Return the goals alone."""
+    rows = {key: row for path in paths for key, row in rows_of(path).items()}
+    return goals(rows, GOALS if _is_gpu(paths) else CPU_GOALS)
 
 
 if __name__ == "__main__":

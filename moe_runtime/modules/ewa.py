@@ -10,7 +10,7 @@ c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E:
 The layer of EWA: experts without a router, each token of a batch seen by one of them, drawn at random.
 
 EWA (arXiv 2308.06093): while training, a random equal partition of the batch's tokens over the experts, weight 1; else the
-expert whose weights are the mean of theirs. What draws the experts to that mean after each step is `ops.averaging`.
+expert whose weights are the mean of theirs. What draws the experts to that mean after each step is `average_experts_`.
 """
 
 import torch

@@ -5,7 +5,7 @@ import torch
 
 from moe_runtime import MoEConfig, backends
 from moe_runtime.modules.ewa import EWAMLP, average_experts_
-from tests.hf.tiny import distance
+from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_parity_with_float64(shape, share, dtype):
     want = drawn(weight, share)
     assert average_experts_(weight, share) is weight
     if weight.numel():
-        assert distance(weight, want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+        assert relative_error(weight, want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
 
 
 def test_equal_experts_stay_and_all_become_equal():
@@ -84,7 +84,7 @@ def test_layer_in_eval_mode_equals_the_cpu_and_trains_without_a_synchronization(
     x = torch.randn(3, 17, 64)
     want = layer(x)
     layer, x = layer.cuda(), x.cuda()
-    assert distance(layer(x).cpu(), want) < 1e-5
+    assert relative_error(layer(x).cpu(), want) < 1e-5
     layer.train()(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -8,7 +8,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES
 from moe_runtime.kernels import dispatch as triton_dispatch
-from moe_runtime.native import cuda
+from moe_runtime.native.library import cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
@@ -16,7 +16,7 @@ from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.routing import route
 from tests.gpu.test_merging import poison
-from tests.hf.tiny import distance
+from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -117,7 +117,7 @@ def test_routing_equals(T, E, K, dtype, gate):
     weight, idx = route(logits, K, gate, backend="cuda")
     triton, torchs = (route(logits, K, gate, backend=other) for other in ("triton", "torch"))
     assert torch.equal(idx, torchs.topk_idx) and torch.equal(idx, triton.topk_idx)
-    assert not T or distance(weight, torchs.topk_weight) < 5e-6
+    assert not T or relative_error(weight, torchs.topk_weight) < 5e-6
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -131,13 +131,13 @@ def test_gradient_of_the_logits_equals(T, E, K, dtype, gate):
             leaf = logits.clone().requires_grad_()
             weight = route(leaf, K, gate, backend=backend, topk_idx=forced)[0]
             (got[backend],) = torch.autograd.grad(weight, leaf, dweight)
-        assert distance(got["cuda"], got["torch"]) < ROUNDING[dtype]
+        assert relative_error(got["cuda"], got["torch"]) < ROUNDING[dtype]
 
 
 def test_bias_moves_the_choice_alone():
     logits, bias = random(512, 64), random(64)
     ours, theirs = (route(logits, 8, "sigmoid_topk", bias=bias, backend=name) for name in ("cuda", "torch"))
-    assert torch.equal(ours.topk_idx, theirs.topk_idx) and distance(ours.topk_weight, theirs.topk_weight) < 5e-6
+    assert torch.equal(ours.topk_idx, theirs.topk_idx) and relative_error(ours.topk_weight, theirs.topk_weight) < 5e-6
 
 
 # merging and combine
@@ -160,7 +160,7 @@ def test_merging_equals(shape, dtype, aligned):
     (dalpha,) = torch.autograd.grad(out, leaf, dout)
     want = torch.einsum("e,e...->...", alpha.double(), weight.double())
     terms = (weight.double() * dout.double()).flatten(1)
-    assert distance(out.detach(), want) < ROUNDING[dtype]
+    assert relative_error(out.detach(), want) < ROUNDING[dtype]
     # of each sum against its terms: they cancel
     assert ((dalpha - terms.sum(1)).abs() < 1e-5 * terms.norm(dim=1) + 1e-6).all()
 
@@ -180,7 +180,7 @@ def test_combine_equals(T, H, K, dtype):
         got[backend] = out.detach(), *torch.autograd.grad(out, leaves, dout)
     for other in OTHERS:
         for ours, theirs in zip(got["cuda"], got[other]):
-            assert ours.dtype == theirs.dtype and (not T or distance(ours, theirs) < ROUNDING[dtype])
+            assert ours.dtype == theirs.dtype and (not T or relative_error(ours, theirs) < ROUNDING[dtype])
 
 
 # what only a GPU has
@@ -218,7 +218,7 @@ def test_every_kernel_for_the_sanitizer(T, dtype):
     )
     for ours, theirs in zip(all_ops(*inputs), all_ops(*inputs, backend="torch"), strict=True):
         assert ours.dtype == theirs.dtype and (
-            distance(ours, theirs) < ROUNDING[dtype] if ours.is_floating_point() else torch.equal(ours, theirs)
+            relative_error(ours, theirs) < ROUNDING[dtype] if ours.is_floating_point() else torch.equal(ours, theirs)
         )
 
 
@@ -302,7 +302,7 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch):
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
         got = moe_layer(*leaves, 3, "xft", shared=shared)
         found[backend] = [got.out.detach(), *torch.autograd.grad(got.out.float().square().mean(), leaves)]
-    assert all(distance(ours, theirs) < 2e-2 for ours, theirs in zip(found["cuda"], found["triton"], strict=True))
+    assert all(relative_error(ours, theirs) < 2e-2 for ours, theirs in zip(found["cuda"], found["triton"], strict=True))
 
 
 def test_compiled_without_a_break():
@@ -316,7 +316,7 @@ def test_compiled_without_a_break():
     leaves = [t.clone().requires_grad_() for t in (logits, alpha, y)]
     want = torch.autograd.grad(loss(*leaves), leaves)
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
-    assert all(distance(ours, theirs) < 1e-2 for ours, theirs in zip(got, want))
+    assert all(relative_error(ours, theirs) < 1e-2 for ours, theirs in zip(got, want))
 
 
 def test_ops_pass_torchs_checks():

@@ -5,7 +5,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.ops.expansion import dare_merge, gram
-from tests.hf.tiny import distance
+from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -19,13 +19,13 @@ def test_gram_parity_with_float64(n, P, with_base, dtype):
     base = torch.randn(P, device="cuda").to(dtype) if with_base else None
     experts = torch.randn(n, P, device="cuda").to(dtype)
     rows = experts.double() - (0 if base is None else base.double())
-    assert distance(gram(experts, base, backend="triton"), rows @ rows.t()) < 2e-6
+    assert relative_error(gram(experts, base, backend="triton"), rows @ rows.t()) < 2e-6
 
 
 def test_float32_is_not_rounded_to_tf32(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     experts = torch.randn(4, 1 << 20, device="cuda")
-    assert distance(gram(experts, backend="triton"), experts.double() @ experts.double().t()) < 2e-6
+    assert relative_error(gram(experts, backend="triton"), experts.double() @ experts.double().t()) < 2e-6
 
 
 def test_experts_apart_are_put_side_by_side_in_pieces():
@@ -36,7 +36,7 @@ def test_experts_apart_are_put_side_by_side_in_pieces():
     before = torch.cuda.memory_allocated()
     found = gram(experts)
     assert torch.cuda.max_memory_allocated() - before < 1.3 * stack.numel() * 4
-    assert distance(found, gram(stack)) < 1e-6
+    assert relative_error(found, gram(stack)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,9 +5,12 @@ Their twins without a GPU: tests/hf/dropin/test_experts.py (layer by layer, inte
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_runtime
+
+pytest.importorskip("transformers", exc_type=ImportError)
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from moe_runtime.hf.dropin.experts import is_experts
 
 pytestmark = pytest.mark.gpu

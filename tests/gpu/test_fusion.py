@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from moe_runtime import backends
 from moe_runtime.ops import fusion
 from moe_runtime.ops.fusion import fused_cross_entropy
-from tests.hf.tiny import distance
+from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 IGNORED = -100
@@ -65,7 +65,7 @@ def test_parity_with_float64_on_poisoned_memory(shape, reduction, frozen, tf32, 
     got = gradients(case, frozen, reduction=reduction, backend="triton")
     want = gradients(case, frozen, naive, torch.float64, reduction=reduction)
     bound = {torch.float32: 2e-3 if tf32 else 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}[dtype]
-    assert all(distance(a, b) < bound for a, b in zip(got, want, strict=True) if b.any())
+    assert all(relative_error(a, b) < bound for a, b in zip(got, want, strict=True) if b.any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -76,7 +76,7 @@ def test_chunks_of_tokens_are_added_in_float32(dtype, monkeypatch):
     parts = gradients(case, False, backend="triton")
     want = gradients(case, False, naive, torch.float64)
     for a, b, c in zip(parts, whole, want, strict=True):
-        assert distance(a, c) < 1.2 * distance(b, c) + 1e-6
+        assert relative_error(a, c) < 1.2 * relative_error(b, c) + 1e-6
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -132,7 +132,7 @@ def test_more_tokens_than_an_int32_of_logits(monkeypatch):
     want = F.cross_entropy(last @ head.double().t(), labels[rows], reduction="none")
     torch.testing.assert_close(loss[rows].double(), want, rtol=1e-4, atol=1e-4)
     (dhidden,) = torch.autograd.grad(loss.sum(), hidden)
-    assert distance(dhidden[rows], torch.autograd.grad(want.sum(), last)[0]) < 1e-2
+    assert relative_error(dhidden[rows], torch.autograd.grad(want.sum(), last)[0]) < 1e-2
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -6,8 +6,8 @@ import torch
 from moe_runtime import backends
 from moe_runtime.kernels import lora, lora_backward
 from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference
-from tests.hf.tiny import distance
 from tests.support.lora import arguments, make_case, run
+from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 TABLE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
@@ -42,8 +42,8 @@ def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     got = run(case, lora_mlp, device="cuda", backend="triton")
     for name in want:
         if want[name].numel() and shape[0]:
-            bound = max(3 * distance(eager[name], want[name]), TABLE[dtype] / 5)
-            assert distance(got[name], want[name]) < min(bound, TABLE[dtype]), name
+            bound = max(3 * relative_error(eager[name], want[name]), TABLE[dtype] / 5)
+            assert relative_error(got[name], want[name]) < min(bound, TABLE[dtype]), name
         else:
             assert got[name].shape == want[name].shape and not got[name].any()
 
@@ -52,7 +52,7 @@ def test_a_model_sized_layer_equals_the_torch_backend():
     case = make_case(4096, 2048, 5504, 8, 6, 16, dtype=torch.bfloat16)
     want = run(case, lora_mlp, device="cuda", backend="torch")
     got = run(case, lora_mlp, device="cuda", backend="triton")
-    assert all(distance(got[name], want[name]) < 2e-2 for name in want)
+    assert all(relative_error(got[name], want[name]) < 2e-2 for name in want)
 
 
 def test_twenty_runs_give_the_same_bits():

@@ -6,7 +6,7 @@ import torch
 from moe_runtime import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts, merged_linear
-from tests.hf.tiny import distance
+from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +34,8 @@ def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     want = torch.einsum("e,e...->...", alpha.double(), weight.double())
     want_dalpha = (weight.double() * dout.double()).flatten(1).sum(1)
     if out.numel():
-        assert distance(out, want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
-        assert distance(dalpha, want_dalpha) < 1e-4
+        assert relative_error(out, want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+        assert relative_error(dalpha, want_dalpha) < 1e-4
     else:
         assert not dalpha.any()
 
@@ -81,7 +81,7 @@ def test_layer_equals_the_cpu():
     layer = MoE(MoEConfig(hidden_size=64, intermediate_size=96))
     x = torch.randn(3, 17, 64)
     want = layer(x)
-    assert distance(layer.cuda()(x.cuda()).cpu(), want) < 1e-5
+    assert relative_error(layer.cuda()(x.cuda()).cpu(), want) < 1e-5
 
 
 # merged_linear
@@ -123,7 +123,9 @@ def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monke
     scale = dw.norm() * weight[0].double().norm()
     assert (dalpha.double() - want).abs().max() < (1e-4 if rough else 1e-6) * scale
     merged = merge_experts(weight, alpha).to(dtype)
-    assert distance(dx, dout.double() @ merged.double()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 2e-3)
+    assert relative_error(dx, dout.double() @ merged.double()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(
+        dtype, 2e-3
+    )
 
 
 def test_linear_gives_the_same_bits_in_twenty_runs():

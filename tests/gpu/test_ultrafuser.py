@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+pytest.importorskip("transformers", exc_type=ImportError)
 from tests.methods.ultrafuser import fusers
 
 pytestmark = pytest.mark.gpu

@@ -237,7 +237,7 @@ def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
         monkeypatch.setattr(sys, "__stderr__", stderr)
         with signals.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert isinstance(saving.asked, signals.Terminated)
+        assert isinstance(stopping.asked, signals.Terminated)
 
 
 def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
@@ -255,7 +255,7 @@ def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
                     os.kill(os.getpid(), signal.SIGTERM)
             else:
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert isinstance(saving.asked, signals.Terminated)
+            assert isinstance(stopping.asked, signals.Terminated)
     given = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         with signals.after_the_step():
@@ -280,7 +280,7 @@ def test_a_forked_child_ends_when_it_is_told_to():
         os.read(reader, 1)  # Python drops what a child gets before it runs
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert saving.asked is None
+    assert stopping.asked is None
 
 
 def test_late_wishes_are_a_commands(monkeypatch):
@@ -334,7 +334,7 @@ def test_signals_that_are_ignored_stay_ignored():
     try:
         with signals.sigterm_raises(), signals.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert saving.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -122,7 +122,7 @@ def parse_verb(arguments: list[str], page: str = "") -> None:
     if path == "moe-runtime train":
         import trl
 
-        from moe_runtime.hf.training import sft
+        from moe_runtime.hf.training.trainer import sft
 
         sft.parse(trl, context.args)
 
@@ -216,7 +216,7 @@ def parse_bash(arguments: list[str], page: str) -> None:
     script, *words = arguments
     assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
     for word in words:
-        assert re.search(rf"^case \$\{{1:-\}} in [^)]*\b{word}\b", (ROOT / script).read_text(), re.MULTILINE), word
+        assert re.search(rf"^    {word}\) echo ", (ROOT / script).read_text(), re.MULTILINE), word
 
 
 def parse_pre_commit(arguments: list[str], page: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from moe_runtime import backends
+from moe_runtime.cli.app import app as main_app
 from moe_runtime.native import build_cpu, cpp, cuda
 from moe_runtime.tools import doctor
 
@@ -248,7 +249,6 @@ def test_without_torch(tmp_path, how):
     (tmp_path / "torch" / "__init__.py").write_text(how)
     code = f"""
 import sys
-sys.path.insert(0, {str(tmp_path)!r})
 from moe_runtime.cli.app import app as main_app
 from moe_runtime import cli
 sys.argv = ["moe-runtime", "doctor"]

@@ -1,0 +1,55 @@
+"""What a GPU machine has: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77 without a GPU for the
+kernels.
+
+The GPU, the driver and the versions first, then whether transformers can be imported, as only some of the rest wants it.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from moe_runtime import backends
+from moe_runtime.bench import machine
+from moe_runtime.bench.records import Records
+
+PACKAGES = ("numpy", "huggingface_hub", "httpx", "pytest", "pytest-benchmark", "pytest-xdist", "pytest-timeout")
+NO_GPU = 77  # and not 1, with which any failure of this module ends
+PROGRAMS = ("ncu", "compute-sanitizer", "nvcc", "g++", "gcc")
+
+
+def device() -> dict:
+    """Return the GPU's name and sizes, the versions of what is installed, and which programs are there."""
+    found = machine.describe() | {name: machine.version(name) for name in PACKAGES}
+    found |= {name: bool(shutil.which(name)) for name in PROGRAMS}
+    if machine.CUDA:
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found |= {
+            "capability": f"{about.major}.{about.minor}", "multiprocessors": about.multi_processor_count,
+            "memory GiB": round(about.total_memory / 2**30, 1), "L2 MiB": round(about.L2_cache_size / 2**20, 1),
+            "torch's CUDA": torch.version.cuda,
+        }  # fmt: skip
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Print and write what is there."""
+    records = Records(Path(arguments[0]) if arguments else None)
+    found = device()
+    print("\n".join(f"{name}: {value}" for name, value in found.items()))
+    records.write("", device=found)
+    if not machine.CUDA:
+        print("torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU.")
+        return NO_GPU
+    if reason := backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device())):
+        print(reason)
+        return NO_GPU
+    transformers = machine.missing("transformers") or "can be imported"
+    print(f"transformers {transformers}")
+    records.write("", commit=machine.commit(), transformers=transformers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""The six matrix products of a layer, one launch each, for a profiler: python -m moe_runtime.bench.profile_products SHAPE [T].
+
+    ncu --profile-from-start off --kernel-name regex:^_ python -m moe_runtime.bench.profile_products Qwen3-30B-A3B
+
+Each runs before the profiler looks, so that compiling is over.
+"""
+
+import sys
+
+import torch
+
+from moe_runtime.hf.models.folders import LAYERS
+from moe_runtime.kernels import tiles
+from moe_runtime.tools import tune
+
+
+def main(arguments: list[str]) -> None:
+    """Launch each product of `tuning.PRODUCTS` once between cudaProfilerStart and cudaProfilerStop, with its usual config."""
+    name, T = arguments[0], int(arguments[1]) if len(arguments) > 1 else 16384
+    device, _ = tune.find_gpu()
+    for product in tune.PRODUCTS:
+        problem = tune.problem_of(product, LAYERS[name], T, "bfloat16", device)
+        tile = tiles.lookup(problem, tiles.device_name(device))
+        run = tune.runner(product, LAYERS[name], T, "bfloat16", device)
+        run(tile)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        run(tile)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        print(f"{name}, {T} tokens, {product}: {tune.short(tile)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,50 @@
+"""A large layer, forward and backward, many times over: every run must give the bits of the first.
+
+Without a fence between cp.async and wgmma a tensor core may read what was in shared memory before: once in many runs at most,
+and at sizes that keep every multiprocessor busy. Triton 3.6 leaves the fence out (triton#9610). The interpreter only runs it.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+
+from moe_runtime.ops.moe_mlp import moe_mlp
+
+NATIVE = os.environ.get("TRITON_INTERPRET") != "1"
+REPEATS, SECONDS = (2000, 12) if NATIVE else (2, 1)
+NAMES = ("out", "dx", "dup", "ddown", "dtopk_weight")
+LAYERS = {  # T, H, I, E, K
+    "Qwen3-30B-A3B": (16384, 2048, 768, 128, 8),
+    "Mixtral-8x7B, long sums": (4096, 4096, 14336, 8, 2),
+}
+SIZES = LAYERS if NATIVE else {"tiny": (24, 32, 16, 4, 2)}
+
+
+@pytest.mark.parametrize("T, H, I, E, K", SIZES.values(), ids=SIZES)
+def test_many_runs_give_the_same_bits(T, H, I, E, K, device, record_property):
+    # a fill between the kernels would give them more time
+    torch.utils.deterministic.fill_uninitialized_memory = not NATIVE
+    where = {"device": device, "dtype": torch.bfloat16}
+    leaves = [
+        torch.randn(T, H, **where), torch.randn(E, 2 * I, H, **where) * H**-0.5,
+        torch.randn(E, H, I, **where) * I**-0.5, torch.rand(T, K, device=device),
+    ]  # fmt: skip
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    idx, dout = torch.rand(T, E, device=device).topk(K).indices, torch.randn(T, H, **where)
+
+    def step() -> list[torch.Tensor]:
+        out = moe_mlp(*leaves, idx, backend="triton")
+        return [tensor.detach().view(torch.int16) for tensor in (out, *torch.autograd.grad(out, leaves, dout))]
+
+    first, differing, runs = step(), torch.zeros(len(NAMES), dtype=torch.int64, device=device), 0
+    counts, began = [0] * len(NAMES), time.monotonic()
+    while runs < REPEATS and time.monotonic() - began < SECONDS:
+        for _ in range(min(20, REPEATS)):  # between two waits for the GPU
+            differing += torch.stack([(got != want).any() for got, want in zip(step(), first)])
+            runs += 1
+        counts = differing.tolist()
+    record_property("runs", runs)
+    wrong = {name: count for name, count in zip(NAMES, counts) if count}
+    assert not wrong, f"of {runs} runs, other bits than the first one's: {wrong}"

@@ -1,0 +1,322 @@
+"""bench/gpu.sh without a GPU: programs that only say that they were called take the place of Python, ncu and the sanitizer.
+
+What they stand for is tested elsewhere: the tuner in tests/tools/test_tune.py, the benchmarks in tests/test_bench*.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_runtime import backends
+from moe_runtime.bench import device_check, machine, report, shapes
+from moe_runtime.bench.records import Records
+from moe_runtime.hf.models.folders import LAYERS, Layer
+from tests.support import outcomes
+
+pytest.importorskip("triton")
+from moe_runtime.bench import profile_products
+from moe_runtime.tools import tune
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "bench" / "gpu.sh"
+COMMIT = "0123abc"
+# writes its arguments, and a line into --results as a run of pytest does; a word of HANG or DIE in its arguments does that
+PYTHON = """#!/usr/bin/env bash
+[ "$1" != -c ] || exit 0
+echo "$*" >>"$CALLS"
+case "$*" in *bench.device_check*) echo '{"name": "", "commit": "'$COMMIT'"}' >>"$3" ;; esac
+for word in $HANG; do case "$*" in *"$word"*) trap '' INT; sleep 100 ;; esac; done
+results= previous=
+for word; do
+    case "$previous" in
+    --results) results=$word ;;
+    --out | --markdown) echo "{}" >"$word" ;;
+    esac
+    previous=$word
+done
+[ -z "$results" ] || echo '{"name": "call", "began": true}' >>"$results"
+status=0
+for rule in $DIE; do  # WORD:STATUS, once each
+    mark=$CALLS.${rule//[^a-z0-9]/_}
+    case "$*" in *"${rule%:*}"*) [ -e "$mark" ] || { : >"$mark"; status=${rule#*:}; } ;; esac
+done
+exit $status
+"""
+PROGRAM = """#!/usr/bin/env bash
+echo "${0##*/} $*" >>"$CALLS"
+for word in $HANG; do case "$0" in *"$word"*) trap '' INT; sleep 100 ;; esac; done
+previous=
+for word; do [ "$previous" != --log-file ] || echo '"ID","Kernel Name"' >"$word"; previous=$word; done
+echo 9.0
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Call as start(part, LIMIT=..., ...); returns the running script. The folder of its results is tmp_path / "out"."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("python", "ncu", "compute-sanitizer", "nvidia-smi"):
+        (programs / name).write_text(PYTHON if name == "python" else PROGRAM)
+        (programs / name).chmod(0o755)
+    env = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": str(programs / "python"), "OUT": str(tmp_path / "out"),
+        "CALLS": str(tmp_path / "calls"), "COMMIT": COMMIT, "HANG": "", "DIE": "", "LIMIT": "60",
+    }  # fmt: skip
+    running = []
+
+    def call(*parts: str, script: Path = SCRIPT, **variables: str) -> subprocess.Popen:
+        command = ["bash", str(script), *parts]
+        pipe = subprocess.PIPE
+        running.append(subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env | variables))
+        return running[-1]
+
+    yield call
+    for process in running:
+        process.kill()
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_all_steps_run_in_order_into_few_files(start, tmp_path):
+    process = start("first", "second", "third")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    wanted = [
+        "device_check", "test_moe_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes", "bench_kernels.py --shapes",
+        "ncu ", "cli tune", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning", "tests/ops tests/modules",
+        "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck", "bench.report",
+        "bench_xft.py", "build_cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck", "bench_cuda.py", "ncu ",
+        "bench.report",
+    ]  # fmt: skip
+    made = iter(calls(tmp_path))
+    for word in wanted:
+        assert any(re.search(re.escape(word).replace(r"\ user", ".*user"), line) for line in made), f"{word}:\n{said}"
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert len(names) <= 8 and all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
+    assert [name for name in names if COMMIT in name] == [
+        name for name in names if name.endswith(("-gpu.json", "-gpu.md"))
+    ]
+    for name in ("gpu.log", "gpu.jsonl", "gpu-ncu.csv"):
+        assert COMMIT in (tmp_path / "out" / name).read_text()
+
+
+@pytest.mark.parametrize("part", ["first", "second", "third"])
+def test_parts_end_in_time_whatever_hangs(start, tmp_path, part):
+    """Every program but the first hangs, and ignores Ctrl-C."""
+    began = time.monotonic()
+    process = start(part, LIMIT="3", HANG="pytest cli report build_cuda ncu sanitizer nvidia-smi")
+    said, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 3 + 1.5, said  # the bound itself, and a busy machine's processes
+    assert process.returncode in (124, 137), said
+    steps = re.findall(r"^(\w+): exit status (\d+)", said, re.MULTILINE)
+    assert len(steps) == {"first": 8, "second": 7, "third": 9}[part]
+    assert (tmp_path / "out" / "gpu.jsonl").read_text().startswith('{"name": "", "commit"')
+
+
+def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
+    process = start("first", LIMIT="570")
+    process.communicate(timeout=60)
+    budgets = [float(found[1]) for line in calls(tmp_path) if (found := re.search(r"--budget ([\d.]+)", line))]
+    seconds = [float(found[1]) for line in calls(tmp_path) if (found := re.search(r"--seconds ([\d.]+) ", line))]
+    # of layers (check, smoke, repeats and layers have 325 s together), of kernels with what that left over; the tuner's
+    assert budgets[0] == pytest.approx(0.8 * 325, rel=0.05) and budgets[1] == pytest.approx(0.8 * 400, rel=0.05)
+    assert seconds[-1] == pytest.approx(0.8 * 560, rel=0.05)
+
+
+@pytest.mark.parametrize("status", [99, 134, 139])
+def test_processes_that_die_are_restarted(start, tmp_path, status):
+    process = start("first", DIE=f"bench_layer:{status} test_moe_mlp:{status} tune:3")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    for word in ("bench_layer", "test_moe_mlp"):
+        first, second = (line for line in calls(tmp_path) if word in line)
+        assert "--restarted" in second and "--restarted" not in first
+    assert sum("cli tune" in line for line in calls(tmp_path)) == 2
+    assert len((tmp_path / "out" / "gpu.jsonl").read_text().splitlines()) == 1 + 4 + 2
+
+
+def test_a_failure_ends_no_part(start, tmp_path):
+    process = start("first", DIE="test_moe_mlp:1 bench_layer:1")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "report: exit status 0" in said
+
+
+def test_without_a_gpu_nothing_else_is_tried(start, tmp_path):
+    process = start("first", DIE="device_check:77")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and len(calls(tmp_path)) == 1 and "no GPU" in said
+
+
+def test_results_of_an_earlier_run_are_taken_along(start, tmp_path):
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "gpu.jsonl").write_text('{"name": "bench_x", "failed": "no"}\n')
+    start("goals", RESUME=str(earlier)).communicate(timeout=60)
+    assert (tmp_path / "out" / "gpu.jsonl").read_text() == (earlier / "gpu.jsonl").read_text()
+
+
+def test_parts_that_are_none(start):
+    process = start("fourth")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Choose from first" in said
+
+
+def test_shapes_and_layers_of_the_script_exist():
+    text = SCRIPT.read_text()
+    for line in re.findall(r"bench/bench_\w+\.py --shapes (\S+)", text):
+        assert set(line.rstrip(";").split(",")) <= shapes.layers().keys()
+    assert set(re.findall(r"counters_of (\w[\w.-]+)", text)) <= LAYERS.keys()
+    known = {name.lower() for name in LAYERS} | {"all"}
+    for line in re.findall(r"--shape (\S+)", text):
+        assert set(line.split(",")) <= known
+    for path in re.findall(r"(?:tests|bench)/[\w/]+\.py", text):
+        assert (ROOT / path).is_file(), path
+    for step in re.findall(r"(\w+)=\d+", "".join(re.findall(r'echo "(check=.*?|report=\d+)"', text))):
+        assert re.search(rf"^{step}\(\)", text, re.MULTILINE), step
+
+
+def test_the_commit_may_be_passed_in(monkeypatch):
+    monkeypatch.setenv("COMMIT", COMMIT)
+    assert machine.commit() == COMMIT and tune.versions.__wrapped__()["commit"] == COMMIT
+
+
+def test_a_copy_without_git_is_of_an_unknown_commit(start, tmp_path):
+    copy = tmp_path / "copy" / "bench" / "gpu.sh"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(SCRIPT.read_text())
+    said, _ = start("goals", script=copy, COMMIT="").communicate(timeout=60)
+    assert "goals of commit unknown" in said
+
+
+OUTCOMES = """
+import os
+import pytest
+
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "why"
+def test_dies(): os._exit(int(os.environ["STATUS"]))
+def test_after(): pass
+"""
+
+
+def test_outcomes_are_written_as_they_come(tmp_path):
+    """A process that dies keeps what it wrote; the next one runs neither what passed nor what killed it."""
+    (tmp_path / "test_some.py").write_text(OUTCOMES)
+    results = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.outcomes"]
+    command += ["--results", str(results), "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)]
+    env = os.environ | {"STATUS": "139", "COMMIT": COMMIT, "PYTHONPATH": f"{ROOT}"}
+    statuses = [
+        subprocess.run(command + more, env=env, capture_output=True).returncode for more in ([], ["--restarted"])
+    ]
+    assert statuses == [139, 1]
+    lines = [line for line in map(json.loads, results.read_text().splitlines()) if "outcome" in line]
+    assert [(line["name"].split("::")[1], line["outcome"]) for line in lines] == [
+        ("test_passes", "passed"), ("test_fails", "failed"), ("test_dies", "failed"), ("test_fails", "failed"),
+        ("test_after", "passed"),
+    ]  # fmt: skip
+    assert "why" in lines[1]["why"] and lines[2]["why"] == "the process died"
+    assert {line["commit"] for line in lines} == {COMMIT}
+
+
+# what stands in for packages that are not there
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("httpx", "datasets", "trl", "accelerate", "peft"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_without_transformers_only_what_needs_it_is_skipped(tmp_path):
+    """httpx, and with it transformers, cannot be imported: tests of the kernels are collected, benchmarks have notes."""
+    (tmp_path / "without.py").write_text(WITHOUT)
+    results = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "without"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "COMMIT": COMMIT}
+    env = {name: value for name, value in env.items() if not name.startswith("PYTEST")}
+    collect = [*command, "--collect-only", "tests/gpu", "bench/bench_layer.py", "--shapes", "fine,coarse"]
+    found = subprocess.run(collect, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert found.returncode == 0 and "error" not in found.stdout.lower(), found.stdout[-3000:]
+    assert "test_moe_mlp.py" in found.stdout and "test_ultrafuser" not in found.stdout
+    order = re.findall(r"bench_layer.py::(\w+)\[(\w+)-bf16", found.stdout)
+    functions = ("bench_forward", "bench_forward_backward")
+    assert order == [(function, shape) for shape in ("fine", "coarse") for function in functions]
+    Records(results).write("bench_training_step[tiny-bf16]", began=True)  # and died
+    run = ["--tiny", "--restarted", "--results", str(results), "bench/bench_layer.py", "bench/bench_step.py"]
+    run += ["-k", "bf16 and not backward"]
+    ran = subprocess.run([*command, *run], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    layers = [line["extra_info"] for line in lines if "extra_info" in line]
+    assert layers and all("cannot be imported" in info["notes"]["transformers eager"] for info in layers)
+    assert all("moe_runtime" in info["rows"] and info["commit"] == COMMIT for info in layers)
+    assert [line["name"] for line in lines if "skipped" in line] == ["bench_decoder_layer[tiny-bf16]"]
+    assert [line["name"] for line in lines if "failed" in line] == ["bench_training_step[tiny-bf16]"]
+
+
+def test_report_goes_to_a_file_and_goals_to_the_terminal(tmp_path, capsys):
+    lines, page = tmp_path / "gpu.jsonl", tmp_path / "r.md"
+    for name, outcome in (("a", "passed"), ("b", "failed"), ("c", "failed"), ("c", "passed")):
+        Records(lines).write(name, outcome=outcome, why="of\nthat")
+    report.main([str(lines), "--out", str(tmp_path / "r.json"), "--markdown", str(page)])
+    assert "Tests: 2 passed, 1 failed\n* b: of that" in page.read_text() and "2 passed" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r.json").read_text()) == {"benchmarks": []}
+
+
+def test_device_check_of_a_machine_with_a_gpu(tmp_path, monkeypatch, capsys):
+    lines = tmp_path / "gpu.jsonl"
+    about = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=139 << 30, L2_cache_size=60 << 20)
+    monkeypatch.setattr(machine, "CUDA", True)
+    monkeypatch.setattr(machine, "missing", lambda package: "cannot be imported: no httpx")
+    monkeypatch.setattr(machine, "describe", lambda: {"machine": "GPU", "commit": COMMIT})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    assert device_check.main([str(lines)]) == 0
+    said = capsys.readouterr().out
+    assert "capability: 9.0" in said and "transformers cannot be imported: no httpx" in said
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert found[0]["device"]["commit"] == COMMIT and found[1]["transformers"].startswith("cannot")
+    monkeypatch.setattr(backends, "why_not", lambda *_: "too old")
+    assert device_check.main([]) == device_check.NO_GPU
+
+
+def test_profiled_products_are_one_launch_each(monkeypatch, capsys):
+    """In the interpreter, where a profiler's start and stop are counted."""
+    seen = []
+    monkeypatch.setattr(tune, "find_gpu", lambda: (torch.device("cpu"), None))
+    monkeypatch.setitem(LAYERS, "tiny", Layer(32, 16, 4, 2))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    profile_products.main(["tiny", "16"])
+    assert seen == ["start", "stop"] * 6
+    assert re.findall(r"tokens, (\w+):", capsys.readouterr().out) == list(tune.PRODUCTS)
+
+
+def test_a_lost_context_ends_the_process(monkeypatch):
+    plugin, codes = object.__new__(outcomes.Outcomes), []
+    plugin.failed = True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (_ for _ in ()).throw(RuntimeError("lost")))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    plugin.pytest_runtest_logfinish()
+    plugin.pytest_runtest_logfinish()  # of a test that passed
+    assert codes == [outcomes.LOST]

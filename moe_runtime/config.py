@@ -99,13 +99,10 @@ class _Serializable:
         if not isinstance(values, Mapping):
             raise ValueError(f"{cls.__name__} is {shown(values)}; want an object with {', '.join(sorted(known))}")
         unknown = sorted(str(key) for key in set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"{cls.__name__} has no field {', '.join(unknown)[:200]}; want some of {', '.join(sorted(known))}"
-            )
         missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
-        if missing:
-            raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}; want every size of the layer")
+        if unknown or missing:
+            problem = f"has no field {', '.join(unknown)[:200]}" if unknown else f"lacks {', '.join(missing)}"
+            raise ValueError(f"{cls.__name__} {problem}; its fields are {', '.join(sorted(known))}")
         return cls(**values)
 
 

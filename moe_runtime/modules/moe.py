@@ -187,12 +187,7 @@ def check_dtype(dtype: torch.dtype, name: str) -> None:
 
 def is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling `module` is calling kind.forward and nothing else."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is kind and "forward" not in module.__dict__ and not any(hooks)
 
 

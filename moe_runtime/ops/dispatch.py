@@ -30,10 +30,9 @@ class Dispatch(NamedTuple):
 
 def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
     """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a bad shape or dtype."""
-    if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS:
-        raise ValueError(f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}; want [T, K] integers")
-    if num_experts < 1:
-        raise ValueError(f"num_experts is {num_experts}; want at least 1")
+    if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS or num_experts < 1:
+        got = f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}, num_experts is {num_experts}"
+        raise ValueError(f"{got}; want [T, K] integers and at least 1 expert")
     chosen = backends.pick("dispatch", topk_idx, backend, cuda_fits=cuda_kernels.fits(num_experts))
     if chosen == "cuda":
         cuda_kernels.check_experts(num_experts)

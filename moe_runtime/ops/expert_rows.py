@@ -42,7 +42,7 @@ def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained"
             f"{stack.dtype} on {stack.device}"
         )
     if stack.requires_grad:
-        raise ValueError(f"the stack of {name} requires a gradient; freeze it: `trained` holds what trains")
+        raise ValueError(f"the stack beside {name} requires a gradient; want it frozen: `trained` holds what trains")
 
 
 def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:

@@ -133,16 +133,15 @@ def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tor
 
 def _check(hidden, heads, gate_weight, labels=None) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit."""
-    if not len(hidden) or len(hidden) != len(heads):
-        raise ValueError(f"hidden has {len(hidden)} tensors, heads {len(heads)}; want one of each per specialist")
-    shape = hidden[0].shape[:-1]
+    shape = hidden[0].shape[:-1] if len(hidden) else ()
     want = f"want hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
+    if not 0 < len(hidden) == len(heads) or gate_weight.shape != (*shape, len(hidden)):
+        got = f"gate_weight is {tuple(gate_weight.shape)}, hidden {len(hidden)} of [{tuple(shape)}, H_s], heads are {len(heads)}"
+        raise ValueError(f"{got}; {want}")
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
         fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
         if not fits or h.shape[:-1] != shape:
             raise ValueError(f"hidden[{s}] is {tuple(h.shape)}, heads[{s}] {tuple(head.shape)}; {want}")
-    if gate_weight.shape != (*shape, len(hidden)):
-        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, hidden {tuple(hidden[0].shape)}; {want}")
     if labels is None:
         return
     if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):

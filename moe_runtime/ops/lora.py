@@ -22,7 +22,7 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, register, register_backward
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
@@ -115,22 +115,15 @@ def _check_pairs(x, down, pairs) -> int:
 
 
 def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
-    T = x.shape[0]
-    if topk_idx is None:
-        fits, want = topk_weight.shape == (T, E), f"{(T, E)} without topk_idx"
-    else:
-        fits, want = (
-            topk_weight.dim() == 2 and topk_weight.shape == topk_idx.shape == (T, topk_weight.shape[1]),
-            f"[{T}, K] both",
-        )
-    if not fits or not topk_weight.is_floating_point() or topk_weight.device != x.device:
-        got = "" if topk_idx is None else f", topk_idx {tuple(topk_idx.shape)}"
-        raise ValueError(
-            f"topk_weight is {tuple(topk_weight.shape)} {topk_weight.dtype} on {topk_weight.device}{got}; want {want}, "
-            f"floats on {x.device}"
-        )
-    if topk_idx is not None and (topk_idx.dtype not in INTEGERS or topk_idx.device != x.device):
-        raise ValueError(f"topk_idx is {topk_idx.dtype} on {topk_idx.device}; want integers on {x.device}")
+    T, K = x.shape[0], E if topk_idx is None else topk_idx.shape[-1]
+    fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point() and topk_weight.device == x.device
+    got, want = f"{tuple(topk_weight.shape)} {topk_weight.dtype} on {topk_weight.device}", f"{(T, E)} without topk_idx"
+    if topk_idx is not None:
+        fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS and topk_idx.device == x.device
+        got += f", topk_idx {tuple(topk_idx.shape)} {topk_idx.dtype} on {topk_idx.device}"
+        want = f"[{T}, K] both, topk_idx integers"
+    if not fits:
+        raise ValueError(f"topk_weight is {got}; want {want}, floats on {x.device}")
 
 
 def lora_mlp_reference(
@@ -150,38 +143,6 @@ def lora_mlp_reference(
     return out
 
 
-class Inputs(NamedTuple):
-    """What the op `lora_mlp` takes, in the order of its schema; of its gradients, None where there is none."""
-
-    x: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
-    up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
-    gate_bias: torch.Tensor | None = None
-    up_bias: torch.Tensor | None = None
-    topk_weight: torch.Tensor | None = None
-    topk_idx: torch.Tensor | None = None
-    gate_a: torch.Tensor | None = None
-    gate_b: torch.Tensor | None = None
-    up_a: torch.Tensor | None = None
-    up_b: torch.Tensor | None = None
-    down_a: torch.Tensor | None = None
-    down_b: torch.Tensor | None = None
-    E: int | None = None
-    scaling: float | None = None
-    act: str | None = None
-    save: bool | None = None
-    backend: str | None = None
-
-    def base(self) -> Base:
-        """Return the frozen MLP."""
-        return Base(self.gate, self.up, self.down, self.gate_bias, self.up_bias)
-
-    def pairs(self) -> Pairs:
-        """Return the experts' halves, or what autograd says about each."""
-        return Pairs(self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
-
-
 _SCHEMA = (
     "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor topk_weight, Tensor? topk_idx, "
     "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, int E, float scaling, str act, "
@@ -193,13 +154,20 @@ LIB.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
+Inputs = inputs_of("lora_mlp")
+
+
+def _part(kind: type, i: Inputs):
+    """Return those of the inputs that make up a Base or Pairs, or what autograd says about each."""
+    return kind(*(getattr(i, name) for name in kind._fields))
+
 
 def _forward(*arguments):
     i = Inputs(*arguments)
-    pairs, x = i.pairs().in_order(), i.x.contiguous()
+    pairs, x = _part(Pairs, i).in_order(), i.x.contiguous()
     low = pairs.low(x)
     mixed = _mixed_triton if i.backend == "triton" else lora_torch.mixed
-    z, h = mixed(x, i.base(), pairs, low, i.topk_weight, i.topk_idx, i.E, i.scaling, i.act, i.save)
+    z, h = mixed(x, _part(Base, i), pairs, low, i.topk_weight, i.topk_idx, i.E, i.scaling, i.act, i.save)
     out = h @ i.down.t()
     if pairs.down_b is not None:
         out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
@@ -220,14 +188,14 @@ def _mixed_triton(
 
 def _forward_fake(*arguments):
     i = Inputs(*arguments)
-    T, rank = i.x.shape[0], next(t for t in i.pairs() if t is not None).shape[1]
+    T, rank = i.x.shape[0], next(t for t in _part(Pairs, i) if t is not None).shape[1]
     z = i.x.new_empty(T if i.save else 0, 2 * i.gate.shape[0])
     return i.x.new_empty(i.x.shape), z, i.x.new_empty(3, T, i.E * rank)
 
 
 def _backward(dout, z, low, need_x, needs, *arguments):
     i, needs, dout = Inputs(*arguments), Pairs(*needs), dout.contiguous()
-    base, pairs, x = i.base(), i.pairs().in_order(), i.x.contiguous()
+    base, pairs, x = _part(Base, i), _part(Pairs, i).in_order(), i.x.contiguous()
     if z.shape[0] != x.shape[0]:
         z = base.first(x, x.new_empty(x.shape[0], 2 * i.gate.shape[0]))
     dq = None if pairs.down_b is None else torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
@@ -239,15 +207,14 @@ def _backward(dout, z, low, need_x, needs, *arguments):
         for dplane, a in ((dgate, pairs.gate_a), (dup, pairs.up_a)):
             if a is not None:
                 dx.addmm_(dplane, flat(a))
+    wanted = Pairs(*(half if need else None for half, need in zip(pairs, needs)))
     grads = Pairs(
-        gate_a=torch.mm(dgate.t(), x).view(pairs.gate_a.shape) if needs.gate_a and pairs.gate_a is not None else None,
+        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape),
         gate_b=mixed.gate_b,
-        up_a=torch.mm(dup.t(), x).view(pairs.up_a.shape) if needs.up_a and pairs.up_a is not None else None,
+        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape),
         up_b=mixed.up_b,
         down_a=mixed.down_a,
-        down_b=torch.mm(low[2].t(), dout).mul_(i.scaling).view(pairs.down_b.shape)
-        if needs.down_b and dq is not None
-        else None,
+        down_b=None if wanted.down_b is None else torch.mm(low[2].t(), dout).mul_(i.scaling).view(wanted.down_b.shape),
     )
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
     return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
@@ -279,7 +246,7 @@ def _slots(dweight, topk_idx, E: int):
 
 def _backward_fake(dout, z, low, need_x, needs, *arguments):
     i = Inputs(*arguments)
-    wanted = zip((i.x, i.topk_weight, *i.pairs()), (need_x, True, *needs))
+    wanted = zip((i.x, i.topk_weight, *_part(Pairs, i)), (need_x, True, *needs))
     return tuple(i.x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
 
 
@@ -297,7 +264,7 @@ def _autograd(ctx, dout, *_):
         return tuple(Inputs())
     z, low, *tensors = ctx.saved_tensors
     dx, dweight, *dpairs = torch.ops.moe_runtime.lora_mlp_backward(
-        dout, z, low, needs.x, needs.pairs(), *tensors, *ctx.settings
+        dout, z, low, needs.x, _part(Pairs, needs), *tensors, *ctx.settings
     )
     wanted = {name: grad for name, grad in zip(Pairs._fields, dpairs) if getattr(needs, name)}
     return tuple(Inputs(x=dx if needs.x else None, topk_weight=dweight if needs.topk_weight else None, **wanted))

@@ -127,16 +127,13 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
 
 
 def _check_slots(x, topk_weight, topk_idx) -> None:
-    T = x.shape[0]
-    if topk_idx.dim() != 2 or topk_weight.shape != topk_idx.shape or topk_idx.shape[0] != T:
+    fits = topk_idx.dim() == 2 and topk_weight.shape == topk_idx.shape and topk_idx.shape[0] == x.shape[0]
+    fits = fits and topk_idx.dtype in INTEGERS and topk_weight.is_floating_point()
+    if not fits or not x.device == topk_weight.device == topk_idx.device:
         raise ValueError(
-            f"topk_weight is {tuple(topk_weight.shape)}, topk_idx {tuple(topk_idx.shape)}; want [{T}, K] both"
-        )
-    if topk_idx.dtype not in INTEGERS or not topk_weight.is_floating_point():
-        raise ValueError(f"topk_idx is {topk_idx.dtype}, topk_weight {topk_weight.dtype}; want integers and floats")
-    if not x.device == topk_weight.device == topk_idx.device:
-        raise ValueError(
-            f"topk_weight is on {topk_weight.device}, topk_idx on {topk_idx.device}, x on {x.device}; want the same device"
+            f"topk_weight is {tuple(topk_weight.shape)} {topk_weight.dtype} on {topk_weight.device}, topk_idx "
+            f"{tuple(topk_idx.shape)} {topk_idx.dtype} on {topk_idx.device}; want [{x.shape[0]}, K] floats and integers on "
+            f"{x.device}"
         )
 
 

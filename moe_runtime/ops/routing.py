@@ -74,10 +74,9 @@ def check_top_k(top_k: int, routed: int, gate: str) -> None:
 
 def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     check_choice("gate", gate, GATES)
-    if router_logits.dim() != 2:
-        raise ValueError(f"router_logits is {tuple(router_logits.shape)}; want [T, E], tokens by experts")
-    if not router_logits.is_floating_point():
-        raise ValueError(f"router_logits is {router_logits.dtype}; want a floating dtype")
+    if router_logits.dim() != 2 or not router_logits.is_floating_point():
+        got = f"router_logits is {tuple(router_logits.shape)} {router_logits.dtype}"
+        raise ValueError(f"{got}; want [T, E], tokens by experts, of a floating dtype")
     routed = router_logits.shape[1]
     check_top_k(top_k, routed, gate)
     if noise is not None and noise.shape != router_logits.shape:

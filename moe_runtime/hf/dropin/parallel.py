@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, TrainerCallback
 
+from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import trainable
 from moe_runtime.modules.lora import LoRAMoE
@@ -42,18 +43,19 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
     """
-    if gradients not in GRADIENTS:
-        raise ValueError(f"gradients is {gradients!r}; want one of {', '.join(GRADIENTS)}")
+    check_choice("gradients", gradients, GRADIENTS)
+    modules = dict(model.named_modules())
+    layers = {name: part for name, part in modules.items() if is_experts(part) or isinstance(part, Experts)}
+    lora = [name for name, part in modules.items() if isinstance(part, LoRAMoE | LoRALinear)]
+    problem = None
     if mesh.ndim > 2:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions; want the experts' alone, or replicas and the experts'")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("model is wrapped in DistributedDataParallel; want it before that: DDP holds its parameters")
-    layers = {
-        name: module for name, module in model.named_modules() if is_experts(module) or isinstance(module, Experts)
-    }
-    lora = [name for name, module in model.named_modules() if isinstance(module, LoRAMoE | LoRALinear)]
-    if lora:
-        raise ValueError(f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them")
+        problem = f"mesh has {mesh.ndim} dimensions; want the experts' alone, or replicas and the experts'"
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        problem = "model is wrapped in DistributedDataParallel; want it before that: DDP holds its parameters"
+    elif lora:
+        problem = f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them"
+    if problem is not None:
+        raise ValueError(problem)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for name, module in layers.items():
         _check(name, module, mesh, placements)
@@ -112,32 +114,28 @@ def _stacks(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
-    stacks, n = _stacks(module), mesh.size(-1)
+    stacks, n, problem = _stacks(module), mesh.size(-1), None
     if trainable.split_of(module) is not None:
-        raise ValueError(f"rows of {name} train apart from its stacks; want shard_experts before train_rows")
-    if ADAPTED.intersection(name.split(".")):
-        raise ValueError(
-            f"{name} lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
+        problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
+    elif ADAPTED.intersection(name.split(".")):
+        problem = (
+            "lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
         )
-    if getattr(module, "_is_expert_parallel", False):
-        raise ValueError(
-            f"{name} holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
+    elif getattr(module, "_is_expert_parallel", False):
+        problem = (
+            "holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
         )
-    for parameter_name, parameter in stacks:
-        E = parameter.shape[0]
-        if E % n:
-            raise ValueError(f"num_experts is {E} in {name}, the mesh has {n} ranks; want a multiple of them")
-        if isinstance(parameter, DTensor) and not (
-            parameter.device_mesh == mesh and list(parameter.placements) == placements
-        ):
-            raise ValueError(
-                f"{name}.{parameter_name} is a DTensor {tuple(parameter.placements)} on {parameter.device_mesh}; want it "
-                "whole; shard the experts before fully_shard"
-            )
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"{name}.{parameter_name} is {parameter.dtype}; want floats: quantized experts cannot be spread"
-            )
+    for part, stack in stacks:
+        spread = isinstance(stack, DTensor)
+        if stack.shape[0] % n:
+            problem = f"has num_experts {stack.shape[0]}, the mesh has {n} ranks; want a multiple of them"
+        elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
+            got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
+            problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
+        elif not stack.is_floating_point():
+            problem = f"has {part} in {stack.dtype}; want floats: quantized experts cannot be spread"
+    if problem is not None:
+        raise ValueError(f"{name} {problem}")
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:

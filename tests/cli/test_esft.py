@@ -418,8 +418,8 @@ BAD = {
         ("train", "base", "--config", "config.json", "--data", "rows.jsonl", "--out", "new", "--prompt", "x", *TRAIN),
         "prompt is 'x'",
     ),
-    "apply: no adapter": (("apply", "base", "base"), "has no expert_cfg.json"),
-    "merge: no adapter": (("merge", "base", "base", "new"), "has no expert_cfg.json"),
+    "apply: no adapter": (("apply", "base", "base"), "expert_cfg.json, which cannot be read"),
+    "merge: no adapter": (("merge", "base", "base", "new"), "expert_cfg.json, which cannot be read"),
 }
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 from moe_runtime.ops.workspace import scratch

@@ -11,6 +11,7 @@ package it is found there. One whose line is gone says so and wants another line
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -175,17 +176,29 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run(root: Path, tests: list[str], timeout: float) -> tuple[bool, str]:
-    """Run pytest as `make test` selects, until the first failure; return whether one failed, and the last lines."""
+def failures(root: Path, tests: list[str], options: list[str], timeout: float | None = None) -> list[str]:
+    """Run pytest as `make test` selects; return the tests that failed, RuntimeError where it could not run."""
     env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        *options,
+        *tests,
+    ]
     try:
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return False, f"no end after {timeout:.0f} s"
+        raise RuntimeError(f"no end after {timeout:.0f} s") from None
     if done.returncode not in (0, 1):
-        return False, f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
-    return done.returncode == 1, done.stdout.strip().splitlines()[-2:][0]
+        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+    return re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", done.stdout, re.MULTILINE)
 
 
 def main() -> int:
@@ -199,28 +212,36 @@ def main() -> int:
     bugs = [bug for bug in BUGS if args.only in f"{bug.file} {bug.what}"]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         root, missed = ROOT if args.check else copy_tree(Path(folder)), []
+        files = {
+            str(Path("tests", name)) for bug in bugs for name in bug.tests.split() if (root / "tests" / name).is_file()
+        }
+        # what fails without a bug sees none
+        broken = [] if args.check else failures(root, [] if args.all else sorted(files), [])
+        for name in broken:
+            print(f"fails without any bug: {name}", flush=True)
+        options = ["-x", *(f"--deselect={name}" for name in broken)]
         for number, bug in enumerate(bugs, 1):
             start = time.monotonic()
             try:
                 file = place(root, bug)
                 tests = [str(Path("tests", name)) for name in bug.tests.split()]
-                absent = [name for name in tests if not (root / name).is_file()]
-                if absent:
+                if absent := [name for name in tests if name not in files]:
                     raise LookupError(f"{', '.join(absent)} is gone; name the files that see {bug.what!r}")
-            except LookupError as error:
+                if args.check:
+                    continue
+                source = file.read_text()
+                file.write_text(source.replace(bug.old, bug.new))
+                try:
+                    seen = failures(root, [] if args.all else tests, options, None if args.all else args.timeout)
+                finally:
+                    file.write_text(source)
+            except (LookupError, RuntimeError) as error:
+                seen = [] if isinstance(error, LookupError) or "no end" in str(error) else [f"?? {error}"]
+                print(f"{number:2} {error}", flush=True)
+            if not seen or seen[0].startswith("??"):
                 missed.append(bug)
-                print(f"{number:2} CANNOT BE PLANTED  {error}", flush=True)
-                continue
-            if args.check:
-                continue
-            source = file.read_text()
-            file.write_text(source.replace(bug.old, bug.new))
-            caught, last = run(root, [] if args.all else tests, None if args.all else args.timeout)
-            file.write_text(source)
-            if not caught:
-                missed.append(bug)
-            word = "caught" if caught else "NOT CAUGHT"
-            print(f"{number:2} {word:10} {time.monotonic() - start:4.0f} s  {bug.what}  [{last[:120]}]", flush=True)
+            word = f"caught by {seen[0]}" if seen else "NOT CAUGHT"
+            print(f"{number:2} {time.monotonic() - start:4.0f} s  {bug.what}: {word}", flush=True)
     print(f"{len(bugs) - len(missed)} of {len(bugs)} {'can be planted' if args.check else 'caught'}")
     return bool(missed)
 

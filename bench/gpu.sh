@@ -197,7 +197,7 @@ bench() {
 build_cuda() {
     local arch
     arch=$(timeout -k 1 "$(seconds $grace)" nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
-    run "$python" -m moe_runtime.native.build_cuda --archs "$arch"
+    run "$python" -m moe_runtime.native.build cuda --archs "$arch"
 }
 cuda_tests() { pytest_on "${WORKERS:-8}" tests/gpu/test_cuda.py; }
 cuda_bench() { bench_on 0.3 bench/bench_cuda.py; }

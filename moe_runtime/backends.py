@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.config import check_choice
-from moe_runtime.native import cpp, cuda
+from moe_runtime.native.library import cpp, cuda
 
 BACKENDS = ("torch", "triton", "cuda", "cpp")
 MIN_CAPABILITY = (8, 0)

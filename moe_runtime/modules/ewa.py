@@ -19,7 +19,7 @@ from torch import nn
 from moe_runtime.config import MoEConfig, check_fraction
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.library import compute_dtype
-from moe_runtime.ops.merging import block_size, merge_experts
+from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 
 @torch.no_grad()
@@ -136,8 +136,3 @@ def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor
     # which experts get a token more is drawn too, or with fewer tokens than experts the last ones would never train
     order = torch.randperm(num_experts, device=device)
     return order[torch.randperm(tokens, device=device) % num_experts].to(torch.int32)
-
-
-def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
-    """Return alpha [E] float32 of the uniform mean."""
-    return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)

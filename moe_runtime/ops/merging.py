@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.config import check_shared_rate
-from moe_runtime.native import cpp
+from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 from moe_runtime.ops.workspace import scratch
@@ -45,6 +45,42 @@ def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
     rest = (1 - shared_rate) / (num_experts - 1)
     alpha = torch.tensor([shared_rate] + [rest] * (num_experts - 1), dtype=torch.float64)
     return alpha.clamp_min(torch.finfo(torch.float32).tiny).log().float()
+
+
+def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
+    """Return alpha [E] float32 of the uniform mean."""
+    return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)
+
+
+def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
+    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
+    if not config.has_shared_expert:
+        raise ValueError(f"gate is {config.gate!r}, which has no shared expert; want alpha, or to_mergeable(soup=True)")
+    return mixing(torch.ones(config.num_experts - 1), shared_rate)
+
+
+def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
+    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
+    if not alpha.isfinite().all():
+        raise ValueError(
+            f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
+        )
+    return alpha
+
+
+def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+    """Return one alpha [E] float32 for each layer, of alpha [E], [L, E] or "uniform"; ValueError unless each sums to 1."""
+    if isinstance(alpha, str):
+        check_choice("alpha", alpha, ("uniform",))
+        alpha = uniform_mixture(num_experts)
+    alpha = torch.as_tensor(alpha, dtype=torch.float32)
+    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
+    if alpha.shape != (num_layers, num_experts):
+        raise ValueError(f"alpha is {tuple(alpha.shape)}; want [{num_experts}] or [{num_layers}, {num_experts}]")
+    off = (alpha.sum(1) - 1).abs().max().item()
+    if not off < 1e-4:
+        raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
+    return list(alpha)
 
 
 def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from moe_runtime.ops.expert_rows import Experts, Gradients, groups, new_gradients, weight_at, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.native import cuda
+from moe_runtime.native.library import cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops import moe_layer as moe_layer_op
 from moe_runtime.ops import moe_mlp as moe_mlp_op

@@ -59,7 +59,7 @@ NOT_RUN = {
     "accelerate launch": NotRun(
         "wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
     ),
-    "python -m moe_runtime.native.build_cuda": NotRun(
+    "python -m moe_runtime.native.build cuda": NotRun(
         "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),
     "python -m tests.stress.mutate": NotRun(
@@ -243,7 +243,7 @@ def reason_of(words: list[str]) -> str | None:
 def wants_a_compiler(words: list[str]) -> bool:
     """Whether a command compiles, and this machine has no compiler."""
     has_one = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    return "moe_runtime.native.build_cpu" in words and not has_one
+    return "moe_runtime.native.build cpu" in words and not has_one
 
 
 def run(words: list[str], monkeypatch) -> str:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from moe_runtime import backends
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.native import build_cpu, cpp, cuda
+from moe_runtime.native import build
+from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,10 +207,10 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
 
 
 def test_a_library_of_other_sources(monkeypatch):
-    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build_cuda"
-    monkeypatch.setattr(cuda, "_find", lambda: text)
+    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build cuda"
+    monkeypatch.setattr(cuda, "_found", text)
     assert problems() == {"cuda library": text}
-    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
     assert problems() == {}
 
 
@@ -247,7 +248,7 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
-    code = f"""
+    code = """
 import sys
 from moe_runtime.cli.app import app as main_app
 from moe_runtime import cli
@@ -279,7 +280,7 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     mine.chmod(0o755)
     monkeypatch.setenv("CXX", f"'{mine}' -O1")
     assert doctor.report()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
-    assert build_cpu.find_compiler()[0] == [str(mine), "-O1"]
+    assert build.find_compiler()[0] == [str(mine), "-O1"]
     monkeypatch.setenv("CXX", "none-such")
     says = doctor.report()["system"]["compiler"]
     assert says.startswith(
@@ -291,8 +292,8 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
 
 
 def test_a_cpu_library_of_other_sources(monkeypatch):
-    text = "lib.so is broken; rebuild it: python -m moe_runtime.native.build_cpu"
-    monkeypatch.setattr(cpp, "_find", lambda: text)
+    text = "lib.so is broken; rebuild it: python -m moe_runtime.native.build cpu"
+    monkeypatch.setattr(cpp, "_found", text)
     assert problems() == {"cpu library": text}
 
 

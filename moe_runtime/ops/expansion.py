@@ -21,7 +21,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice, check_fraction, check_seed
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, kind, register
 
 METRICS = ("cosine", "l2")
 FEW = 64  # experts whose products are taken at once
@@ -67,10 +67,7 @@ def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) 
     """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of `first`."""
     wanted = (first.shape, first.dtype, first.device)
     if (tensor.shape, tensor.dtype, tensor.device) != wanted or not first.is_floating_point():
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {tuple(first.shape)} {first.dtype} on "
-            f"{first.device}, {how}, of a floating dtype"
-        )
+        raise ValueError(f"{name} is {kind(tensor)}; want {kind(first)}, {how}, of a floating dtype")
 
 
 def _gram_of_many(experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
-from moe_runtime.ops.library import LIB, inputs_of, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
 
 
 def grouped_gemm(
@@ -34,16 +34,12 @@ def grouped_gemm(
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
     if not fits or weight.dtype != x.dtype or weight.device != x.device:
-        got = (
-            f"{tuple(x.shape)} {x.dtype} on {x.device}, weight {tuple(weight.shape)} {weight.dtype} on {weight.device}"
-        )
-        raise ValueError(f"x is {got}; want [R, in] and [E, out, in] of one dtype on one device")
+        want = "[R, in] and [E, out, in] of one dtype on one device"
+        raise ValueError(f"x is {kind(x)}, weight {kind(weight)}; want {want}")
     if expert_offsets.shape != (weight.shape[0] + 1,) or expert_offsets.is_floating_point():
-        raise ValueError(
-            f"expert_offsets is {tuple(expert_offsets.shape)} {expert_offsets.dtype}; want [{weight.shape[0] + 1}] integers"
-        )
+        raise ValueError(f"expert_offsets is {kind(expert_offsets)}; want [{weight.shape[0] + 1}] integers")
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}; want {tuple(weight.shape[:2])} {x.dtype}")
+        raise ValueError(f"bias is {kind(bias)}; want {tuple(weight.shape[:2])} {x.dtype}")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)

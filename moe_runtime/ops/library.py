@@ -30,6 +30,11 @@ def register_backward(name: str, kernel, fake) -> None:
     register(name, kernel, fake, refuse)
 
 
+def kind(tensor: torch.Tensor | None) -> str:
+    """Return a tensor's shape, dtype and device as errors show them."""
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
 def inputs_of(op: str) -> type:
     """Return a named tuple of the op's arguments: what it was given, autograd's flags, or the gradients, None by default."""
     names = [argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments]

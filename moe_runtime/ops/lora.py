@@ -22,7 +22,7 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, inputs_of, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
@@ -79,7 +79,7 @@ def lora_mlp(
 
 def _check_base(x, base) -> None:
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; want [T, H] of a floating dtype")
+        raise ValueError(f"x is {kind(x)}; want [T, H] of a floating dtype")
     H, down = x.shape[1], base[2]
     I = down.shape[-1]
     names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
@@ -87,10 +87,8 @@ def _check_base(x, base) -> None:
         if tensor is None and name.endswith("bias"):
             continue
         if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {shape} {x.dtype} on {x.device}, as "
-                f"x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
-            )
+            want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
+            raise ValueError(f"{name} is {kind(tensor)}; want {want}")
         if tensor.requires_grad:
             raise ValueError(f"{name} requires a gradient; want a frozen base; call requires_grad_(False) on it")
 
@@ -107,23 +105,21 @@ def _check_pairs(x, down, pairs) -> int:
     for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
             if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:
-                raise ValueError(
-                    f"{name}.{part} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {(E, r, size)} "
-                    f"{x.dtype} on {x.device}"
-                )
+                raise ValueError(f"{name}.{part} is {kind(tensor)}; want {(E, r, size)} {x.dtype} on {x.device}")
     return E
 
 
 def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
     T, K = x.shape[0], E if topk_idx is None else topk_idx.shape[-1]
     fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point() and topk_weight.device == x.device
-    got, want = f"{tuple(topk_weight.shape)} {topk_weight.dtype} on {topk_weight.device}", f"{(T, E)} without topk_idx"
+    want = f"{(T, E)} without topk_idx"
     if topk_idx is not None:
         fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS and topk_idx.device == x.device
-        got += f", topk_idx {tuple(topk_idx.shape)} {topk_idx.dtype} on {topk_idx.device}"
         want = f"[{T}, K] both, topk_idx integers"
     if not fits:
-        raise ValueError(f"topk_weight is {got}; want {want}, floats on {x.device}")
+        raise ValueError(
+            f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}, floats on {x.device}"
+        )
 
 
 def lora_mlp_reference(
@@ -144,9 +140,9 @@ def lora_mlp_reference(
 
 
 _SCHEMA = (
-    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor topk_weight, Tensor? topk_idx, "
-    "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, int E, float scaling, str act, "
-    "bool save, str backend"
+    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor topk_weight, "
+    "Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, int E, "
+    "float scaling, str act, bool save, str backend"
 )
 LIB.define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 LIB.define(
@@ -157,9 +153,9 @@ LIB.define(
 Inputs = inputs_of("lora_mlp")
 
 
-def _part(kind: type, i: Inputs):
+def _part(group: type, i: Inputs):
     """Return those of the inputs that make up a Base or Pairs, or what autograd says about each."""
-    return kind(*(getattr(i, name) for name in kind._fields))
+    return group(*(getattr(i, name) for name in group._fields))
 
 
 def _forward(*arguments):
@@ -177,7 +173,7 @@ def _forward(*arguments):
 def _mixed_triton(
     x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool
 ):
-    """As `lora_torch.mixed`: the base's product is the library's, the rest one kernel; no row of a single expert in memory."""
+    """As `lora_torch.mixed`: a product of the library and one kernel; no row of a single expert in memory."""
     from moe_runtime.kernels.lora import lora_forward
 
     z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))

@@ -18,7 +18,7 @@ from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward
 from moe_runtime.ops.workspace import scratch
 
 
@@ -163,9 +163,8 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
         own_dtype = name == "alpha" or (name == "weight" and merged is not None)
         fits = tensor.shape == shapes.get(name, tensor.shape) and (own_dtype or compute_dtype(tensor) == dtype)
         if not fits or tensor.device != x.device:
-            got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            want = tuple(shapes.get(name, tensor.shape))
-            raise ValueError(f"{name} is {got}; want {want} {tensor.dtype if own_dtype else dtype} on {x.device}, as x")
+            want = f"{tuple(shapes.get(name, tensor.shape))} {tensor.dtype if own_dtype else dtype} on {x.device}"
+            raise ValueError(f"{name} is {kind(tensor)}; want {want}, as x")
 
 
 LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")

@@ -3,7 +3,7 @@
     out[t] = sum_k top_k_weights[t, k] norm(down_e(gate_e(up_e x[t]))),   e = top_k_index[t, k]
 
 `norm` is the identity but for models with a norm behind each expert. The router stays the model's own. What a class does
-between its two products is found out numerically (hf.dropin.gates): where our kernels have it, `moe_mlp` runs all of it; anything
+between its two products is found numerically (hf.dropin.gates): where our kernels have it, `moe_mlp` runs all of it; anything
 else goes through the class's own `_apply_gate` between two grouped products. Parameters keep names, shapes and layout.
 """
 

@@ -99,7 +99,8 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
         if number is None:
             problem = f"layer {layer.name} has no number in its path; want a model with numbered layers"
         elif other is not None and plain_name(other.name) != plain_name(layer.name):
-            problem = f"layers {other.name} and {layer.name} have the same number {number}; want a model with one stack of layers"
+            both = f"layers {other.name} and {layer.name} have the same number {number}"
+            problem = f"{both}; want a model with one stack of layers"
             if isinstance(block_of(model, layer), LoRALinear):
                 problem += ", or LoRA experts of form 'block', which have one router for a layer"
         if problem is not None:

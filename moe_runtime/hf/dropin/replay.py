@@ -186,15 +186,13 @@ class _Replay:
             number = self._repetition(x)
             self.repetitions += 1
         if number is None or number >= len(self.ids) or len(self.ids[number]) != len(x):
-            has = f"{len(self.ids)} calls"
             if number is None:
-                has += ", none of them with this input: it was called outside of a call of the model"
-            elif number < len(self.ids):
-                has = f"{len(self.ids[number])} tokens"
-            raise ValueError(
-                f"call {len(self.inputs) if number is None else number} of {self.layer.name} has {len(x)} tokens, the record has "
-                f"{has}; want the batches that were recorded, in their order, and gradient checkpointing that repeats them"
-            )
+                problem = f"{self.layer.name} was called outside of a call of the model"
+            else:
+                has = f"{len(self.ids[number])} tokens" if number < len(self.ids) else f"{len(self.ids)} calls"
+                problem = f"call {number} of {self.layer.name} has {len(x)} tokens, the record has {has}"
+            want = "the batches that were recorded, in their order, and gradient checkpointing that repeats them"
+            raise ValueError(f"{problem}; want {want}")
         return self.ids[number]
 
     def _repetition(self, x: torch.Tensor) -> int | None:

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "MoE": "moe_runtime.modules.moe:MoE",
     "MoEConfig": "moe_runtime.config:MoEConfig",
-    "doctor": "moe_runtime.backends:doctor",
+    "doctor": "moe_runtime.tools.doctor:report",
     "esft": "moe_runtime.methods.esft:",
     "merge_experts": "moe_runtime.ops.merging:merge_experts",
     "mixing": "moe_runtime.ops.merging:mixing",

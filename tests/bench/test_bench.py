@@ -29,7 +29,7 @@ from moe_runtime.bench import (
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.experiments.demo import PRESETS
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import workspace
 from moe_runtime.tools.tune import worst_row
 

@@ -24,7 +24,7 @@ from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router
 from moe_runtime.modules.trainable import split_of
-from moe_runtime.ops.activation import activate
+from moe_runtime.ops.activation import Activation
 
 TOLERANCE = 1e-5  # largest relative difference of an MLP from the formula, in float64
 
@@ -268,7 +268,7 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
     x = torch.randn(2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x.to(device)
     z = nn.functional.linear(x, ours[family.up_name], ours.get(f"{family.up_name}_bias"))
-    h = activate(z, shape["hidden_act"], family.gated)
+    h = Activation(shape["hidden_act"], family.gated).apply(z)
     want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
     try:
         got = copy.deepcopy(mlp).double().eval()(x)

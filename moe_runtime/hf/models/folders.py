@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from moe_runtime.config import MoEConfig, check_positive, check_shared_rate, shown
+from moe_runtime.config import Layer, MoEConfig, check_shared_rate, shown
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
@@ -42,36 +42,6 @@ from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 2**16, 2**20
 # keys of a config.json for each of which transformers, or this package, makes something; in parts of it too (text_config)
 _COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPERTS, "num_labels": MAX_LABELS}
-
-
-class Layer(NamedTuple):
-    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
-    shared: bool = False
-    gated: bool = True
-
-    def check(self) -> None:
-        """Raise ValueError for sizes below 1 and for more slots than experts."""
-        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            check_positive(name, getattr(self, name))
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
-
-
-LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
-    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
-    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
-    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
-    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
-    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
-    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
-    "OLMoE": Layer(2048, 1024, 64, 8),
-    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
-}
 
 
 def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:

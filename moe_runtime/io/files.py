@@ -28,10 +28,11 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     """Parse one JSON object; raises ValueError naming `source` and the position."""
     try:
         value = json.loads(text.decode())
+        problem = f"is a JSON {type(value).__name__}"
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not valid JSON ({error}); want one JSON object") from error
+        value, problem = None, f"is not valid JSON ({error})"
     if not isinstance(value, dict):
-        raise ValueError(f"{source} is a JSON {type(value).__name__}; want one JSON object")
+        raise ValueError(f"{source} {problem}; want one JSON object")
     return value
 
 
@@ -51,16 +52,16 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None:
+def _os_error_of(error: Exception, path: str) -> OSError | None:
     """Return the OSError behind a library's own exception, with `path` in it; None if it is not about writing."""
-    if isinstance(error, OSError):
-        return None
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # Rust's: safetensors, tokenizers
-        return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+        return OSError(int(found[1]), os.strerror(int(found[1])), path)
+    if type(error).__name__ == "SafetensorError":
+        return OSError(errno.EIO, str(error), path)
     if not re.search("inline_container|PytorchStreamWriter|basic_ios|iostream error", str(error)):  # torch.save's
         return None
     reason = re.search(r"strerror: ([^\n.]+)", str(error))
-    return OSError(errno.EIO, reason[1] if reason else "a file cannot be written, is the disk full?", str(path))
+    return OSError(errno.EIO, reason[1] if reason else "a file cannot be written, is the disk full?", path)
 
 
 @contextlib.contextmanager
@@ -73,9 +74,9 @@ def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
             error.filename = str(error.filename or path).replace(str(tmp), str(path))
         raise
     except Exception as error:
-        if (found := os_error_of(error, path)) is not None:
-            raise found from error
-        raise
+        if (found := _os_error_of(error, str(path))) is None:
+            raise
+        raise found from error
 
 
 _numbers = itertools.count()  # threads may write one path
@@ -87,12 +88,11 @@ def _beside(path: Path, kind: str) -> Path:
 
 def _lock(folder: Path, wait: bool = False) -> int:
     """Lock a folder until the returned handle is closed or the process dies; OSError if it is locked or cannot be."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as stack:
+        handle = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(handle)
-        raise
+        stack.pop_all()
     return handle
 
 
@@ -113,9 +113,8 @@ def _remove(folder: Path) -> None:
     """Remove a folder to the end, also if a signal comes in between; what cannot be removed stays."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
-    except BaseException:
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _sweep(path: Path) -> bool:
@@ -220,10 +219,9 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
             try:
                 os.rename(path, old)
                 os.rename(tmp, path)
-            except BaseException:
+            finally:
                 if old.exists() and not path.exists():
                     os.rename(old, path)
-                raise
     _sync(path.parent)
     _remove(old)
 

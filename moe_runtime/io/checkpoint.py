@@ -146,8 +146,7 @@ class Checkpoint:
     """A safetensors folder open for reading: `model.safetensors`, or shards and their `model.safetensors.index.json`.
 
     Opening reads the headers and checks them against the index; ValueError names the file and the key. Tensors are read on
-    demand, with one shard open at a time, into memory of their own. One thread at a time. `file` names the one file to read,
-    whatever else is there: an adapter's `adapter_model.safetensors`.
+    demand, into memory of their own. `file` names the one file to read, whatever else is there: an adapter's.
     """
 
     def __init__(self, path: str | os.PathLike, file: str | None = None):
@@ -155,17 +154,15 @@ class Checkpoint:
         self.metadata: dict[str, str] = {}  # of all shards; the first one wins
         self._tensors: dict[str, tuple[TensorSpec, str, int]] = {}  # spec, shard, first byte
         self._stamps: dict[str, tuple[int, ...]] = {}
-        self._stream: BinaryIO | None = None
         shards, weight_map = _list_shards(self.path) if file is None else ([file], None)
-        with self:
-            for shard in shards:
-                metadata, tensors = _read_header(self._open(shard))
-                self._is_unchanged(shard)
-                self.metadata = metadata | self.metadata
-                for key, (spec, start) in tensors.items():
-                    if key in self._tensors:
-                        shard = f"{self._tensors[key][1]} and {shard}"
-                    self._tensors[key] = (spec, shard, start)
+        for shard in shards:
+            with open(self.path / shard, "rb") as stream:
+                metadata, tensors = _read_header(stream)
+                self._stamps[shard] = _stamp(stream)
+            self.metadata = metadata | self.metadata
+            for key, (spec, start) in tensors.items():
+                name = f"{self._tensors[key][1]} and {shard}" if key in self._tensors else shard
+                self._tensors[key] = (spec, name, start)
         held = {key: shard for key, (_, shard, _) in self._tensors.items()}
         if weight_map is not None and (wrong := sorted(dict(held.items() ^ weight_map.items()))):
             where = f"{wrong[0]} in {weight_map.get(wrong[0], 'no shard')}, it is in {held.get(wrong[0], 'none')}"
@@ -175,19 +172,13 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_) -> None:
-        self.close()
+        pass
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def __contains__(self, key: object) -> bool:
         return key in self._tensors
-
-    def close(self) -> None:
-        """Close the open shard; a later `get` opens its own again."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
     def keys(self) -> list[str]:
         """Keys shard by shard, in the order of their bytes: the order to walk them in."""
@@ -221,27 +212,20 @@ class Checkpoint:
             raise ValueError(f"key is {key!r}; want one of the {len(self._tensors)} keys of {self.path}")
         return self._tensors[key][0]
 
-    def _open(self, shard: str) -> BinaryIO:
-        file = str(self.path / shard)
-        if self._stream is None or self._stream.name != file:
-            self.close()
-            self._stream = open(file, "rb")  # noqa: SIM115
-        return self._stream
-
-    def _is_unchanged(self, shard: str) -> bool:
-        """Whether the open shard is the file whose header was read: its offsets must not be used on another."""
-        stat = os.fstat(self._stream.fileno())
-        stamp = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        return self._stamps.setdefault(shard, stamp) == stamp
-
     def _read(self, key: str, spec: TensorSpec, skip: int) -> torch.Tensor:
         tensor, (_, shard, start) = _empty(spec), self._tensors[key]
-        stream = self._open(shard)
-        stream.seek(start + skip)
-        count = stream.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
-        if count != spec.nbytes or not self._is_unchanged(shard):
-            raise ValueError(f"{self.path / shard} changed since its header was read; want it unchanged; open it anew")
+        with open(self.path / shard, "rb") as stream:
+            stream.seek(start + skip)
+            count = stream.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
+            if count != spec.nbytes or _stamp(stream) != self._stamps[shard]:
+                raise ValueError(f"{stream.name} changed since its header was read; want it unchanged; open it anew")
         return tensor
+
+
+def _stamp(stream: BinaryIO) -> tuple[int, ...]:
+    """Return what tells a file from another in its place, on which the first one's offsets must not be used."""
+    stat = os.fstat(stream.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], *, source: str | os.PathLike) -> None:

@@ -49,12 +49,9 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
     datasets, path, name = require("datasets"), Path(path_or_id), str(path_or_id)
     local = path.suffix in BUILDERS or path.is_absolute() or name.startswith(".")
     if (
-        path.is_file()
-        and path.suffix not in BUILDERS
-        or local
-        and not path.exists()
-        or path.is_file()
-        and _is_empty(path)
+        (path.is_file() and path.suffix not in BUILDERS)
+        or (local and not path.exists())
+        or (path.is_file() and _is_empty(path))
     ):
         problem = (
             "does not exist" if not path.exists() else "is empty" if _is_empty(path) else f"ends in {path.suffix!r}"
@@ -64,7 +61,8 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
         if path.is_file() and path.suffix == ".jsonl":
             # a tuple: `datasets` treats lists as shards; the file's state makes its cache notice a change
             found, stat = dict.fromkeys(name for row in _lines(path) for name in row), path.stat()
-            columns = tuple(column for column in found if column in COLUMNS) or tuple(found)
+            known = any(found.keys() >= set(layout) for layout in LAYOUTS)
+            columns = tuple(column for column in found if column in COLUMNS or not known)
             state = {"path": str(path), "columns": columns, "state": (stat.st_size, stat.st_mtime_ns)}
             rows = datasets.Dataset.from_generator(_rows, gen_kwargs=state)
         elif path.is_file():

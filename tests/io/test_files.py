@@ -1,4 +1,4 @@
-"""moe_runtime.io.files: folders and files that are whole or not there; full disks, left-overs, two writers; small JSON files."""
+"""moe_runtime.io.files: folders and files that are written atomically; full disks, left-overs, two writers; small JSON files."""
 
 import errno
 import os
@@ -235,10 +235,11 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.tmp-1-2").mkdir()
-    lives = files._lock(tmp_path / ".out.tmp-1-2")
-    with pytest.raises(ValueError, match="another process is writing it"):
+    with (
+        files._locked(tmp_path / ".out.tmp-1-2"),
+        pytest.raises(ValueError, match="another process is writing it"),
+    ):
         write(out, ten_tensors(), overwrite=True)
-    os.close(lives)
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
 

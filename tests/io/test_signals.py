@@ -209,7 +209,9 @@ cli.main()
 def test_a_second_signal_stops_at_once(recipe, tmp_path):
     arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
     twice = "os.kill(os.getpid(), number); signals.REPEAT = 0.0; os.kill(os.getpid(), number)"
-    twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("from moe_runtime.io import console", "from moe_runtime.io import console, signals")
+    twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace(
+        "from moe_runtime.io import console", "from moe_runtime.io import console, signals"
+    )
     done = forked(twice, *arguments)
     assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
     assert not list((tmp_path / "out").glob("*.checkpoints/checkpoint-*"))

@@ -316,7 +316,7 @@ def test_a_doctor_that_fails_says_so(monkeypatch):
     def fail():
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(doctor, "has_gpu", fail)
+    monkeypatch.setattr(doctor, "_has_gpu", fail)
     assert problems() == {"doctor": "what is broken could not be found: no idea; please report it"}
     out = CliRunner().invoke(main_app, ["doctor"])
     assert out.exit_code == 1 and "no idea" in out.output

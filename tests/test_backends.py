@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.modules.ewa import average_experts_
 from moe_runtime.native.library import Loaded, cpp, cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops import moe_mlp as experts_op
@@ -36,7 +35,6 @@ CALLS = {
         torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b
     ),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
-    "average_experts": lambda **b: average_experts_(torch.randn(2, 3), 0.3, **b),
     "lora_mlp": lambda **b: lora_mlp(
         torch.randn(3, 4),
         *torch.randn(2, 5, 4),
@@ -406,8 +404,8 @@ def test_doctor_names_the_library(monkeypatch):
     monkeypatch.setattr(
         cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"})
     )
-    assert backends.doctor()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
+    assert surroundings.report()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
-    doctor = backends.doctor()
+    doctor = surroundings.report()
     assert doctor["system"]["cuda library"] == "none: the CUDA library is not built; how to"
     assert "not cuda: the tensor is on the CPU" in doctor["backends"]["dispatch"]

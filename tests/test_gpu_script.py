@@ -18,7 +18,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.bench import device_check, machine, report, shapes
 from moe_runtime.bench.records import Records
-from moe_runtime.hf.models.folders import LAYERS, Layer
+from moe_runtime.config import LAYERS, Layer
 from tests.support import outcomes
 
 pytest.importorskip("triton")

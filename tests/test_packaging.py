@@ -326,11 +326,13 @@ print(*[load_recipe(name).name for name in shipped_recipes()])
 
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
-    arguments = ["-m", "moe_runtime.cli", "bench", "--only", "averaging,routing", "--tiny", "--out", "found.json"]
+    arguments = ["-m", "moe_runtime.cli", "bench", "--only", "merging,routing", "--tiny", "--out", "found.json"]
     done = run(*arguments, cwd=tmp_path, path=[installed, *SITE], OMP_NUM_THREADS="1", PYTEST_ADDOPTS="--nonsense")
-    assert "| bench_average_experts | copy (floor) | moe_runtime torch |" in done.stdout
+    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [bench["name"] for bench in found["benchmarks"]] == ["bench_average_experts[tiny]"]
+    assert [bench["name"] for bench in found["benchmarks"]] == [
+        f"bench_merge_experts[{half}-tiny]" for half in ("merge", "dalpha")
+    ]
     assert found["about"]["commit"] == f"v{moe_runtime.__version__}"
 
 

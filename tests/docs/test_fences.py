@@ -88,8 +88,8 @@ def test_commands_are_parsed(fence):
     "line",
     [
         pytest.param("moe-runtime upcycled a b", id="verb"),
-        pytest.param("moe-runtime upcycle a b --expert 3", id="option"),
-        pytest.param("moe-runtime upcycle a", id="argument"),
+        pytest.param("moe-runtime xft upcycle a b --expert 3", id="option"),
+        pytest.param("moe-runtime xft upcycle a", id="argument"),
         pytest.param("moe-runtime train --model a --dat b", id="trl"),
         pytest.param("make tests", id="target"),
         pytest.param("make demo ARG=--overwrite", id="variable"),

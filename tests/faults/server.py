@@ -44,7 +44,6 @@ IMPORTED = [
     "moe_runtime.methods.esft.runs",
     "moe_runtime.methods.esft.tables",
     "moe_runtime.methods.ultrafuser.tables",
-    "moe_runtime.cli.runs",
     "moe_runtime.methods.upit",
     "moe_runtime.methods.upit.mixtral",
     "moe_runtime.methods.upit.tables",

@@ -12,7 +12,7 @@ import torch
 from moe_runtime.native import library
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import expert_rows, moe_mlp_cpp, workspace
-from moe_runtime.ops.activation import ACT
+from moe_runtime.ops.activation import ACT, Activation
 from moe_runtime.ops.expert_rows import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
@@ -308,10 +308,9 @@ def test_opcheck(way_of, monkeypatch):
     monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: way_of)
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
-    weights = (v["up"], v["down"], v["topk_weight"], case.topk_idx, v["up_bias"], v["down_bias"])
+    experts = Experts(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
     torch.library.opcheck(
-        torch.ops.moe_runtime.moe_mlp,
-        (v["x"], *weights, None, None, None, "silu", True, None, 0.0, False, "group", True, "cpp"),
+        torch.ops.moe_runtime.moe_mlp, (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp")
     )
 
 
@@ -395,10 +394,9 @@ def test_what_is_mapped_is_searched_torchs_own_first(monkeypatch, tmp_path):
 
 
 def test_acts_are_numbered_once():
-    assert list(cpp.ACTS) == list(ACT) and Experts(None, None, None, None, ("gelu", True, None, 0.0, True))
-    assert moe_mlp_cpp.form_of(Experts(None, None, None, None, ("gelu", True, None, 0.5, True))) == (
-        1, 2, float("inf"), 0.5,
-    )  # fmt: skip
+    assert list(cpp.ACTS) == list(ACT)
+    experts = Experts(None, None, activation=Activation("gelu", True, None, 0.5, True))
+    assert moe_mlp_cpp.form_of(experts) == (1, 2, float("inf"), 0.5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -188,7 +188,7 @@ def library(folder: Path) -> None:
 
 FLOWS = {
     "docs/benchmarks.md": Flow(
-        (results,), {"--only layer,step": "--only averaging --tiny", "bench --tiny": "bench --tiny --only averaging"}
+        (results,), {"--only layer,step": "--only merging --tiny", "bench --tiny": "bench --tiny --only merging"}
     ),
     "docs/build.md": Flow((library,)),
     "docs/cpu.md": Flow(),

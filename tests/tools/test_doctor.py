@@ -69,7 +69,7 @@ def gpu(tmp_path):
 
 
 def problems() -> dict[str, str]:
-    return backends.doctor()["problems"]
+    return doctor.report()["problems"]
 
 
 def test_nothing_is_wrong_with_a_sound_setup():
@@ -111,7 +111,7 @@ def test_packages(versions, name, version, says):
 
 def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     versions(trl=GONE, matplotlib=GONE)
-    report = backends.doctor()
+    report = doctor.report()
     assert report["problems"] == {}
     assert report["packages"]["trl"].startswith("missing; demo, run, train,")
     assert report["packages"]["matplotlib"].endswith("need it; pip install 'moe-runtime[plot]'")
@@ -133,7 +133,7 @@ def test_an_old_driver(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
-    report = backends.doctor()
+    report = doctor.report()
     assert report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
 
 
@@ -228,7 +228,7 @@ def test_no_home(monkeypatch, tmp_path):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
-    report = backends.doctor()
+    report = doctor.report()
     assert set(report["problems"]) == {"cache", "triton's cache"}
     assert report["problems"]["cache"].endswith("want a writable folder; export XDG_CACHE_HOME=FOLDER")
     assert report["system"]["cache"] == "none: this user has no home"
@@ -240,7 +240,7 @@ def test_one_broken_part_hides_no_other(monkeypatch):
         raise RuntimeError("no platform\nmore")
 
     monkeypatch.setattr(doctor.platform, "platform", broken)
-    report = backends.doctor()
+    report = doctor.report()
     assert report["system"]["platform"] == "unknown: no platform" and set(report["backends"]) == set(backends.OPS)
 
 
@@ -248,7 +248,7 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
-    code = f"""
+    code = """
 import sys
 from moe_runtime.cli.app import app as main_app
 from moe_runtime import cli
@@ -263,7 +263,7 @@ cli.main()
 
 def test_triton_of_torchs_rocm_build_has_another_name(versions, monkeypatch):
     versions(triton=GONE, pytorch_triton_rocm="3.6.0")
-    report = backends.doctor()
+    report = doctor.report()
     assert report["packages"]["triton"] == "3.6.0" and report["problems"] == {}
     versions(triton=GONE, triton_rocm="3.2.0")
     assert problems()["triton"].startswith("triton is 3.2.0; want >=3.6,<4")
@@ -279,16 +279,16 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     mine.write_text("#!/bin/sh\necho mine 1.0\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CXX", f"'{mine}' -O1")
-    assert backends.doctor()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
+    assert doctor.report()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
     assert build.find_compiler()[0] == [str(mine), "-O1"]
     monkeypatch.setenv("CXX", "none-such")
-    says = backends.doctor()["system"]["compiler"]
+    says = doctor.report()["system"]["compiler"]
     assert says.startswith(
         "none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only "
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert backends.doctor()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
+    assert doctor.report()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
 
 
 def test_a_cpu_library_of_other_sources(monkeypatch):

@@ -248,9 +248,9 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
-    code = """
+    code = f"""
 import sys
-from moe_runtime.cli.app import app as main_app
+sys.path.insert(0, {str(tmp_path)!r})
 from moe_runtime import cli
 sys.argv = ["moe-runtime", "doctor"]
 cli.main()

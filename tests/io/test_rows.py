@@ -140,12 +140,6 @@ def test_hold_out_parts_the_rows():
         data.hold_out(rows.select([0, 30, 0]), 1)
 
 
-def test_rows_survive_the_disk(tmp_path, tokenizer):
-    rows = data.tokenize_pairs(tokenizer, [LAYOUTS["text"]] * 3, 64)
-    data.save_rows(rows, tmp_path / "rows")
-    assert data.load_rows(tmp_path / "rows").to_list() == rows.to_list()
-
-
 def test_read_rows_reads_a_folder(tmp_path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", [LAYOUTS["text"]] * 2, "jsonl")
@@ -225,11 +219,6 @@ def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
     with pytest.raises(ValueError, match="data is ") as error:
         data.read_rows(tmp_path / name)
     assert says in str(error.value) and "want" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_read_rows_names_the_columns_wanted(tmp_path):
-    with pytest.raises(ValueError, match=r"messages \| prompt \+ completion \| text \| instruction \+ response"):
-        data.read_rows(write(tmp_path / "x.jsonl", [{"q": 1}], "jsonl"))
 
 
 def test_read_rows_of_an_unreachable_hub_id_is_one_error(monkeypatch):

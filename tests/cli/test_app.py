@@ -142,6 +142,9 @@ def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, r
     assert run("run", recipe, "--out", tmp_path).returncode == 0
     ((name, path, out),) = calls
     assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
+    (tmp_path / "mine.yaml").write_text("method: dare")
+    done = run("run", tmp_path / "mine.yaml")
+    assert done.returncode == 1 and "method is 'dare'; want one of xft, esft, upit, ultrafuser" in done.stderr
 
 
 def test_doctor_names_every_op_and_why(run):

@@ -18,7 +18,6 @@ from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, Kept, verb
 from moe_runtime.experiments.recipe import shipped_recipes
-from moe_runtime.io.console import jsonable, print_table
 from moe_runtime.io.prompts import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,33 +147,6 @@ def test_an_interruption_says_what_the_work_says_is_kept(app):
     for error, line in ((KeyboardInterrupt(), "interrupted; nothing was written"), (stop, f"interrupted; {stop.kept}")):
         out = CliRunner().invoke(app(error, Kept()), ["--json"])
         assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line
-
-
-def test_records_become_objects():
-    import torch
-
-    from moe_runtime.config import MoEConfig
-
-    settings = MoEConfig(hidden_size=8, intermediate_size=4)
-    assert jsonable(settings)["hidden_size"] == 8
-    assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
-    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
-    json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
-
-
-def test_a_table_is_plain_where_nobody_looks(capsys):
-    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
-    out = capsys.readouterr().out
-    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
-    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
-
-
-def test_no_color_is_heeded(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_table("losses", [("model", "left")], [("a",)])
-    out = capsys.readouterr().out
-    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour
 
 
 # completion and start

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import struct
@@ -11,7 +12,9 @@ import termios
 
 import pytest
 
+from moe_runtime.cli.verbs import Ends
 from moe_runtime.io import console
+from moe_runtime.io.console import jsonable, print_table
 
 RUN = """
 import time
@@ -104,3 +107,30 @@ def test_words():
     assert [console.duration(s) for s in (0.4, 59, 61, 3600, 7500)] == ["0 s", "59 s", "1:01 min", "1:00 h", "2:05 h"]
     assert [console.amount(n, "B") for n in (12, 1500, 2.5e9)] == ["12.0 B", "1.5 kB", "2.5 GB"]
     assert [console.amount(n, "step") for n in (3, 0.25, 1234.5)] == ["3 steps", "0.25 steps", "1,234 steps"]
+
+
+def test_records_become_objects():
+    import torch
+
+    from moe_runtime.config import MoEConfig
+
+    settings = MoEConfig(hidden_size=8, intermediate_size=4)
+    assert jsonable(settings)["hidden_size"] == 8
+    assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
+    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
+    json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
+
+
+def test_a_table_is_plain_where_nobody_looks(capsys):
+    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
+    out = capsys.readouterr().out
+    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
+    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
+
+
+def test_no_color_is_heeded(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table("losses", [("model", "left")], [("a",)])
+    out = capsys.readouterr().out
+    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from typing import NamedTuple
 
 GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
@@ -190,4 +191,34 @@ PRESETS = {
         "balance_loss_coef": 0.01,
         "load_quirk": True,
     },
+}
+
+
+class Layer(NamedTuple):
+    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    shared: bool = False
+    gated: bool = True
+
+    def check(self) -> None:
+        """Raise ValueError for sizes that are none."""
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            check_positive(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
+
+
+LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
+    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
+    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
+    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
+    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
+    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
+    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
+    "OLMoE": Layer(2048, 1024, 64, 8),
+    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
 }

@@ -121,8 +121,7 @@ def tune(
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     """Return name -> Layer of --shape, or of --model and the sizes given beside it."""
-    from moe_runtime.config import check_choice
-    from moe_runtime.hf.models.folders import LAYERS, Layer, read_layer
+    from moe_runtime.config import LAYERS, Layer, check_choice
 
     if (shape is None) == (model is None and not sizes):
         raise ValueError(
@@ -134,7 +133,12 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
         for name in names:
             check_choice("shape", name, (*known, "all"))
         return {known[name]: LAYERS[known[name]] for name in names}
-    layer = (Layer(0, 0, 0, 0) if model is None else read_layer(model))._replace(**sizes)
+    layer = Layer(0, 0, 0, 0)
+    if model is not None:  # which wants transformers; a GPU machine may have none
+        from moe_runtime.hf.models.folders import read_layer
+
+        layer = read_layer(model)
+    layer = layer._replace(**sizes)
     missing = [f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)]
     if missing:
         raise ValueError(

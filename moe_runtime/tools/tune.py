@@ -28,7 +28,7 @@ import triton
 from triton.runtime.jit import KernelInterface
 
 from moe_runtime import backends
-from moe_runtime.hf.models.folders import Layer
+from moe_runtime.config import Layer
 from moe_runtime.io import files
 from moe_runtime.kernels import dispatch, tiles
 from moe_runtime.kernels.candidates import candidates

@@ -253,8 +253,8 @@ BAD = [
     ("train base --config config.json --data rows.jsonl --out base --overwrite", "which is or holds base, that is read"),
     ("train base --config config.json --data rows.jsonl --out new --dtype int8", "dtype is 'int8'"),
     (f"train base --config config.json --data rows.jsonl --out new --prompt x {' '.join(map(str, TRAIN))}", "prompt is 'x'"),
-    ("apply base base", "has no expert_cfg.json"),
-    ("merge base base new", "has no expert_cfg.json"),
+    ("apply base base", "expert_cfg.json, which cannot be read"),
+    ("merge base base new", "expert_cfg.json, which cannot be read"),
 ]  # fmt: skip
 
 

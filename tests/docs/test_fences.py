@@ -94,7 +94,7 @@ def test_commands_are_parsed(fence):
         pytest.param("make tests", id="target"),
         pytest.param("make demo ARG=--overwrite", id="variable"),
         pytest.param("pip install '.[trains]'", id="extra"),
-        pytest.param("python -m moe_runtime.native.build_cuda --arch-list 90", id="argparse"),
+        pytest.param("python -m moe_runtime.native.build cuda --arch-list 90", id="argparse"),
         pytest.param("python -m moe_runtime.nothing", id="module"),
         pytest.param("python nowhere.py", id="script"),
         pytest.param("bash bench/gpu.sh everything", id="part"),

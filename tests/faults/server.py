@@ -34,7 +34,7 @@ IMPORTED = [
     "trl",
     "trl.trainer.sft_trainer",
     "moe_runtime.cli",
-    "moe_runtime.native.cpp",
+    "moe_runtime.native.library",
     "moe_runtime.experiments.demo",
     "moe_runtime.hf.dropin.stats",
     "moe_runtime.tools.tune",

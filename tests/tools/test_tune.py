@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_runtime.bench import shapes
+from moe_runtime.config import LAYERS, Layer
 from moe_runtime.hf.models import folders
-from moe_runtime.hf.models.folders import Layer
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
@@ -263,7 +263,7 @@ def test_bad_sizes_are_named(clock, layer):
 @pytest.mark.parametrize("dtype", tuning.DTYPES)
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120, 121])
 def test_candidates_fit_the_gpu(arch, dtype):
-    for layer in folders.LAYERS.values():
+    for layer in LAYERS.values():
         for T in (1, 64, 512, 4096, 65536):
             for product in tuning.PRODUCTS:
                 problem = tuning.problem_of(product, layer, T, dtype, CPU)._replace(arch=arch)
@@ -280,7 +280,7 @@ def test_candidates_fit_the_gpu(arch, dtype):
 def test_layers_are_those_of_the_benchmarks():
     assert {name: (s.H, s.I, s.E, s.K, s.shared) for name, s in shapes.GPU.items()} == {
         name: (layer.hidden_size, layer.intermediate_size, layer.num_experts, layer.top_k, layer.shared)
-        for name, layer in folders.LAYERS.items()
+        for name, layer in LAYERS.items()
     }
 
 

@@ -189,10 +189,15 @@ def bench(
             return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
-    before = _mark(target)
+    before, pictures = _mark(target), []
     try:
         outcome = _measure(paths, target, options)
-        pictures = _draw(outcome.path) if outcome.path else []
+        if outcome.path and find_spec("matplotlib") is None:
+            print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
+        elif outcome.path:
+            from moe_runtime.bench.pictures import write_pictures
+
+            pictures = write_pictures(outcome.path)
     except KeyboardInterrupt as stop:
         stop.kept = _left(target, before)
         raise
@@ -226,16 +231,6 @@ def _left(target: Path, before: tuple[int, int] | None) -> str:
     return f"already complete: {target}" if _mark(target) != before else "nothing was written"
 
 
-def _draw(path: Path) -> list[Path]:
-    """Draw what was measured, if matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
-        return []
-    from moe_runtime.bench.pictures import write_pictures
-
-    return write_pictures(path)
-
-
 def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
     """Say what was left out and what was written; return the same for --json."""
     from moe_runtime.bench.records import benchmarks
@@ -248,10 +243,7 @@ def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
     if outcome.failed and is_kept:
         print(f"{len(outcome.failed)} failed; rerun to try them again", file=sys.stderr)
     value = {
-        "path": outcome.path if is_kept else None,
-        "pictures": pictures,
-        "failed": outcome.failed,
-        "skipped": outcome.skipped,
-        "benchmarks": benchmarks(outcome.path) if outcome.path else [],
-    }
+        "path": outcome.path if is_kept else None, "pictures": pictures, "failed": outcome.failed,
+        "skipped": outcome.skipped, "benchmarks": benchmarks(outcome.path) if outcome.path else [],
+    }  # fmt: skip
     return Ends(value, 1 if outcome.failed else 0)

@@ -235,10 +235,10 @@ def test_other_weights_if_asked_for(home, tmp_path):
 BAD = [
     ("select --summary made/summary.json --p 1.5 --out new.json", "p is 1.5; want a number above 0"),
     ("select --summary made/summary.json --p 0 --out new.json", "p is 0"),
-    ("select --p 0.1 --out new.json", "summary is None, logs is None; pass one of the two"),
-    ("select --p 0.1 --summary made/summary.json --logs logs --out new.json", "pass one of the two"),
+    ("select --p 0.1 --out new.json", "pass either --summary, or --logs"),
+    ("select --p 0.1 --summary made/summary.json --logs logs --out new.json", "pass either --summary, or --logs"),
     ("select --p 0.1 --summary none.json --out new.json", "none.json, which cannot be read"),
-    ("select --p 0.1 --summary made/summary.json --top-k 2 --out new.json", "top_k is 2, logs is None"),
+    ("select --p 0.1 --summary made/summary.json --top-k 2 --out new.json", "pass either --summary, or --logs"),
     ("select --p 0.1 --logs logs --layers 1,x --out new.json", "layers is '1,x'; want numbers"),
     ("select --p 0.1 --summary made/summary.json --score x --out new.json", "score is 'x'"),
     ("select --p 0.1 --summary made/summary.json --out config.json", "config.json, which exists"),

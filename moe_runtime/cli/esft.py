@@ -236,10 +236,10 @@ def merge(
 
 def _check_free(out: Path, overwrite: bool) -> None:
     """Raise ValueError if the file cannot be written, or is there and should not be replaced."""
-    if out.exists() and (out.is_dir() or not overwrite):
-        raise ValueError(f"out is {out}, which exists; pass a new file, or overwrite=True")
-    if above := next((one for one in out.parents if one.exists() and not one.is_dir()), None):
-        raise ValueError(f"out is {out}, below {above}, which is a file; pass a path in a folder")
+    above = next((one for one in out.parents if one.exists() and not one.is_dir()), None)
+    if above or out.is_dir() or (out.exists() and not overwrite):
+        why = f"below {above}, which is a file" if above else "which exists"
+        raise ValueError(f"out is {out}, {why}; pass a new file, or overwrite=True")
 
 
 def _say_selection(selection) -> None:

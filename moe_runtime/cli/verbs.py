@@ -119,6 +119,16 @@ def one_gpu() -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
+@contextlib.contextmanager
+def leaving(say: Callable[[], str]) -> Iterator[None]:
+    """Let an interruption of the block end in what `say` returns, in place of what the verb's `Kept` says."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.kept = say()
+        raise
+
+
 def with_bar(name: str, function: Callable, *args, **options):
     """Call a function that reports its progress in bytes, under a bar of this name; return what it returns."""
     with console.bar(name, "B") as update:
@@ -150,7 +160,7 @@ def _wrapped(function: Callable, kept: Kept) -> Callable:
             with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
                 if console.is_main():
                     print(line, file=sys.stderr, flush=True)
-            raise typer.Exit(signals.code_of(stop)) from None
+            json, value = False, Ends(None, signals.code_of(stop))
         value, code = value if isinstance(value, Ends) else (value, 0)
         if json and console.is_main():
             print(json_module.dumps(console.jsonable(value), indent=2, allow_nan=False))

@@ -90,24 +90,31 @@ def to_mergeable(
     return receipt
 
 
+def _alpha(text: str) -> str | list[float]:
+    return text if text == "uniform" else [float(part) for part in text.split(",")]
+
+
+ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,... that sum to 1."
+Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
+
+
 @verb(app, "mixed dense", Kept("{target}"))
 def merge(
     source: Source,
     target: Target,
     shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
-    alpha: Annotated[str | None, option("Other coefficients than learned: uniform, or a,b,... of sum 1.")] = None,
+    alpha: Annotated[
+        str | None,
+        option("Other coefficients than learned: uniform, or a,b,... of sum 1.", parser=_alpha, metavar="<str>"),
+    ] = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ):
     """Merge the experts to a dense model of the base's architecture, with the learned or the initial coefficients."""
     from moe_runtime.methods.xft import folders
 
-    try:
-        values = alpha if alpha in (None, "uniform") else [float(part) for part in alpha.split(",")]
-    except ValueError:
-        raise ValueError(f"alpha is {alpha!r}; pass 'uniform' or numbers such as 0.75,0.125,0.125") from None
     receipt = with_bar(
-        "merging", folders.merge_folder, source, target, shared_rate=shared_rate, alpha=values,
+        "merging", folders.merge_folder, source, target, shared_rate=shared_rate, alpha=alpha,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     _say(receipt)

@@ -176,10 +176,10 @@ SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        pytest.param((), "pass either --shape, or --model and sizes of your own", id="no layer"),
-        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass the layer's four sizes", id="half a layer"),
+        pytest.param((), "--hidden-size, --intermediate-size, --num-experts, --top-k is missing; pass --shape alone", id="no layer"),
+        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
         pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
-        pytest.param(("--shape", "olmoe", *SIZES), "pass either --shape, or --model", id="shape and sizes"),
+        pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),
         pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
         pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
         pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; pass integers of at least 1", id="bad tokens"),

@@ -118,14 +118,11 @@ def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments
     assert sorted(base.iterdir()) == before and not list(tmp_path.iterdir())
 
 
-def test_unknown_architecture_is_refused_with_the_reason(run, tmp_path):
+def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path):
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
     out = run("xft", "upcycle", tmp_path / "opt", tmp_path / "out")
     assert out.returncode == 1 and "opt has no MLP module of its own" in out.stderr and not (tmp_path / "out").exists()
-
-
-def test_merge_of_a_dense_folder_is_refused(run, base, tmp_path):
     out = run("xft", "merge", base, tmp_path / "out")
     assert out.returncode == 1 and "want an upcycled model's folder" in out.stderr
 
@@ -176,7 +173,11 @@ SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        pytest.param((), "--hidden-size, --intermediate-size, --num-experts, --top-k is missing; pass --shape alone", id="no layer"),
+        pytest.param(
+            (),
+            "--num-experts, --top-k is missing; pass --shape alone",
+            id="no layer",
+        ),
         pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
         pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
         pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),

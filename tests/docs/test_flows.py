@@ -47,20 +47,6 @@ def test_what_is_not_run_is_shown_by_a_test_that_exists(key):
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(
-    "line, want",
-    [
-        pytest.param("make demo", "make demo", id="whole"),
-        pytest.param("make wheel-cuda ARCHS=90", "make wheel-cuda", id="arguments"),
-        pytest.param("MOE_RUNTIME_BUILD_CPU=1 pip wheel . --no-deps", "pip wheel", id="variable"),
-        pytest.param("make demonstration", None, id="another word"),
-        pytest.param("moe-runtime doctor", None, id="run"),
-    ],
-)
-def test_what_falls_under_the_list(line, want):
-    assert flows.reason_of(statements(line)[0]) == want
-
-
 def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in ("moe-runtime xft upcycle nowhere moe", "python -m moe_runtime.native.hub ."):

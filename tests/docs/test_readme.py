@@ -14,7 +14,6 @@ from moe_runtime.hf.models.families import FAMILIES
 from tests.hf import stock as stock_families
 from tests.hf.dropin.test_layers import stock
 from tests.hf.tiny import dense
-from tests.support import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -115,21 +114,6 @@ def test_the_methods_tables_are_those_that_were_printed(page):
         assert row == [printed[row[0]][column] for column in head]
 
 
-def test_hardware_that_is_said_to_compile_does_and_to_run_did():
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in re.findall(r"^\| .*$", section("What runs where"), re.M)
-    ]
-    hardware = {row[0]: row for row in rows if re.search(r"\((sm_|gfx)\w+\)", row[0])}
-    compiled = re.findall(r"^## (sm_\d+|gfx\w+): ", (ROOT / "docs" / "kernels.md").read_text(), re.MULTILINE)
-    assert [re.search(r"\((\w+)\)", name)[1] for name in hardware] == compiled
-    assert {row[2] for row in hardware.values()} == {"yes"}
-    for _, _, _, run, benchmarked in hardware.values():
-        assert (run, benchmarked) == ("not yet", "not yet") or list(RESULTS.glob("*-gpu.json"))
-    if not list(RESULTS.glob("*-gpu.json")):
-        assert "**The kernels have not run on a GPU yet**" in README
-
-
 def test_nothing_is_left_to_fill_in_and_pictures_are_there():
     assert "<!--" not in README and "held-out functions of the standard library" in section("Two commands")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
@@ -153,7 +137,3 @@ def test_links_lead_somewhere():
         path, _, anchor = link.partition("#")
         assert (ROOT / path).exists(), link
         assert not anchor or anchor in anchors((ROOT / path).read_text() if path else README), link
-
-
-def test_captions_are_of_the_pictures_that_are_drawn():
-    assert list(figures.CAPTIONS) == list(importlib.import_module("moe_runtime.bench.pictures").PICTURES)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
@@ -27,8 +27,6 @@ from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
 
-SPREAD = "moe_runtime_spread"  # attribute of a model of transformers whose experts are spread over ranks
-
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
     """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension; return how many layers that are.
@@ -37,8 +35,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
-    leaves the experts alone. PEFT's adapters of other modules come before it as well. Trainer then refuses on every rank to
-    train with a save_strategy, which would write on one rank alone. A second call with the same mesh changes nothing.
+    leaves the experts alone. PEFT's adapters of other modules come before it as well. A Trainer's checkpoints would be written
+    on one rank alone: MoETrainer refuses a save_strategy, transformers' Trainer raises at the first. A second call with the same mesh changes nothing.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
@@ -72,30 +70,12 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
-            setattr(module, SPREAD, True)
-    _watch_trainers()
     return len(layers)
 
 
-class NoCheckpoints(TrainerCallback):
-    """Refuses a training that would save what `shard_experts` has spread, on every rank, before the first step."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if args.save_strategy != "no" and SPREAD in model.__dict__:
-            raise ValueError(
-                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with its experts on several "
-                "ranks, and Trainer writes on one; want save_strategy='no', then on every rank "
-                "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder), or esft.save_adapter(model, folder) after "
-                "esft.train_only"
-            )
-
-
-def _watch_trainers() -> None:
-    """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
-    from transformers.trainer import DEFAULT_CALLBACKS
-
-    if NoCheckpoints not in DEFAULT_CALLBACKS:
-        DEFAULT_CALLBACKS.append(NoCheckpoints)
+def is_spread(model: nn.Module) -> bool:
+    """Return whether `model` refuses transformers' save_pretrained, because `shard_experts` has spread its experts."""
+    return getattr(getattr(model, "save_pretrained", None), "__func__", None) is _save_whole_only
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:

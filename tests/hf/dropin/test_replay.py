@@ -240,7 +240,7 @@ def test_a_file_keeps_the_record(tmp_path):
 def test_bad_files_are_refused(tmp_path):
     path = tmp_path / "ids.safetensors"
     RoutingRecord({"a": [torch.tensor([[0, 8]])]}, {"a": 8}).save(path)
-    with pytest.raises(ValueError, match="ids of a, call 0, are 0 to 8; want 0 to 8, exclusive"):
+    with pytest.raises(ValueError, match="ids of a, call 0, are .*, 0 to 8; want .* from 0 to 8, exclusive"):
         RoutingRecord.load(path)
     from safetensors.torch import save_file
 
@@ -320,7 +320,7 @@ def test_records_of_other_models_are_refused():
         with pytest.raises(ValueError, match="record has the layers"), replay_routing(model, RoutingRecord(ids)):
             pass
     far = {"model.layers.0.mlp.experts": [torch.full((18, 2), 9)]}
-    with pytest.raises(ValueError, match="to expert 9; want 0 to 7"), replay_routing(model, RoutingRecord(far)):
+    with pytest.raises(ValueError, match="call 0, are .*, 9 to 9; want .* from 0 to 8, exclusive"), replay_routing(model, RoutingRecord(far)):
         pass
     with pytest.raises(ValueError, match="without a router"), record_routing(torch.nn.Linear(2, 2)):
         pass

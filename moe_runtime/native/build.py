@@ -254,9 +254,8 @@ def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
     items = list(filter(None, re.split(r"[;,\s]+", spec)))
     matches = [re.fullmatch(r"(?:sm_)?((\d+)[af]?)(\+PTX)?", item) for item in items]
     if not items or not all(match and match[2] in known for match in matches):
-        raise BuildError(
-            f"architectures are {spec!r}; expected a list such as {ARCHS} of those that {toolkit.nvcc} knows: {', '.join(known)}"
-        )
+        want = f"expected a list such as {ARCHS} of what {toolkit.nvcc} knows: {', '.join(known)}"
+        raise BuildError(f"architectures are {spec!r}; {want}")
     flags, names, plain = [], [], None
     for match in matches:
         number, _, plus = match.groups()
@@ -282,7 +281,7 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> tuple[list[Path], Toolkit, lis
 def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS) -> list[Usage]:
     """Compile `csrc` for `archs` into the library `out`, written atomically; return what ptxas reports.
 
-    `cache` holds the objects, by the hash of all that they depend on. Raises BuildError for what is missing or does not compile.
+    `cache` holds the objects, by the hash of all they depend on. Raises BuildError for what is missing or does not compile.
     """
     csrc, cache = csrc or csrc_dir("cuda"), cache or cache_dir("cuda") / "objects"
     sources, toolkit, compiler, gencode, names = check_cuda(csrc, archs)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import struct
@@ -11,7 +12,9 @@ import termios
 
 import pytest
 
+from moe_runtime.cli.verbs import Ends
 from moe_runtime.io import console
+from moe_runtime.io.console import jsonable, print_table
 
 RUN = """
 import time
@@ -98,3 +101,30 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
     text, out = b"".join(parts).decode(), done.communicate()[0]
     assert done.returncode == 0 and out == b""
     assert "merging:" in text and "%|" in text and "MB/s" in text and "<00:0" in text
+
+
+def test_records_become_objects():
+    import torch
+
+    from moe_runtime.config import MoEConfig
+
+    settings = MoEConfig(hidden_size=8, intermediate_size=4)
+    assert jsonable(settings)["hidden_size"] == 8
+    assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
+    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
+    json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
+
+
+def test_a_table_is_plain_where_nobody_looks(capsys):
+    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
+    out = capsys.readouterr().out
+    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
+    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
+
+
+def test_no_color_is_heeded(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table("losses", [("model", "left")], [("a",)])
+    out = capsys.readouterr().out
+    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour

@@ -72,8 +72,7 @@ class Results:
 
     def broken(self, key: str) -> list[Tile | None]:
         """Return the configs that ended a process when they ran on this problem; None stands for compiling many at once."""
-        entries = self.read().get("broken", {}).get(key, ())
-        return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
+        return [entry["tile"] and Tile(**entry["tile"]) for entry in self.read().get("broken", {}).get(key, ())]
 
     def save(self, key: str, entry: dict) -> None:
         """Write the entry of a problem."""
@@ -81,8 +80,7 @@ class Results:
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
         """Note a config that ended a process, None for compiling many at once."""
-        entry = {"tile": tile, "note": note}
-        self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
+        self._change(lambda d: d.setdefault("broken", {}).setdefault(key, []).append({"tile": tile, "note": note}))
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
@@ -136,9 +134,9 @@ class EventTimer:
 
 
 def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: float) -> dict[Hashable, float]:
-    """Return the median milliseconds of each, all timed in turn; those far behind after three rounds are not timed further.
+    """Return the median milliseconds of each, all timed in turn; after three rounds not those far behind, but the first one.
 
-    The first one always is. After five rounds the next one begins only while all took less than `seconds`.
+    After five rounds the next one begins only while all took less than `seconds`.
     """
     times = {name: [] for name in functions}
     left, spent, medians = list(functions), 0.0, {}
@@ -274,11 +272,10 @@ def _poisoned() -> Iterator[None]:
 
 
 def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
-    """Compile the kernels of all configs at once, a thread each; whoever fails here fails again where it is noted."""
+    """Compile the kernels of all configs at once, a thread each; a config that fails here fails again where it is noted."""
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
-    launch = KernelInterface.__getitem__
-    workers = min(len(pool), os.cpu_count() or 1, 8)
+    launch, workers = KernelInterface.__getitem__, min(len(pool), os.cpu_count() or 1, 8)
     try:
         with ThreadPoolExecutor(workers) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
             # what would launch only compiles

@@ -344,7 +344,7 @@ def _linear_backward_fake(dout, x, weight, merged, bias, backend):
 
 def _linear_setup_context(ctx, inputs, output):
     x, weight, alpha, merged, _, ctx.backend = inputs
-    need_x, _, need_alpha, _, ctx.need_bias, _ = ctx.needs_input_grad
+    need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
     ctx.x_shape = x.shape
     ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
 

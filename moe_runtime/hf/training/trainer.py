@@ -172,14 +172,10 @@ class _MoETrainer(WholeSaves):
             )
         elif args.save_strategy != "no" and (spread or trainable.is_guarded(model)):
             what = "its experts on several ranks" if spread else "experts that train outside of their stacks"
-            how = (
-                "parallel.save_pretrained(model, folder) on every rank"
-                if spread
-                else "esft.train_only, which saves an adapter"
-            )
             reason = (
                 f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with {what}, which a "
-                f"checkpoint cannot hold; want save_strategy='no', and {how}"
+                "checkpoint cannot hold; want save_strategy='no'; "
+                f"{'parallel.save_pretrained writes the model' if spread else 'esft.train_only saves an adapter'}"
             )
         if reason is not None:
             raise ValueError(reason)
@@ -235,7 +231,10 @@ class _MoETrainer(WholeSaves):
         """Save as transformers does, but never weights that are not finite: they would push out good checkpoints."""
         if self.stop_on_nan:
             named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            bad = next((name for name, p in named if not torch.isfinite(_local(p)).all()), None)
+            own = (
+                (name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named
+            )  # of what FSDP2 has split
+            bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
             if bad is not None:
                 raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
         super()._save_checkpoint(model, trial)
@@ -291,8 +290,7 @@ class _MoETrainer(WholeSaves):
 
     def _not_finite(self, what: str, want: str) -> str:
         rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
-        folder = Path(self.args.output_dir)
-        last = last_whole_checkpoint(folder)
+        last = last_whole_checkpoint(self.args.output_dir)
         return (
             f"{what} at step {self.state.global_step + 1}{rows}; want {want}; lower the learning rate or set "
             f"max_grad_norm, look at the data, then resume from {last or 'the start: no checkpoint was saved'}"
@@ -338,11 +336,6 @@ def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
                 "make the model ready with the selection in expert_cfg.json there"
             )
     return None
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a parameter that FSDP2 has split, else the parameter."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 class MoETrainer(_MoETrainer, Trainer):
@@ -404,15 +397,19 @@ def _size(model) -> int | None:
 def _largest(rows) -> int | None:
     """Return the largest id of rows that are there; None where there is none to be seen."""
     if isinstance(rows, list | tuple):
-        return max(
-            (one for row in rows if _has_ids(row) and (one := _most(row["input_ids"])) is not None), default=None
+        found = (
+            _most(row["input_ids"]) for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None
         )
-    names = getattr(rows, "column_names", None)
-    if isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (names or ()):
-        return None
-    # a batch at a time, from the disk: rows may be more than memory holds
-    batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
-    return max((one for table in batches if (one := _column_most(table["input_ids"])) is not None), default=None)
+    elif (
+        isinstance(rows, IterableDataset)
+        or not hasattr(rows, "with_format")
+        or "input_ids" not in (rows.column_names or ())
+    ):
+        found = ()
+    else:  # a batch at a time, from the disk: rows may be more than memory holds
+        batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
+        found = (_column_most(table["input_ids"]) for table in batches)
+    return max((one for one in found if one is not None), default=None)
 
 
 def _column_most(column) -> int | None:
@@ -431,10 +428,6 @@ def _most(ids) -> int | None:
     if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
         ids = torch.as_tensor(ids)
         return int(ids.max()) if ids.numel() else None
-    if isinstance(ids[0], Integral):
+    if len(ids) and isinstance(ids[0], Integral):
         return int(max(ids))
-    return max((one for part in ids if len(part) and (one := _most(part)) is not None), default=None)
-
-
-def _has_ids(row) -> bool:
-    return isinstance(row, Mapping) and row.get("input_ids") is not None and len(row["input_ids"]) > 0
+    return max((one for part in ids if (one := _most(part)) is not None), default=None)

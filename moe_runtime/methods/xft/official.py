@@ -19,8 +19,9 @@ import contextlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,6 @@ BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 KINDS = ("weight_gate", "weight_up", "weight_down")
 EXPERTS = "model.layers.{}.mlp.calculator.experts.{}.{}.weight"  # layer, kind, expert
-
-
 MLP = "model.layers.{}.mlp"
 MAX_NAMES = 10**6  # of missing tensors, which a damaged config could name until memory is full
 # the weighted model's own, never used MLP
@@ -78,7 +77,7 @@ class TorchFiles:
     and for a key in two files.
     """
 
-    def __init__(self, path: Path, names: list[str], flatten: Callable[[Mapping, str], Mapping]):
+    def __init__(self, path: Path, names: Iterable[str], flatten: Callable[[Mapping, str], Mapping]):
         self.path, self._flatten = path, flatten
         self._place: dict[str, tuple[TensorSpec, str]] = {}
         self._name, self._open = "", {}
@@ -132,30 +131,11 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
     return TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
 
 
-def open_experts(folder: str | Path, num_layers: int) -> TorchFiles:
-    """Open a folder of `ffn_layer_{l}.pt`, each {weight_gate | weight_up | weight_down: {expert: tensor}}, by EXPERTS' keys."""
-    # a generator: the number is a config's, and the first file that is missing ends it
-    return TorchFiles(Path(folder), (f"ffn_layer_{layer}.pt" for layer in range(num_layers)), _flatten_experts)
-
-
 def _flatten_experts(loaded: Mapping, name: str) -> dict:
+    """Name the tensors of `ffn_layer_{l}.pt`, {weight_gate | weight_up | weight_down: {expert: tensor}}, as an MoE's."""
     layer = int(re.search(r"\d+", name)[0])
     kinds = {kind: experts if isinstance(experts, Mapping) else {None: experts} for kind, experts in loaded.items()}
     return {EXPERTS.format(layer, kind, e): tensor for kind, experts in kinds.items() for e, tensor in experts.items()}
-
-
-def find_experts(source: Path, said: str | None, given: str | Path | None) -> Path:
-    """Return the folder of `ffn_layer_0.pt`: the one `given`, `source` itself, the one that config.json `said`, or its sibling.
-
-    Raises ValueError, with where it looked, if none has the file.
-    """
-    said = [Path(str(said)), source.parent / Path(str(said)).name] if said else []
-    places = [Path(given)] if given is not None else [source, *said]
-    found = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
-    if found is None:
-        looked = ", ".join(map(str, places))
-        raise ValueError(f"ffn_layer_0.pt is in none of {looked}; want the folder of the experts' files as ffn_folder")
-    return found
 
 
 class _Source(NamedTuple):
@@ -177,16 +157,6 @@ class _Source(NamedTuple):
     def close(self) -> None:
         for part in self.parts:
             part.close()
-
-
-class _Stacks(NamedTuple):
-    """Shapes and dtypes of a folder that is about to be written, for `folders.check_tensors`."""
-
-    path: Path
-    tensors: dict[str, TensorSpec]
-
-    def specs(self) -> dict[str, TensorSpec]:
-        return self.tensors
 
 
 def import_official(
@@ -246,12 +216,17 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
     return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(layers))
 
 
-def _open(source: Path, values: dict, ffn_folder) -> _Source:
-    """Open a folder's tensors and say its stage, by what it holds; ValueError for one that holds no experts."""
+def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
+    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts.
+
+    A weighted model's are in `ffn_folder` if given, else in `source`, in the folder that config.json names, or beside `source`.
+    """
     model, reason = open_model(source), None
     names = {key.partition(".mlp.")[2] for key in model.keys()}
     is_moe = any(name.startswith("calculator.experts.") for name in names)
-    num_layers = values.get("num_hidden_layers", 32)  # Llama's config says so where it says nothing
+    said = str(values.get("ffn_folder_path") or source)
+    places = [Path(ffn_folder)] if ffn_folder is not None else [source, Path(said), source.parent / Path(said).name]
+    folder = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
     if is_moe and (values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None):
         reason = (
             f"model_type is {values['model_type']!r}, ffn_folder {ffn_folder}, and {source} holds experts of its own; "
@@ -262,13 +237,18 @@ def _open(source: Path, values: dict, ffn_folder) -> _Source:
             f"{source} has no tensor such as {EXPERTS.format(0, KINDS[0], 0)} or {MLP.format(0)}.average_weights; want an MoE "
             "or a weighted model of the released XFT code; its merged models are Llama's, and transformers loads them"
         )
+    elif not is_moe and folder is None:
+        looked = ", ".join(map(str, dict.fromkeys(places)))
+        reason = f"ffn_layer_0.pt is in none of {looked}; want the folder of the experts' files as ffn_folder"
     if reason is not None:
         raise ValueError(reason)
     if is_moe:
         return _Source(source, (model,), "moe")
+    num_layers = values.get("num_hidden_layers", 32)  # Llama's config says so where it says nothing
     check_positive("num_hidden_layers", num_layers)
-    folder = find_experts(source, values.get("ffn_folder_path"), ffn_folder)
-    return _Source(source, (model, open_experts(folder, num_layers)), "mergeable")
+    # not a list: the number is a config's, and the first file that is missing ends it
+    files = (f"ffn_layer_{layer}.pt" for layer in range(num_layers))
+    return _Source(source, (model, TorchFiles(folder, files, _flatten_experts)), "mergeable")
 
 
 def _router_names(moe: MoEConfig) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -317,7 +297,7 @@ def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]
             continue
         for ours, (theirs, _) in _router_names(moe).items():
             specs[f"{path}.gate.{ours}"] = found[f"{path}.gate.{theirs}"]
-    folders.check_tensors(config, _Stacks(opened.path, specs))
+    folders.check_tensors(config, SimpleNamespace(path=opened.path, specs=lambda: specs))
     return specs
 
 

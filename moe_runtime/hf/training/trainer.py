@@ -10,10 +10,8 @@ resumption are transformers' own. `check_rows` names a token id that the model h
 MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
 
-import csv
 import functools
 import json
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral
@@ -22,86 +20,19 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
+from transformers import Trainer
 
 from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
 from moe_runtime.hf.models import outputs
 from moe_runtime.hf.training import trainable, trained_files
+from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
-from moe_runtime.io.files import atomic_file, read_json
+from moe_runtime.io.files import read_json
 from moe_runtime.modules.moe import Router
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
-logger = logging.get_logger(__name__)
-
-
-def _whole_lines(path: Path) -> list[list[str]]:
-    """Read the lines of router_stats.csv, except for a last one that a killed process did not finish, and for damaged ones."""
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
-    return [one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])]
-
-
-class RouterStatsCallback(TrainerCallback):
-    """Adds router statistics to the training logs and appends each expert's load, per layer, to a CSV file.
-
-    The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
-    router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
-    MoETrainer and MoESFTTrainer put it first; in a plain Trainer, reporting callbacks before it do not see its numbers.
-    """
-
-    def __init__(self, path: str | Path | None = None, per_layer: bool = False, min_entropy: float = LOW_ENTROPY):
-        self.path, self.per_layer, self.min_entropy = path, per_layer, min_entropy
-        self._counter: RouterCounter | None = None
-        self._file: Path | None = None
-        self._warned = False
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Hook the routers and open the file; a resumed run keeps the lines up to its checkpoint."""
-        self.on_train_end(args, state, control)
-        self._counter = RouterCounter(model, only_training=True)
-        self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
-        if not state.is_world_process_zero:
-            return
-        kept = []
-        if state.global_step and self._file.exists():
-            kept = [line for line in _whole_lines(self._file) if int(line[0]) <= state.global_step]
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self._file) as beside:
-            self._write([("step", *FIELDS), *kept], beside, "w")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Read the counts since the last training log."""
-        if self._counter is None or logs is None or "loss" not in logs:
-            return
-        stats = self._counter.read(reset=True, reduce=True)
-        if not stats.counts.any():
-            return
-        values = stats.summary() | (stats.per_layer() if self.per_layer else {})
-        logs.update(values)  # for the reporting callbacks that come after this one
-        state.log_history[-1].update(values)
-        if state.is_world_process_zero:
-            self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
-            warning = None if self._warned else stats.warning(self.min_entropy)
-            if warning:
-                self._warned = True
-                logger.warning(f"step {state.global_step}: {warning}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Take the hooks away."""
-        if self._counter is not None:
-            self._counter.close()
-            self._counter = None
-
-    @staticmethod
-    def _write(rows: list, path: Path, mode: str) -> None:
-        with open(path, mode, newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
 
 
 class _MoETrainer(WholeSaves):

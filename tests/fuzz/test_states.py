@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.training import recording, saving
-from moe_runtime.hf.training.trainer import RouterStatsCallback
+from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.methods.esft import official as esft_official
 from moe_runtime.methods.esft import study as esft_study
 from moe_runtime.methods.lora.adapters import load_stacked, save_stacked

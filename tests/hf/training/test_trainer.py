@@ -1,4 +1,4 @@
-"""hf/training/trainer.py and hf/training/sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
+"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
 
 import csv
 import json
@@ -620,7 +620,9 @@ def test_the_command_names_the_rows_of_a_bad_batch(folder, tmp_path):
         pytest.param(["--model", "{folder}/moe", "--colour", "red"], "colour", id="unknown-flag"),
         pytest.param(["--config={bare}/none.yaml"], r"none.yaml', which cannot be read: .*No such file", id="no-yaml"),
         pytest.param(["--config", "{bare}/broken.yaml"], "which cannot be read: while parsing", id="broken-yaml"),
-        pytest.param(["--config", "{bare}/list.yaml"], "which holds list; want a YAML file of options", id="yaml-of-no-options"),
+        pytest.param(
+            ["--config", "{bare}/list.yaml"], "holds list; want a YAML file of options", id="yaml-of-no-options"
+        ),
         pytest.param(["--config"], "config is '--output_dir', which cannot be read", id="config-of-nothing"),
     ],
 )

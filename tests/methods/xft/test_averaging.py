@@ -155,7 +155,6 @@ def mergeable():
             ewa, None, {"schedule": "cosine"}, "schedule is 'cosine'; want one of constant, linear", id="schedule"
         ),
         pytest.param(ewa, None, {"schedule": "linear"}, "total_steps is None", id="linear without an end"),
-        pytest.param(ewa, None, {"step": -1}, "step is -1", id="step"),
         pytest.param(mergeable, None, {}, "no experts that train", id="frozen experts"),
         pytest.param(tiny.dense, None, {}, "no experts that train", id="a dense model"),
         pytest.param(flat, None, {}, "want whole stacks [E, ...]; train with FSDP2", id="FSDP1"),

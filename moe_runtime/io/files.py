@@ -100,8 +100,9 @@ def _lock(folder: Path, wait: bool = False) -> int:
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other writers from starting or sweeping in `folder`, where the filesystem has locks."""
     handle = None
-    with contextlib.suppress(OSError):
-        handle = _lock(folder, wait=True)
+    if not re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name):  # our own hidden folder: locked, and ours alone
+        with contextlib.suppress(OSError):
+            handle = _lock(folder, wait=True)
     try:
         yield
     finally:

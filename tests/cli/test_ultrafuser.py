@@ -116,7 +116,7 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
         pytest.param(("fuser", "stability", "--checkpoints", 999), "checkpoints is 999, stage 2 has", id="checkpoints"),
         pytest.param(("fuser", "train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
         pytest.param(
-            ("fuser", "generate", "{here}", "--prompt", "a"), "which has no fuser_config.json", id="no folder"
+            ("fuser", "generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"
         ),
         pytest.param(
             ("fuser", "generate", "{here}", "--prompt", "a", "--temperature", -1),

@@ -1,21 +1,252 @@
-"""Bars: memory kept for the backward pass, a step's parts, XFT's tuning step, the layer's times of its floor."""
+"""What all pictures share (colours, what a results file says, the frame), and the bars: memory, a step's parts, XFT's step.
 
-from moe_runtime.bench.pictures_style import (  # fmt: skip
-    INK,
-    SMALL,
-    TINY,
-    Bench,
-    bars,
-    figure_of,
-    legend,
-    luminance,
-    number,
-    ordered,
-    plain,
-    share_names,
-    style,
-)
+White ground, so that a picture is the same on a light and on a dark page. Text stays text in the SVG.
+"""
+
+import statistics
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.bench.records import benchmarks
 from moe_runtime.io.rows import require
+
+WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
+SMALL, TINY = 9, 8  # points
+GREY, INK = "#666666", "#222222"
+# name: colour, marker; Okabe and Ito's colours (2008) and darker ones of the same hues, told apart by markers besides
+STYLES = {
+    "moe_runtime": ("#0072B2", "o"),
+    "moe_runtime cuda": ("#003F63", "H"),
+    "moe_runtime triton": ("#3F8FD2", "h"),
+    "moe_runtime cpp": ("#1B9AD6", "p"),
+    "moe_runtime torch": ("#89CFF0", "P"),
+    "transformers eager": ("#D55E00", "s"),
+    "transformers grouped_mm": ("#E69F00", "D"),
+    "transformers batched_mm": ("#8C4A00", "v"),
+    "torch grouped_mm": ("#009E73", "^"),
+    "official": ("#CC79A7", "X"),
+    "scattermoe": ("#000000", "<"),
+    "liger_kernel": ("#7B4FA3", ">"),
+    "sonicmoe": ("#7A7A00", "d"),
+    "megablocks": ("#6B2737", "*"),
+    "moe_runtime, shared dense": ("#5F6CC4", "8"),
+    "dense FFN": ("#94A34B", "x"),
+}
+REFERENCES = ("dense FFN",)  # what no mixture of experts can be compared with as with its like
+OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
+FLOOR = ("#9A9A9A", "_")
+LABELS = {
+    "bench_forward": "layer, forward",
+    "bench_forward_backward": "layer, forward + backward",
+    "bench_tokens": "sweep of T, forward",
+    "bench_tokens_backward": "sweep of T, forward + backward",
+}
+
+
+class Bench(NamedTuple):
+    """One benchmark of a results file."""
+
+    function: str
+    id: str
+    info: dict
+
+    @property
+    def rows(self) -> dict[str, dict]:
+        return self.info["rows"]
+
+    @property
+    def dtype(self) -> str:
+        """As the file says; of an older one, as the benchmark's name does."""
+        named = next((part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")), "")
+        return self.info.get("dtype") or named
+
+    @property
+    def shape(self) -> str:
+        """Name of the shape, without its tokens."""
+        named = (self.info.get("shape") or {}).get("name")
+        return named or self.id.removesuffix(f"-{self.dtype}")
+
+    @property
+    def tokens(self) -> int:
+        return self.info.get("tokens") or (self.info.get("shape") or {}).get("T") or 0
+
+    @property
+    def label(self) -> str:
+        """The function in words."""
+        return LABELS.get(self.function) or self.function.removeprefix("bench_").replace("_", " ")
+
+    @property
+    def what(self) -> str:
+        """The function in words, and what of its parameters is neither shape nor dtype."""
+        shape, rest = self.info.get("shape") or {}, f"-{self.id}-"
+        for part in (f"{shape.get('name')}-{shape.get('T')}", shape.get("name"), self.dtype):
+            rest = rest.replace(f"-{part}-", "-", 1) if part else rest
+        return ", ".join([self.label, *filter(None, [rest.strip("-").replace("-", " ")])])
+
+
+def read(path: str | Path) -> list[Bench]:
+    """Return the benchmarks of a results file; raises ValueError for what is none."""
+    found = [(bench["name"].partition("["), bench["extra_info"]) for bench in benchmarks(path)]
+    return [Bench(name, id.rstrip("]"), info) for (name, _, id), info in found]
+
+
+def is_ours(name: str) -> bool:
+    return name.split(":")[0].split(",")[0].split()[:1] == ["moe_runtime"]
+
+
+def is_floor(name: str) -> bool:
+    return name.endswith("(floor)")
+
+
+def style(name: str) -> tuple[str, str]:
+    """Return an implementation's colour and marker, the same in every picture."""
+    if is_floor(name):
+        return FLOOR
+    return STYLES.get(name) or OTHERS[zlib.crc32(name.encode()) % len(OTHERS)]
+
+
+def luminance(colour: str) -> float:
+    """Return how light a colour is, from 0 to 1."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+
+
+def ordered(names) -> list[str]:
+    """Sort implementations: ours, then the table's others, then the rest as they come; floors last."""
+    names, known = list(dict.fromkeys(names)), list(STYLES)
+    place = {name: known.index(name) if name in known else len(known) for name in names}
+    return sorted(names, key=lambda name: (is_floor(name), not is_ours(name), place[name]))
+
+
+def shown(rows: dict[str, dict], column: str) -> dict[str, float]:
+    """Return {variant: value} of all of our variants and of the best of the others; more is better."""
+    values = {name: row[column] for name, row in rows.items() if column in row and not is_floor(name)}
+    others = [name for name in values if not is_ours(name) and name not in REFERENCES]
+    best = max(others, key=values.get, default=None)
+    return {name: value for name, value in values.items() if is_ours(name) or name == best}
+
+
+def ceiling(benches: list[Bench], unit: str) -> float | None:
+    """Return the median of a ceiling over the processes that measured it; None where none did."""
+    found = {bench.info["ceilings"][unit] for bench in benches if unit in bench.info.get("ceilings", {})}
+    return statistics.median(found) if found else None
+
+
+def caption(benches: list[Bench]) -> str:
+    """Return machine, versions, commit and date that the benchmarks were measured with, a line for each set of them."""
+    lines = {}
+    for bench in benches:
+        info = bench.info
+        said = [
+            f"{name} {info[name]}"
+            for name in ("torch", "triton", "transformers")
+            if info.get(name) not in (None, "missing")
+        ]
+        lines[", ".join([info.get("machine", "unknown machine"), *said])] = None
+    commits = ", ".join(dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches))
+    dates = ", ".join(dict.fromkeys(str(bench.info.get("date", "unknown")) for bench in benches))
+    return "\n".join([*lines, f"commit {commits}, {dates}"])
+
+
+def figure_of(title: str, benches: list[Bench], height: float):
+    """Return a Figure of its own, not pyplot's, with its title and, below, where the numbers come from."""
+    figure = require("matplotlib.figure", "bench").Figure(
+        figsize=(WIDTH, height), layout="constrained", facecolor="white"
+    )
+    figure.suptitle(title, fontsize=12, color=INK)
+    figure.supxlabel(caption(benches), fontsize=TINY, color=GREY)
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
+    return figure
+
+
+def plain(axes, title: str = "") -> None:
+    """Give axes their title, a pale grid behind the data and no box."""
+    axes.set_title(title, fontsize=SMALL + 1, color=INK, loc="left")
+    axes.tick_params(labelsize=SMALL)
+    axes.grid(alpha=0.25, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def key(names, *, line: bool = False, join: bool = True) -> list:
+    """Return a legend's handles of implementations: patches for bars, or their markers, joined by a line or not."""
+    names = ordered(names)
+    if not line:
+        patches = require("matplotlib.patches", "bench")
+        return [patches.Patch(color=style(name)[0], label=name) for name in names]
+    lines, joined = require("matplotlib.lines", "bench"), "-" if join else ""
+    return [
+        lines.Line2D([], [], color=colour, marker=marker, markersize=5, linestyle=joined, label=name)
+        for name in names
+        for colour, marker in [style(name)]
+    ]
+
+
+def legend(figure, handles: list, columns: int = 3) -> None:
+    """Put a legend below the figure's title, which becomes the legend's own: two things at the top would overlap."""
+    title = figure.get_suptitle()
+    figure.suptitle("")
+    found = figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=min(columns, len(handles)),
+        fontsize=SMALL,
+        frameon=False,
+        title=title,
+        title_fontsize=12,
+    )
+    found.get_title().set_color(INK)
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def logarithmic(axes, which: str) -> None:
+    """Scale the "x" or "y" axis by powers of ten, with ticks at 1, 2 and 5 of each that read as numbers: 0.05, 20, 5k, 2M."""
+    ticker = require("matplotlib.ticker", "bench")
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 2e3 else (1,)))
+    axis.set_major_formatter(lambda value, _: _short(value))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _short(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def bars(axes, values: dict[str, float], form, unit: str, most: float | None = None) -> None:
+    """Draw a bar per implementation from the top down, its number beside it; those beyond `most` are cut, with an arrow."""
+    names = ordered(values)
+    end = most or max(values.values())
+    for y, name in enumerate(names):
+        value, cut = values[name], values[name] > end
+        axes.barh(y, end if cut else value, color=style(name)[0], height=0.72, label=name)
+        text = f" {form(value)}" + (" \u2192" if cut else "")
+        axes.text(min(value, end), y, text, va="center", fontsize=SMALL, color=INK)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    # room for the longest number
+    axes.set_xlim(0, end * 1.32)
+    axes.set_xlabel(unit, fontsize=SMALL)
+    axes.grid(axis="y", visible=False)
+
+
+def share_names(all_axes, columns: int) -> None:
+    """Leave the bars' names away where the panel to the left has the same."""
+    for i, axes in enumerate(all_axes):
+        left = [label.get_text() for label in all_axes[i - 1].get_yticklabels()] if i % columns else []
+        if left and left == [label.get_text() for label in axes.get_yticklabels()]:
+            axes.tick_params(axis="y", labelleft=False)
+
 
 SAVED, FORMULA = "saved KiB/token", "formula KiB/token"
 WHOLE = "whole step"

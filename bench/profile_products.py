@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from moe_runtime.hf.models.folders import LAYERS
+from moe_runtime.config import LAYERS
 from moe_runtime.kernels import tiles
 from moe_runtime.tools import tune
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moe_runtime.hf.models.folders import LAYERS
+from moe_runtime.config import LAYERS
 
 
 class Shape(NamedTuple):

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from typing import NamedTuple
 
 GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
 SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
@@ -83,34 +84,8 @@ def check_bool(name: str, value: bool) -> None:
         raise ValueError(f"{name} is {shown(value)}; want True or False")
 
 
-class _Serializable:
-    """to_dict / from_dict for the dataclasses below; unknown keys are an error."""
-
-    __slots__ = ()
-
-    def to_dict(self) -> dict:
-        """Return the fields as a JSON-ready dict."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict):
-        """Build the config from `to_dict`'s output; raises ValueError for a key that it does not know or that is missing."""
-        known = {field.name for field in fields(cls)}
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{cls.__name__} is {shown(values)}; want an object with {', '.join(sorted(known))}")
-        unknown = sorted(str(key) for key in set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"{cls.__name__} has no field {', '.join(unknown)[:200]}; want some of {', '.join(sorted(known))}"
-            )
-        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
-        if missing:
-            raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}; want every size of the layer")
-        return cls(**values)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig(_Serializable):
+class MoEConfig:
     """One Mixture-of-Experts layer. `num_experts` and `top_k` count the shared expert, as the XFT paper does.
 
     Defaults are XFT's for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token, one of each shared.
@@ -156,6 +131,24 @@ class MoEConfig(_Serializable):
         for name in ("gated", "bias", "noisy_gate", "load_quirk", "recompute"):
             check_bool(name, getattr(self, name))
 
+    def to_dict(self) -> dict:
+        """Return the fields as a JSON-ready dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "MoEConfig":
+        """Build the config from `to_dict`'s output; raises ValueError for a key that it does not know or that is missing."""
+        known, problem = {field.name for field in fields(cls)}, None
+        if not isinstance(values, Mapping):
+            problem = f"is {shown(values)}; want an object"
+        elif unknown := sorted(str(key) for key in set(values) - known):
+            problem = f"has no field {', '.join(unknown)[:200]}"
+        elif missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]:
+            problem = f"lacks {', '.join(missing)}"
+        if problem is not None:
+            raise ValueError(f"MoEConfig {problem}; its fields are {', '.join(sorted(known))}")
+        return cls(**values)
+
     @property
     def has_shared_expert(self) -> bool:
         """Whether expert 0 is shared: it sees every token and has no router row."""
@@ -190,4 +183,34 @@ PRESETS = {
         "balance_loss_coef": 0.01,
         "load_quirk": True,
     },
+}
+
+
+class Layer(NamedTuple):
+    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    shared: bool = False
+    gated: bool = True
+
+    def check(self) -> None:
+        """Raise ValueError for sizes that are none."""
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            check_positive(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
+
+
+LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
+    "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
+    "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
+    "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),
+    "XFT-TinyLlama-1.1B-4e": Layer(2048, 5632, 4, 2, shared=True),
+    "DeepSeek-V2-Lite": Layer(2048, 1408, 64, 6),
+    "Mixtral-8x7B": Layer(4096, 14336, 8, 2),
+    "OLMoE": Layer(2048, 1024, 64, 8),
+    "Qwen3-30B-A3B": Layer(2048, 768, 128, 8),
 }

@@ -1,198 +1,189 @@
-"""The house rules that a reader of the imports can check: which file may know which, and how long a file may be."""
+"""The house rules that a reader of the files can check: who may import whom, how many files, how long, how many guards."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-# a file imports from its own rank and below
+from tests.support.layout import ROOT, Import, arrows, circles, folder_of, imports, modules, own_files
+
+# a module imports from its own rank and below; the order in one rank is free, but for circles
 RANK = {
     "kernels": 0,
-    "config": 1,
-    "backends": 1,
-    "build_cpu": 1,
-    "build_cuda": 1,
-    "cpp": 1,
-    "build_hub": 1,
-    "checkpoint": 1,
-    "cuda": 1,
-    "diagnosis": 1,
-    "interruption": 1,
-    "layer_sizes": 1,
-    "native": 1,
-    "progress": 1,
-    "surroundings": 1,
-    "terminal": 1,
-    "files": 1,
-    "timing": 1,
-    "ops": 2,
-    "modules": 3,
-    "tuning": 3,
-    "tuning_file": 1,
-    "hf": 4,
-    "data": 4,
-    "prompts": 1,
-    "standard_library": 1,
-    "row_files": 1,
-    "sampling": 4,
-    "significance": 4,
-    "stats": 4,
-    "methods": 5,
-    "studies": 6,
-    "demo": 7,
-    "cli_tune": 7,
-    "cli_xft": 7,
-    "cli_esft": 7,
-    "cli_esft_scores": 7,
-    "cli_esft_tables": 7,
-    "cli_folders": 7,
-    "cli_fuser": 7,
-    "cli_upit": 7,
-    "cli_upit_tables": 7,
-    "cli_tables": 7,
-    "cli_verbs": 7,
-    "bench": 7,
-    "cli_bench": 7,
-    "cli_app": 7,
-    "cli": 7,
+    "config": 1, "native": 1, "io": 1,
+    "backends": 2,
+    "ops": 3,
+    "modules": 4,
+    "hf": 5, "hf.models": 5, "hf.dropin": 5, "hf.training": 5.5,
+    "experiments": 6,
+    "methods": 7, "methods.lora": 7, "methods.ultrafuser": 7, "methods.xft": 7.1, "methods.esft": 7.1, "methods.upit": 7.2,
+    "tools": 7.5,
+    "cli": 8,
+}  # fmt: skip
+# a method imports no other one but these
+METHODS = {
+    "methods.xft": {"methods.lora"},
+    "methods.esft": {"methods.lora"},
+    "methods.upit": {"methods.lora", "methods.xft"},
 }
-# third-party package: who may import it
-OWNERS = {
-    "transformers": {"hf"},
-    "accelerate": {"hf", "data", "demo", "cli"},
-    "datasets": {"hf", "data", "demo", "cli"},
-    "peft": {"hf", "data", "demo", "cli"},
-    "tokenizers": {"hf", "data", "demo", "cli"},
-    "trl": {"hf", "data", "demo", "cli"},
-    "matplotlib": {"stats", "studies", "demo", "cli"},
-    "scipy": {"significance"},
-}
-# not installed without an extra, so every module must import without them
-EXTRAS = {"accelerate", "datasets", "matplotlib", "peft", "scipy", "trl"}
-FACADE = ("moe_runtime/__init__.py", "moe_runtime.hf.models.modeling")  # the one import that the package itself makes
-MAX_FILE, MAX_FUNCTION = 400, 80
+ROOT_FILES = {"__init__.py", "__main__.py", "config.py", "backends.py"}
+# third-party package: the first rank that may import it, and whether only inside a function, since an extra brings it
+LIBRARIES = {
+    "transformers": ("hf", False), "tokenizers": ("hf", False), "accelerate": ("hf", True), "datasets": ("hf", True),
+    "peft": ("hf", True), "trl": ("hf", True), "matplotlib": ("experiments", True), "scipy": ("experiments", True),
+}  # fmt: skip
+ASIDE = {("moe_runtime.hf.dropin.stats", "matplotlib"): "the picture of a RouterCounter's own counts"}
+# what would change a process that only imports us
+GLOBAL = ("sys.meta_path", "DEFAULT_CALLBACKS")
+MAX_FILE, MAX_FUNCTION, ONE_CHAIR = 400, 80, 60
+MAX_MODULES, MAX_LINES, RAISES_PER_THOUSAND = 145, 29_500, 15
+MAX_INTERLEAVED, MAX_BENCH, MAX_TESTS = 12, 4_300, 45_000
 
 
-class Import(NamedTuple):
-    """One imported name; `level` counts its leading dots, and a `lazy` one stands inside a function."""
-
-    name: str
-    line: int
-    level: int
-    lazy: bool
+def lines_of(paths) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths)
 
 
-def sources(root: Path, *folders: str) -> list[Path]:
-    """List the Python files of `folders`; kernels/ and bench/ once, not a second time through their symlinks."""
-    links = {root / "moe_runtime" / "kernels", root / "moe_runtime" / "bench"}
-    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
-    return [path for path in paths if links.isdisjoint(path.parents)]
-
-
-def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
-    """Walk all imports of a module, those inside functions too."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (Import(alias.name, child.lineno, 0, lazy) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            prefix = f"{child.module}." if child.module else ""
-            yield from (Import(prefix + alias.name, child.lineno, child.level, lazy) for alias in child.names)
-        else:
-            yield from imports(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
-
-
-def layer_of(path: Path, root: Path) -> str:
-    """Return the first word below the package: the file's layer."""
-    parts = path.relative_to(root).with_suffix("").parts
-    return "kernels" if parts[0] == "kernels" else parts[1]
-
-
-def complaint(found: Import, layer: str) -> str | None:
-    """Say what is wrong with an import in a file of `layer`; None if nothing is."""
+def complaint(found: Import, module: str) -> str | None:
+    """Say what is wrong with an import of something that is not a module of ours, or is written wrongly; None if nothing is."""
     top, _, rest = found.name.partition(".")
     if found.level:
         return "is relative"
     if top == "kernels":
         return "is the pip package of that name; ours is moe_runtime.kernels"
-    if top == "tests":
-        return "is not shipped"
-    if top == "bench":
-        return "is the folder; its module is moe_runtime.bench"
-    if top in OWNERS and layer not in OWNERS[top]:
-        return f"belongs in {', '.join(sorted(OWNERS[top]))}"
-    if top in EXTRAS and not found.lazy:
-        return "is an extra: import it in the function that uses it"
-    if top != "moe_runtime" or rest == "__version__":
-        return None
-    target = rest.partition(".")[0]
-    if target not in RANK:
+    if top in ("tests", "bench"):
+        return "is not shipped" if top == "tests" else "is the folder; its module is moe_runtime.bench"
+    if found.name.startswith("moe_runtime.bench"):
+        asked = folder_of(module) == "cli" and found.lazy
+        return None if asked else "is what the command line imports, when it is asked for"
+    if top in LIBRARIES and (module, top) not in ASIDE:
+        first, in_function = LIBRARIES[top]
+        if RANK.get(folder_of(module), -1) < RANK[first]:
+            return f"belongs in {first} and above"
+        if in_function and not found.lazy:
+            return "is an extra: import it in the function that uses it"
+    if top == "moe_runtime" and rest and rest != "__version__" and rest.partition(".")[0] not in RANK:
         return "goes through the package: name the module that defines it"
-    if target == "bench" and (layer != "cli_bench" or not found.lazy):
-        return "is what cli_bench imports, when it is asked for"
-    if RANK[target] > RANK[layer] or (layer == "kernels" and target != "kernels"):
-        return f"points up, from {layer} to {target}"
     return None
 
 
 def bad_imports(root: Path) -> list[str]:
-    """List what breaks the layering under `root`."""
+    """List what breaks the order of the folders under `root`."""
     bad = []
-    for path in sources(root, "kernels", "moe_runtime"):
-        where, layer = path.relative_to(root).as_posix(), layer_of(path, root)
-        found = list(imports(ast.parse(path.read_text())))
-        if where == FACADE[0]:
-            names = [i.name for i in found if i.name.startswith("moe_runtime") or i.name.partition(".")[0] in OWNERS]
-            bad += [f"{where}: {name} is loaded with the package" for name in names if name != FACADE[1]]
-        elif layer not in RANK:
-            bad.append(f"{where}: has no layer; give it one in tests/test_layout.py")
-        else:
-            bad += [f"{where}:{i.line}: {i.name} {why}" for i in found if (why := complaint(i, layer)) is not None]
+    for module, path in modules(root).items():
+        where = path.relative_to(root).as_posix()
+        if module == "moe_runtime":
+            continue
+        if folder_of(module) not in RANK:
+            bad.append(f"{where}: {folder_of(module)} has no rank; give it one in tests/test_layout.py")
+            continue
+        found = imports(ast.parse(path.read_text()))
+        bad += [f"{where}:{i.line}: {i.name} {why}" for i in found if (why := complaint(i, module)) is not None]
+    for arrow in arrows(root):
+        source, target = folder_of(arrow.source), folder_of(arrow.target)
+        if source not in RANK or target not in RANK:
+            continue
+        other = target.startswith("methods.") and source.startswith("methods.") and source != target
+        if (
+            RANK[target] > RANK[source]
+            or (source == "kernels" != target)
+            or (other and target not in METHODS.get(source, ()))
+        ):
+            bad.append(f"{arrow.source}:{arrow.line}: {arrow.target} points up, from {source} to {target}")
     return bad
 
 
-def import_cycles(root: Path) -> list[str]:
-    """List the modules of the package that reach themselves through module-level imports."""
-    paths = {path.relative_to(root).with_suffix("").parts: path for path in sources(root, "kernels", "moe_runtime")}
-    modules = {".".join(p if p[0] == "moe_runtime" else ("moe_runtime", *p)): path for p, path in paths.items()}
-    needs = {}
-    for name, path in modules.items():
-        names = [i.name for i in imports(ast.parse(path.read_text())) if not i.lazy]
-        # `from package import module` names the module, `from module import name` its parent
-        needs[name] = {n if n in modules else n.rpartition(".")[0] for n in names} & modules.keys()
-    while leaves := [name for name, needed in needs.items() if not needed & needs.keys()]:
-        for name in leaves:
-            del needs[name]
-    return sorted(needs)
+def global_changes(root: Path) -> list[str]:
+    return [f"{p.relative_to(root)}: {word}" for p in own_files(root) for word in GLOBAL if word in p.read_text()]
+
+
+def single_chairs(root: Path) -> list[str]:
+    """List the modules of fewer than ONE_CHAIR lines that one other imports, or names as `module:function`."""
+    known, importers = modules(root), {}
+    for arrow in arrows(root):
+        importers.setdefault(arrow.target, set()).add(arrow.source)
+    for source, path in known.items():
+        for name in re.findall(r'"(moe_runtime\.[\w.]+)', path.read_text()):
+            if name in known and name != source:
+                importers.setdefault(name, set()).add(source)
+    return [
+        f"{path.relative_to(root)}: {lines_of([path])} lines, imported by {next(iter(importers[name]))} alone; fold it in"
+        for name, path in known.items()
+        if len(importers.get(name, ())) == 1 and lines_of([path]) < ONE_CHAIR
+        if path.name not in ("__init__.py", "__main__.py")
+    ]
+
+
+def root_strangers(root: Path) -> list[str]:
+    """List what lies in the package's root and is neither one of its files nor a folder."""
+    found = (root / "moe_runtime").iterdir()
+    return [path.name for path in found if not path.is_dir() and path.name not in ROOT_FILES | {"py.typed"}]
 
 
 def long_places(root: Path) -> list[str]:
     """List files and functions that are longer than the house allows."""
     bad = []
-    for path in [*sources(root, "kernels", "moe_runtime", "bench"), root / "setup.py"]:
+    paths = [*own_files(root), *sorted((root / "kernels").rglob("*.py")), *sorted((root / "bench").glob("*.py"))]
+    for path in [*paths, root / "setup.py"]:
         text, where = path.read_text(), path.relative_to(root).as_posix()
         if text.count("\n") > MAX_FILE:
             bad.append(f"{where}: {text.count(chr(10))} lines; want at most {MAX_FILE}")
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = node.end_lineno - node.lineno + 1
                 if lines > MAX_FUNCTION:
                     bad.append(f"{where}:{node.lineno}: {node.name} has {lines} lines; want at most {MAX_FUNCTION}")
     return bad
 
 
-def test_imports_point_down():
-    assert bad_imports(ROOT) == []
+def sizes(root: Path) -> dict[str, tuple[float, float]]:
+    """Return what is counted: how much there is, and how much there may be."""
+    ours = own_files(root)
+    raises = sum(isinstance(node, ast.Raise) for path in ours for node in ast.walk(ast.parse(path.read_text())))
+    words = re.findall(
+        r"\binterleaved\b", "".join(path.read_text() for path in (root / "moe_runtime/ops").glob("*.py"))
+    )
+    bench = [path for kind in ("*.py", "*.sh") for path in (root / "bench").rglob(kind)]
+    return {
+        "modules": (len(ours), MAX_MODULES),
+        "lines": (lines_of(ours), MAX_LINES),
+        "raises per 1,000 lines": (1000 * raises / max(lines_of(ours), 1), RAISES_PER_THOUSAND),
+        "interleaved in ops": (len(words), MAX_INTERLEAVED),
+        "lines of bench": (lines_of(bench), MAX_BENCH),
+        "lines of tests": (lines_of((root / "tests").rglob("*.py")), MAX_TESTS),
+    }
 
 
-def test_imports_have_no_cycles():
-    assert import_cycles(ROOT) == []
+def undocumented(root: Path) -> list[str]:
+    """List public functions, methods and classes without a docstring; trainers' callbacks have transformers'."""
+
+    def walk(path: Path, body, of: str = "") -> Iterator[str]:
+        for node in body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith(("_", "on_")):
+                continue
+            setter = any(isinstance(mark, ast.Attribute) and mark.attr == "setter" for mark in node.decorator_list)
+            if ast.get_docstring(node) is None and not setter:
+                yield f"{path.relative_to(root)}:{node.lineno}: {of}{node.name} has no docstring"
+            if isinstance(node, ast.ClassDef):
+                yield from walk(path, node.body, f"{node.name}.")
+
+    return [line for path in modules(root).values() for line in walk(path, ast.parse(path.read_text()).body)]
 
 
-def test_nothing_is_too_long():
-    assert long_places(ROOT) == []
+CHECKS = (bad_imports, circles, global_changes, single_chairs, root_strangers, long_places, undocumented)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_house_is_in_order(check):
+    assert check(ROOT) == []
+
+
+@pytest.mark.parametrize("name", sizes(ROOT))
+def test_there_is_not_too_much(name):
+    there, most = sizes(ROOT)[name]
+    assert there <= most
 
 
 def test_test_folders_are_no_packages():
@@ -201,98 +192,97 @@ def test_test_folders_are_no_packages():
     assert [path for folder in folders for path in (ROOT / folder).rglob("__init__.py")] == []
 
 
-@pytest.mark.parametrize(
-    "file, text, says",
-    [
-        pytest.param("moe_runtime/ops/x.py", "from moe_runtime.modules import moe", "points up", id="up"),
-        pytest.param(
-            "moe_runtime/ops/x.py", "def f():\n    import moe_runtime.hf.models.swap", "points up", id="up-lazily"
-        ),
-        pytest.param("kernels/x.py", "from moe_runtime.config import MoEConfig", "points up", id="kernel-knows-config"),
-        pytest.param("moe_runtime/modules/x.py", "from ..ops import routing", "is relative", id="relative"),
-        pytest.param("moe_runtime/ops/x.py", "from . import routing", "is relative", id="relative-package"),
-        pytest.param("moe_runtime/ops/x.py", "from kernels import routing", "is the pip package", id="pip-kernels"),
-        pytest.param("moe_runtime/methods/x.py", "import transformers.utils", "belongs in hf", id="transformers"),
-        pytest.param(
-            "moe_runtime/cli/__init__.py", "def f():\n    from transformers import AutoModel", "belongs in hf", id="cli"
-        ),
-        pytest.param("moe_runtime/hf/x.py", "from trl import SFTTrainer", "is an extra", id="extra-at-import"),
-        pytest.param(
-            "moe_runtime/hf/dropin/stats.py", "import matplotlib.pyplot as plt", "is an extra", id="plot-at-import"
-        ),
-        pytest.param("moe_runtime/ops/x.py", "from moe_runtime import route", "goes through", id="through-the-package"),
-        pytest.param("moe_runtime/ops/x.py", "from tests.support import interp_fix", "is not shipped", id="tests"),
-        pytest.param("moe_runtime/hf/dropin/stats.py", "import bench.report", "is the folder", id="bench-folder"),
-        pytest.param(
-            "moe_runtime/cli/__init__.py", "from moe_runtime.bench import report", "what cli_bench", id="bench"
-        ),
-        pytest.param("moe_runtime/cli/bench.py", "import moe_runtime.bench.report", "is asked for", id="bench-eagerly"),
-        pytest.param("moe_runtime/utils.py", "", "has no layer", id="unknown-file"),
-        pytest.param(
-            "moe_runtime/__init__.py", "from moe_runtime.ops.routing import route", "with the package", id="eager"
-        ),
-        pytest.param("moe_runtime/__init__.py", "import transformers", "with the package", id="eager-transformers"),
-    ],
-)
-def test_bad_imports_are_found(tmp_path, file, text, says):
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(text + "\n")
-    bad = bad_imports(tmp_path)
-    assert len(bad) == 1 and says in bad[0] and bad[0].startswith(file)
-
-
-def test_good_imports_pass(tmp_path):
+def plant(root: Path, files: dict[str, str]) -> Path:
+    """Write a small tree that breaks no rule, with these files in place of its own."""
     good = {
-        "kernels/routing.py": "import triton\nfrom moe_runtime.kernels.tiles import BLOCK\n",
-        "kernels/tiles.py": "BLOCK = 1\n",
-        "moe_runtime/backends.py": "from moe_runtime.config import check\nimport os\n",
-        "moe_runtime/config.py": "",
-        "moe_runtime/ops/routing.py": "from moe_runtime import backends\nfrom moe_runtime.kernels import routing\n",
-        "moe_runtime/hf/models/swap.py": "import transformers\nfrom moe_runtime.ops.routing import route\n",
-        "moe_runtime/io/rows.py": "def read():\n    import datasets\n",
-        "moe_runtime/cli/bench.py": "def f():\n    from moe_runtime.bench import report\n",
-        "moe_runtime/cli/__init__.py": "from moe_runtime import __version__\ndef f():\n    import moe_runtime.methods.xft\n",
-    }
-    for file, text in good.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
-    (tmp_path / "moe_runtime" / "kernels").symlink_to("../kernels")
-    assert bad_imports(tmp_path) == [] and import_cycles(tmp_path) == []
+        "setup.py": "", "kernels/routing.py": "import triton\nfrom moe_runtime.kernels.tiles import BLOCK\n" + "\n" * 60,
+        "kernels/tiles.py": "BLOCK = 1\n" + "\n" * 60,
+        "moe_runtime/__init__.py": "__version__ = '1'\n",
+        "moe_runtime/backends.py": "from moe_runtime.config import check\nimport os\n" + "\n" * 60,
+        "moe_runtime/config.py": "\n" * 60,
+        "moe_runtime/ops/routing.py": "from moe_runtime import backends\nfrom moe_runtime.kernels import routing\n" + "\n" * 60,
+        "moe_runtime/modules/moe.py": "\n" * 60,
+        "moe_runtime/hf/models/swap.py": "import transformers\nfrom moe_runtime.ops.routing import route\n" + "\n" * 60,
+        "moe_runtime/hf/training/fit.py": "from moe_runtime.hf.models import swap\ndef _f():\n    import trl\n" + "\n" * 60,
+        "moe_runtime/methods/lora/__init__.py": "from moe_runtime.hf.training import fit\n",
+        "moe_runtime/methods/xft/__init__.py": "from moe_runtime.methods import lora\n",
+        "moe_runtime/cli/app.py": "from moe_runtime import __version__\ndef _f():\n    from moe_runtime.bench import report\n",
+        "bench/report.py": "", "tests/test_x.py": "",
+    }  # fmt: skip
+    for file, text in (good | files).items():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text)
+    for name in ("kernels", "bench"):
+        (root / "moe_runtime" / name).symlink_to(f"../{name}")
+    return root
 
 
-def test_cycles_are_found(tmp_path):
-    ops = tmp_path / "moe_runtime" / "ops"
-    ops.mkdir(parents=True)
-    (ops / "a.py").write_text("from moe_runtime.ops import b\n")
-    (ops / "b.py").write_text("from moe_runtime.ops.a import f\n")
-    (ops / "c.py").write_text("def f():\n    from moe_runtime.ops import c\n")
-    assert import_cycles(tmp_path) == ["moe_runtime.ops.a", "moe_runtime.ops.b"]
+def test_a_good_tree_passes(tmp_path):
+    root = plant(tmp_path, {})
+    assert [line for check in CHECKS for line in check(root)] == []
+    assert all(there <= most for there, most in sizes(root).values())
 
 
-def test_long_places_are_found(tmp_path):
-    (tmp_path / "setup.py").write_text("def f():\n" + "    pass\n" * MAX_FUNCTION)
-    (tmp_path / "moe_runtime").mkdir()
-    (tmp_path / "moe_runtime" / "x.py").write_text("\n" * (MAX_FILE + 1))
-    assert [line.partition(": ")[0] for line in long_places(tmp_path)] == ["moe_runtime/x.py", "setup.py:1"]
+IN_FUNCTION = "def _f():\n    "
+PLANTED = [  # the check, a file, its text, a part of what is said
+    pytest.param(bad_imports, "ops/x.py", "from moe_runtime.modules import moe", "points up", id="up"),
+    pytest.param(bad_imports, "ops/x.py", IN_FUNCTION + "import moe_runtime.modules.moe", "points up", id="up-lazily"),
+    pytest.param(
+        bad_imports, "../kernels/x.py", "from moe_runtime import config", "points up", id="kernel-knows-config"
+    ),
+    pytest.param(
+        bad_imports, "hf/models/x.py", "import moe_runtime.hf.training.fit", "points up", id="models-know-training"
+    ),
+    pytest.param(bad_imports, "hf/dropin/x.py", "import moe_runtime.methods.xft", "points up", id="hf-knows-a-method"),
+    pytest.param(bad_imports, "experiments/x.py", "from moe_runtime.methods import xft", "points up", id="experiments"),
+    pytest.param(
+        bad_imports, "methods/lora/x.py", "from moe_runtime.methods import xft", "points up", id="lora-knows-xft"
+    ),
+    pytest.param(
+        bad_imports, "methods/esft/x.py", "from moe_runtime.methods import xft", "points up", id="esft-knows-xft"
+    ),
+    pytest.param(
+        bad_imports, "methods/ultrafuser/x.py", "from moe_runtime.methods import lora", "points up", id="aside"
+    ),
+    pytest.param(bad_imports, "modules/x.py", "from ..ops import routing", "is relative", id="relative"),
+    pytest.param(bad_imports, "ops/x.py", "from kernels import routing", "is the pip package", id="pip-kernels"),
+    pytest.param(bad_imports, "ops/x.py", "import transformers.utils", "belongs in hf", id="transformers"),
+    pytest.param(bad_imports, "io/x.py", IN_FUNCTION + "import datasets", "belongs in hf", id="datasets-in-io"),
+    pytest.param(bad_imports, "hf/models/x.py", "from trl import SFTTrainer", "is an extra", id="extra-at-import"),
+    pytest.param(bad_imports, "hf/training/x.py", IN_FUNCTION + "import matplotlib", "belongs in exp", id="plot-in-hf"),
+    pytest.param(bad_imports, "experiments/x.py", "import matplotlib.pyplot", "is an extra", id="plot-at-import"),
+    pytest.param(bad_imports, "ops/x.py", "from moe_runtime import route", "goes through", id="through-the-package"),
+    pytest.param(bad_imports, "ops/x.py", "from tests.support import interp_fix", "is not shipped", id="tests"),
+    pytest.param(bad_imports, "tools/x.py", "import bench.report", "is the folder", id="bench-folder"),
+    pytest.param(bad_imports, "tools/x.py", "from moe_runtime.bench import report", "is asked for", id="bench"),
+    pytest.param(bad_imports, "utils/x.py", "", "has no rank", id="unknown-folder"),
+    pytest.param(circles, "ops/x.py", "import moe_runtime.ops.y", "ops.y", id="circle"),
+    pytest.param(global_changes, "hf/models/x.py", "import sys\nsys.meta_path.append(1)", "meta_path", id="finder"),
+    pytest.param(single_chairs, "ops/z.py", "Z = 1", "ops.y alone", id="one-chair"),
+    pytest.param(root_strangers, "files.py", "", "files.py", id="a-file-in-the-root"),
+    pytest.param(long_places, "x/y.py", "\n" * MAX_FILE, "401 lines", id="long-file"),
+    pytest.param(long_places, "x/y.py", "def _f():\n" + "    pass\n" * MAX_FUNCTION, "_f has 81", id="long-function"),
+    pytest.param(undocumented, "ops/x.py", "class A:\n    'a'\n    def f(self): ...", "A.f has no", id="no-docstring"),
+]
 
 
-def undocumented(path: Path) -> Iterator[str]:
-    """Public functions, methods and classes without a docstring; trainers' callbacks have transformers'."""
-
-    def walk(body, of=""):
-        for node in body:
-            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith(("_", "on_")):
-                continue
-            setter = any(isinstance(mark, ast.Attribute) and mark.attr == "setter" for mark in node.decorator_list)
-            if ast.get_docstring(node) is None and not setter:
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {of}{node.name}"
-            if isinstance(node, ast.ClassDef):
-                yield from walk(node.body, f"{node.name}.")
-
-    yield from walk(ast.parse(path.read_text()).body)
+@pytest.mark.parametrize("check, file, text, says", PLANTED)
+def test_a_planted_violation_is_found(tmp_path, check, file, text, says):
+    other = IN_FUNCTION + ("import moe_runtime.ops.x" if check is circles else "import moe_runtime.ops.z") + "\n" * 60
+    beside = {"moe_runtime/ops/y.py": other} if check in (circles, single_chairs) else {}
+    root = plant(tmp_path, {f"moe_runtime/{file}" if file[0] != "." else file[3:]: text + "\n"} | beside)
+    (bad,) = check(root)
+    assert says in str(bad)
 
 
-def test_public_names_say_what_they_are():
-    paths = sources(ROOT, "moe_runtime", "kernels")
-    assert len(paths) > 200 and not [found for path in paths for found in undocumented(path)]
+def test_too_much_is_counted(tmp_path):
+    files = {f"moe_runtime/ops/x{i}.py": "" for i in range(MAX_MODULES)}
+    files |= {"moe_runtime/ops/x.py": "raise\n" * 5 + "interleaved = 1\n" * 13 + "\n" * MAX_LINES}
+    files |= {"bench/x.py": "\n" * (MAX_BENCH + 1), "tests/test_y.py": "\n" * (MAX_TESTS + 1)}
+    found = sizes(plant(tmp_path, files))
+    assert {name for name, (there, most) in found.items() if there > most} == found.keys() - {"raises per 1,000 lines"}
+    (tmp_path / "moe_runtime/ops/x.py").write_text("raise\n")
+    there, most = sizes(tmp_path)["raises per 1,000 lines"]
+    assert there < most
+    (tmp_path / "moe_runtime/ops/x.py").write_text("raise\n" * 20)
+    assert sizes(tmp_path)["raises per 1,000 lines"][0] > most

@@ -10,13 +10,10 @@ and do the gradient of a token's loss times (p - onehot(y)):
   dw_s = E_p[o_s] - o_s[y] = <do W_s, h_s>      dh_s = w_s do W_s      dW_s = do^T (w_s h_s)
 
 The first form of dw is a by-product of the softmax. It is what frozen specialists' gates learn from (stage 1 of the
-paper): there is no product in the backward pass. Where specialists train, chunks of tokens go forward and backward while
-their logits are there: at once where the loss is one number, which the backward pass scales; in the backward pass if
-reduction is "none", where the forward pass does not know the gradient.
-
-Gradients of the cross-entropy of mixed logits, chunk by chunk of tokens. The equations: `moe_runtime.ops.fusion`.
-
-Plain products are the library's, whichever backend mixes the logits and turns them into their gradient.
+paper): there is no product in the backward pass. Where specialists train, chunks of tokens run forward and backward while
+their logits are in memory: at once where the loss is one number, which the backward pass scales; in the backward pass if
+reduction is "none", where the forward pass does not know the gradient. Plain matrix products are the library's, whichever
+backend mixes the logits and computes their gradient.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,9 +25,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops import fusion_torch
-from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, inputs_of, kind, register, register_backward
 from moe_runtime.ops.workspace import scratch
 
+REDUCTIONS = ("mean", "sum", "none")
 CHUNK = 1 << 24  # logits that are in memory together on the CPU; on a GPU, whose products want more rows, 8 times that
 
 
@@ -56,64 +54,6 @@ def kernels_of(backend: str):
     from moe_runtime.kernels import fusion
 
     return fusion
-
-
-def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
-    """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's, heads'.
-
-    Empty where not needed. Those of heads are float32 where a narrow sum would be rounded more than once.
-    """
-    kernels, V, T = kernels_of(backend), common_vocabulary(heads), len(labels)
-    gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
-    nll, dgate = gate.new_empty(T), torch.empty_like(gate)
-    dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
-    chunks = list(_chunks(T, V, gate.device))
-    sums = [
-        head.new_zeros(head.shape, dtype=wide(head.dtype) if len(chunks) > 1 else kept(head.dtype))
-        if need
-        else head.new_empty(0)
-        for head, need in zip(heads, need_heads, strict=True)
-    ]
-    for rows in chunks:
-        states = [h[rows] for h in hidden]
-        nll[rows], dlogits = kernels.fused_logits_backward(
-            gate[rows], labels[rows], scale[rows], states, heads, V, ignore_index
-        )
-        for s, (h, head) in enumerate(zip(states, heads, strict=True)):
-            dx = torch.mm(dlogits, head[:V], out=_memory("fusion dx", h))
-            scaled = _memory("fusion scaled", h) if need_heads[s] else None
-            out = dhidden[s][rows] if need_hidden[s] else None
-            kernels.fused_hidden_backward(dx, h, gate[rows, s], dgate[rows, s], out, scaled)
-            if need_heads[s]:
-                _add_product(sums[s][:V], dlogits.t(), scaled)
-    return nll, dgate, dhidden, sums
-
-
-def _chunks(T: int, V: int, device: torch.device) -> Iterator[slice]:
-    """Return slices of tokens, as many each, whose mixed logits are in memory together."""
-    most = max((CHUNK if device.type == "cpu" else 8 * CHUNK) // V, 1)
-    step = -(-T // max(-(-T // most), 1))
-    return (slice(start, min(start + step, T)) for start in range(0, T, max(step, 1)))
-
-
-def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory like `like`: on the CPU the same as before."""
-    return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
-
-
-def _add_product(total, a, b) -> None:
-    """Add a b to `total`, in its dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # whose product may overflow before the loss's gradient makes it small
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    else:
-        total.add_(torch.mm(a, b, out=scratch("fusion dhead", total.shape, b)))
-
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def fuse_logits(
@@ -192,31 +132,82 @@ def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tor
 
 def _check(hidden, heads, gate_weight, labels=None) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit."""
-    if not len(hidden) or len(hidden) != len(heads):
-        raise ValueError(f"hidden has {len(hidden)} tensors, heads {len(heads)}; want one of each per specialist")
-    shape = hidden[0].shape[:-1]
+    shape = hidden[0].shape[:-1] if len(hidden) else ()
     want = f"want hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
+    if not 0 < len(hidden) == len(heads) or gate_weight.shape != (*shape, len(hidden)):
+        got = f"hidden {len(hidden)} of [{tuple(shape)}, H_s], heads are {len(heads)}"
+        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, {got}; {want}")
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
         fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
         if not fits or h.shape[:-1] != shape:
             raise ValueError(f"hidden[{s}] is {tuple(h.shape)}, heads[{s}] {tuple(head.shape)}; {want}")
-    if gate_weight.shape != (*shape, len(hidden)):
-        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, hidden {tuple(hidden[0].shape)}; {want}")
     if labels is None:
         return
     if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"labels is {labels.dtype} {tuple(labels.shape)}, hidden {tuple(hidden[0].shape)}; want an int64 or int32 of "
-            "each position"
+        raise ValueError(f"labels is {kind(labels)}; want an int64 or int32 for each of the positions {tuple(shape)}")
+    dtypes, devices = (
+        {compute_dtype(t) for t in (*hidden, *heads)},
+        {t.device for t in (*hidden, *heads, gate_weight, labels)},
+    )
+    if len(dtypes) > 1 or len(devices) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        dtypes, devices = (", ".join(sorted(map(str, found))) for found in (dtypes, devices))
+        want = "one floating dtype and one device; cast the specialists, move the heads"
+        raise ValueError(f"hidden and heads are {dtypes}, with gate_weight and labels on {devices}; want {want}")
+
+
+def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+    """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's, heads'.
+
+    Empty where not needed. Those of heads are float32 where a narrow sum would be rounded more than once.
+    """
+    kernels, V, T = kernels_of(backend), common_vocabulary(heads), len(labels)
+    gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
+    nll, dgate = gate.new_empty(T), torch.empty_like(gate)
+    dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
+    chunks = list(_chunks(T, V, gate.device))
+    sums = [
+        head.new_zeros(head.shape, dtype=wide(head.dtype) if len(chunks) > 1 else kept(head.dtype))
+        if need
+        else head.new_empty(0)
+        for head, need in zip(heads, need_heads, strict=True)
+    ]
+    for rows in chunks:
+        states = [h[rows] for h in hidden]
+        nll[rows], dlogits = kernels.fused_logits_backward(
+            gate[rows], labels[rows], scale[rows], states, heads, V, ignore_index
         )
-    dtypes = {compute_dtype(t) for t in (*hidden, *heads)}
-    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"hidden and heads are {names}; want one floating dtype; cast the specialists")
-    devices = {t.device for t in (*hidden, *heads, gate_weight, labels)}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"hidden, heads, gate_weight and labels are on {names}; want one device; move the heads there")
+        for s, (h, head) in enumerate(zip(states, heads, strict=True)):
+            dx = torch.mm(dlogits, head[:V], out=_memory("fusion dx", h))
+            scaled = _memory("fusion scaled", h) if need_heads[s] else None
+            out = dhidden[s][rows] if need_hidden[s] else None
+            kernels.fused_hidden_backward(dx, h, gate[rows, s], dgate[rows, s], out, scaled)
+            if need_heads[s]:
+                _add_product(sums[s][:V], dlogits.t(), scaled)
+    return nll, dgate, dhidden, sums
+
+
+def _chunks(T: int, V: int, device: torch.device) -> Iterator[slice]:
+    """Return slices of tokens, as many each, whose mixed logits are in memory together."""
+    most = max((CHUNK if device.type == "cpu" else 8 * CHUNK) // V, 1)
+    step = -(-T // max(-(-T // most), 1))
+    return (slice(start, min(start + step, T)) for start in range(0, T, max(step, 1)))
+
+
+def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized memory like `like`: on the CPU the same as before."""
+    return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
+
+
+def _add_product(total, a, b) -> None:
+    """Add a b to `total`, in its dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == torch.float16:  # whose product may overflow before the loss's gradient makes it small
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:
+        total.add_(torch.mm(a, b, out=scratch("fusion dhead", total.shape, b)))
 
 
 LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
@@ -231,6 +222,7 @@ LIB.define(
     "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor dgate, Tensor[] dhidden, "
     "Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
 )
+NLLInputs, LossInputs = inputs_of("fused_nll"), inputs_of("fused_loss")
 
 
 def check_labels(labels, ignore_index, V) -> None:
@@ -238,10 +230,8 @@ def check_labels(labels, ignore_index, V) -> None:
     if labels.device.type == "cpu":
         bad = (labels != ignore_index) & ((labels < 0) | (labels >= V))
         if bad.any():
-            raise ValueError(
-                f"labels hold {int(labels[bad][0])}, ignore_index is {ignore_index}; want ids below {V}, the smallest "
-                "vocabulary's size"
-            )
+            got = f"labels hold {int(labels[bad][0])}, ignore_index is {ignore_index}"
+            raise ValueError(f"{got}; want ids below {V}, the smallest vocabulary's size")
 
 
 def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
@@ -254,33 +244,31 @@ def _nll_fake(gate, labels, hidden, heads, ignore_index, need_score, backend):
     return gate.new_empty(gate.shape[0]), gate.new_empty(gate.shape if need_score else 0)
 
 
+def _only(grads, needs) -> list:
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+
+
 def _nll_setup_context(ctx, inputs, output):
-    gate, labels, hidden, heads, ctx.ignore_index, ctx.need_score, ctx.backend = inputs
-    ctx.mark_non_differentiable(output[1])
+    i, score = NLLInputs(*inputs), output[1]
+    ctx.mark_non_differentiable(score)
     ctx.set_materialize_grads(False)
-    ctx.S = len(hidden)
-    ctx.save_for_backward(*(output[1], gate) if ctx.need_score else (gate, labels, *hidden, *heads))
+    ctx.S, ctx.ignore_index, ctx.need_score, ctx.backend = len(i.hidden), i.ignore_index, i.need_score, i.backend
+    ctx.save_for_backward(i.gate, *(score,) if i.need_score else (i.labels, *i.hidden, *i.heads))
 
 
 def _nll_autograd(ctx, dnll, _):
-    S, saved = ctx.S, ctx.saved_tensors
-    if dnll is None:
-        return None, None, [None] * S, [None] * S, None, None, None
-    if ctx.need_score:
-        dgate = torch.ops.moe_runtime.fused_nll_backward_gate(dnll, *saved, ctx.backend)
-        return dgate, None, [None] * S, [None] * S, None, None, None
-    gate, labels, *tensors = saved
-    needs = ctx.needs_input_grad[2:4]
-    dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
-        dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, *needs, ctx.backend
-    )
-    return dgate, None, *_wanted((dhidden, dheads), needs), None, None, None
-
-
-def _wanted(grads, needs) -> list[list]:
-    return [
-        [grad if need else None for grad, need in zip(*pair, strict=True)] for pair in zip(grads, needs, strict=True)
-    ]
+    S, (gate, *saved) = ctx.S, ctx.saved_tensors
+    grads = NLLInputs(hidden=[None] * S, heads=[None] * S)
+    if dnll is not None and ctx.need_score:
+        dgate = torch.ops.moe_runtime.fused_nll_backward_gate(dnll, *saved, gate, ctx.backend)
+        grads = grads._replace(gate=dgate)
+    elif dnll is not None:
+        needs, (labels, *tensors) = NLLInputs(*ctx.needs_input_grad), saved
+        dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
+            dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, needs.hidden, needs.heads, ctx.backend
+        )
+        grads = NLLInputs(gate=dgate, hidden=_only(dhidden, needs.hidden), heads=_only(dheads, needs.heads))
+    return tuple(grads)
 
 
 def _nll_backward(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
@@ -318,29 +306,28 @@ def _loss_fake(gate, labels, hidden, heads, ignore_index, need_hidden, need_head
 
 
 def _loss_setup_context(ctx, inputs, output):
-    gate, _, hidden, heads = inputs[:4]
-    _, dgate, dhidden, dheads = output
-    ctx.needs, ctx.S, ctx.backend = inputs[5:7], len(hidden), inputs[7]
+    i, (_, dgate, dhidden, dheads) = LossInputs(*inputs), output
+    ctx.S, ctx.need_hidden, ctx.need_heads, ctx.backend = len(i.hidden), i.need_hidden, i.need_heads, i.backend
     ctx.mark_non_differentiable(dgate, *dhidden, *dheads)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dgate, *dhidden, *dheads, gate, *hidden, *heads)
+    ctx.save_for_backward(dgate, i.gate, *dhidden, *dheads, *i.hidden, *i.heads)
 
 
 def _loss_autograd(ctx, dloss, *_):
     S = ctx.S
-    none = [None] * S
     if dloss is None:
-        return None, None, none, none, None, None, None, None
-    saved = list(ctx.saved_tensors)
-    grads, (gate, *inputs) = saved[: 1 + 2 * S], saved[1 + 2 * S :]
+        return tuple(LossInputs(hidden=[None] * S, heads=[None] * S))
+    dgate, gate, *lists = ctx.saved_tensors
+    dhidden, dheads, hidden, heads = (lists[at : at + S] for at in range(0, 4 * S, S))
     if torch.is_grad_enabled() or _is_traced() or _graph_is_kept():
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
-            dloss, gate, inputs[:S], inputs[S:], grads[0], grads[1 : 1 + S], grads[1 + S :], ctx.backend
+            dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
         )
     else:  # nobody asks again: the heads' gradients need not be in memory twice
-        dgate, *rest = (_scale_in_place(grad, dloss) for grad in grads)
-        dhidden, dheads = rest[:S], [grad.to(head.dtype) for grad, head in zip(rest[S:], inputs[S:], strict=True)]
-    return dgate, None, *_wanted((dhidden, dheads), ctx.needs), None, None, None, None
+        dgate, *dhidden = (_scale_in_place(grad, dloss) for grad in (dgate, *dhidden))
+        dheads = [_scale_in_place(grad, dloss).to(head.dtype) for grad, head in zip(dheads, heads, strict=True)]
+    dhidden, dheads = _only(dhidden, ctx.need_hidden), _only(dheads, ctx.need_heads)
+    return tuple(LossInputs(gate=dgate, hidden=dhidden, heads=dheads))
 
 
 def _scale_in_place(grad, dloss):

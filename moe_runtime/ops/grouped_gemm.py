@@ -11,8 +11,8 @@ import itertools
 import torch
 
 from moe_runtime import backends
-from moe_runtime.ops.expert_rows import check_apart, check_place, trained_rows, weight_at
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
 
 
 def grouped_gemm(
@@ -32,27 +32,18 @@ def grouped_gemm(
     size that do not fit; offsets that do not ascend from 0 to at most R are seen by the torch backend only, the kernels do not
     wait for the GPU to tell.
     """
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-        raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; want [R, in] and [E, out, in]")
-    if weight.dtype != x.dtype or weight.device != x.device:
-        raise ValueError(f"weight is {weight.dtype} on {weight.device}, x {x.dtype} on {x.device}; want the same")
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
+    if not fits or weight.dtype != x.dtype or weight.device != x.device:
+        want = "[R, in] and [E, out, in] of one dtype on one device"
+        raise ValueError(f"x is {kind(x)}, weight {kind(weight)}; want {want}")
     if expert_offsets.shape != (weight.shape[0] + 1,) or expert_offsets.is_floating_point():
-        raise ValueError(
-            f"expert_offsets is {tuple(expert_offsets.shape)} {expert_offsets.dtype}; want [{weight.shape[0] + 1}] integers"
-        )
+        raise ValueError(f"expert_offsets is {kind(expert_offsets)}; want [{weight.shape[0] + 1}] integers")
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}; want {tuple(weight.shape[:2])} {x.dtype}")
-    _check_trained(weight, trainable, trained)
+        raise ValueError(f"bias is {kind(bias)}; want {tuple(weight.shape[:2])} {x.dtype}")
+    check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
     )
-
-
-def _check_trained(weight, trainable, trained) -> None:
-    if trainable is None and trained is None:
-        return
-    check_place(trainable, trained, weight, torch.int32)
-    check_apart("trained", trained, "weight", weight)
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
@@ -63,6 +54,7 @@ LIB.define(
     f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, bool[3] needs, str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
+Inputs = inputs_of("grouped_gemm")
 
 
 def _segments(expert_offsets: torch.Tensor, R: int):
@@ -124,12 +116,13 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     place, n = (None, None) if apart is None else (apart.place, trained.shape[0])
     dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
-    if needs[0]:
+    need_x, need_weight, need_bias = needs
+    if need_x:
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)
         dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, apart, y=torch.zeros_like(x))
-    if needs[1]:
+    if need_weight:
         dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n)
-    if needs[2]:
+    if need_bias:
         dbias = bias_backward(dy, None, None, offsets, 1, False, place)
     return dx, dweight, dbias
 
@@ -157,6 +150,7 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     """Gradients of x [R, in], weight [E, out, in] (or trained's) and bias [E, out]; an empty tensor where `needs` says no."""
     if backend == "triton":
         return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
+    need_x, need_weight, need_bias = needs
     segments, end = _segments(expert_offsets, x.shape[0])
     shapes, rows = _shapes(x, weight, trained), trained_rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
@@ -164,13 +158,13 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]
-        if needs[0] and a < b:
+        if need_x and a < b:
             torch.mm(dy[a:b], weight_at(e, row, weight, trained), out=dx[a:b])
-        if needs[1] and row >= 0:
+        if need_weight and row >= 0:
             dweight[row].zero_() if a == b else torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
-        if needs[2]:
+        if need_bias:
             dbias[e].zero_() if row < 0 else dbias[e].copy_(dy[a:b].sum(0))
-    if needs[0]:
+    if need_x:
         dx[end:].zero_()
     return dx, dweight, dbias
 
@@ -181,20 +175,17 @@ def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, bac
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, expert_offsets, _, trainable, trained, ctx.backend = inputs
-    ctx.apart = trained is not None
-    ctx.save_for_backward(x, weight, expert_offsets, trainable, trained)
+    i = Inputs(*inputs)
+    ctx.backend = i.backend
+    ctx.save_for_backward(i.x, i.weight, i.expert_offsets, i.trainable, i.trained)
 
 
 def _autograd(ctx, dy):
-    # where in the op's arguments the weight is that may get a gradient
-    place = 5 if ctx.apart else 1
-    needs = [ctx.needs_input_grad[i] for i in (0, place, 3)]
-    found = torch.ops.moe_runtime.grouped_gemm_backward(dy, *ctx.saved_tensors, needs, ctx.backend)
-    grads = [None] * 7
-    for i, need, grad in zip((0, place, 3), needs, found, strict=True):
-        grads[i] = grad if need else None
-    return tuple(grads)
+    saved, needs = ctx.saved_tensors, Inputs(*ctx.needs_input_grad)
+    learned = "weight" if saved[-1] is None else "trained"
+    wanted = {name: getattr(needs, name) for name in ("x", learned, "bias")}
+    grads = torch.ops.moe_runtime.grouped_gemm_backward(dy, *saved, list(wanted.values()), ctx.backend)
+    return tuple(Inputs(**{name: grad for (name, need), grad in zip(wanted.items(), grads) if need}))
 
 
 def _fake(x, weight, expert_offsets, bias, trainable, trained, backend):

@@ -1,20 +1,12 @@
 """The benchmarks' pictures: what is drawn is what the file says, nothing of it left away and nothing added."""
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench import (
-    pictures,
-    pictures_bars,
-    pictures_layer,
-    pictures_roofline,
-    pictures_style,
-    pictures_tokens,
-)
-from moe_runtime.bench.pictures_style import read
+from moe_runtime.bench import pictures, pictures_bars
+from moe_runtime.bench.pictures_bars import read
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +158,7 @@ def texts(axes) -> list[str]:
 
 
 def test_the_roof_is_the_ceilings_of_the_file(found):
-    figure = pictures_roofline.roofline(found)
+    figure = pictures.roofline(found)
     for dtype in {bench.dtype for bench in of(found, "bench_forward")}:
         ceilings = next(b.info["ceilings"] for b in of(found, "bench_forward") if b.dtype == dtype)
         axes = titled(figure, f"{dtype}: ")
@@ -178,50 +170,8 @@ def test_the_roof_is_the_ceilings_of_the_file(found):
         assert axes.get_xscale() == axes.get_yscale() == "log"
 
 
-def test_all_of_ours_and_the_best_of_the_others_are_on_the_roofline(found):
-    figure = pictures_roofline.roofline(found)
-    for bench in of(found, "bench_tokens"):
-        lines = lines_of(titled(figure, f"{bench.dtype}: "))
-        drawn = {
-            label.partition("] ")[2]: line
-            for label, line in lines.items()
-            if label.startswith(f"bench_tokens[{bench.id}]")
-        }
-        few = bench.tokens < 16
-        assert set(drawn) == {
-            "moe_runtime",
-            "moe_runtime torch",
-            "transformers grouped_mm" if few else "torch grouped_mm",
-        }
-        for name, line in drawn.items():
-            x, y = (values[0] for values in line.get_data())
-            assert x == pytest.approx(bench.info["flops"] / bench.info["bytes"])
-            assert y == pytest.approx(bench.info["flops"] / bench.rows[name]["ms"] / 1e9)
-            assert line.get_color() == pictures_style.STYLES[name][0]
-            assert (line.get_markerfacecolor() == "white") == (not name.startswith("moe_runtime"))
-    ways = [line.get_xdata() for axes in figure.axes for line in axes.lines if line.get_label() == "sweep"]
-    several = {(b.shape, b.dtype, b.function) for b in found if b.function.startswith("bench_tokens")}
-    assert len(ways) == len(several) and all(list(way) == sorted(way) and len(way) > 2 for way in ways)
-
-
-def test_what_only_moves_bytes_is_a_bar_of_its_share_of_the_copy(tmp_path):
-    found = read(write(tmp_path / "r.json", moving(CPU)))
-    (axes,) = pictures_roofline.roofline(found).axes
-    # 20 MB in 1.25, 2 and 0.8 ms are 16, 10 and 25 GB/s of 20
-    bars = {container.get_label(): [bar.get_width() for bar in container] for container in axes.containers}
-    official = "fp32 stack, mm, cast (official)"
-    assert bars == {
-        "merge experts, merge, bf16: moe_runtime torch": [pytest.approx(statistics.median([0.8, 0.5]))],
-        f"merge experts, merge, bf16: {official}": [pytest.approx(1.25)],
-        "merge experts, dalpha, bf16: moe_runtime torch": [pytest.approx(0.8)],
-    }
-    ticks = sorted(sorted(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2)
-    assert ticks == [pytest.approx([0.5, 0.8]), pytest.approx([1, 1]), pytest.approx([1.25, 1.25])]
-    assert {"65%", f"125%  {official}", "80%"} <= set(texts(axes)) and axes.get_xlim()[1] > 1.25
-
-
 def test_throughput_has_a_line_per_implementation(found):
-    figure = pictures_tokens.throughput(found)
+    figure = pictures.throughput(found)
     for function, name in (("bench_tokens", "forward"), ("bench_tokens_backward", "forward + backward")):
         for shape, dtype in {(bench.shape, bench.dtype) for bench in of(found, function)}:
             group = [bench for bench in of(found, function) if (bench.shape, bench.dtype) == (shape, dtype)]
@@ -233,34 +183,6 @@ def test_throughput_has_a_line_per_implementation(found):
                 assert list(T) == [bench.tokens for bench in group]
                 assert list(rates) == [bench.rows[variant]["tokens/s"] for bench in group]
             assert axes.get_xscale() == axes.get_yscale() == "log"
-
-
-def test_who_is_faster_than_ours_is_ringed_and_named(found):
-    figure = pictures_tokens.throughput(found)
-    shape, dtype = found[0].shape, "bf16"
-    axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == f"{shape}, {dtype}: forward")
-    few = [b for b in of(found, "bench_tokens") if (b.shape, b.dtype) == (shape, dtype) and b.tokens < 16]
-    T, rates = lines_of(axes)["faster"].get_data()
-    assert list(T) == [bench.tokens for bench in few]
-    assert list(rates) == [bench.rows["transformers grouped_mm"]["tokens/s"] for bench in few]
-    said = axes.get_xlabel().splitlines()[1:]
-    assert said == [f"T = {bench.tokens}: transformers grouped_mm 1.18 times ours" for bench in few]
-    backward = next(
-        axes for axes in figure.axes if axes.get_title(loc="left") == f"{shape}, {dtype}: forward + backward"
-    )
-    assert "faster" not in lines_of(backward) and backward.get_xlabel() == "T (1k = 1024)"
-
-
-def test_many_losses_are_counted(tmp_path):
-    slow = [
-        layer_of("bench_tokens", "fine", (T, 512, 256, 64, 8), "fp32", CPU | {"ceilings": CEILINGS["fp32"]}, f"fine-{T}-fp32",
-                 {"moe_runtime": 2.0, "transformers eager": 1.0})
-        for T in (1, 2, 4, 8, 16, 32)
-    ]  # fmt: skip
-    (axes,) = pictures_tokens.throughput(read(write(tmp_path / "r.json", slow))).axes
-    said = axes.get_xlabel()
-    assert "T = 8: transformers eager 2.00 times ours" in said and "and 2 more" in said and "T = 16" not in said
-    assert len(lines_of(axes)["faster"].get_xdata()) == 6
 
 
 def test_memory_is_drawn_with_the_formula(found):
@@ -296,43 +218,8 @@ def test_breakdown_stacks_what_was_measured(found):
         assert {"sum 97, whole 100 ms", "132 ms"} <= set(texts(axes)) and len(stacks) == 3 * 6
 
 
-def test_a_part_that_was_not_measured_is_left_out(tmp_path):
-    bench = steps("fine", "fp32", CPU)[0]
-    for name in ("router", "whole step", "transformers eager: experts backward"):
-        del bench["extra_info"]["rows"][name]
-    (axes,) = pictures_bars.breakdown(read(write(tmp_path / "r.json", [bench]))).axes
-    labels = {container.get_label() for container in axes.containers}
-    assert not any("router" in label for label in labels) and "whole step" not in lines_of(axes)
-    assert "transformers eager: experts forward" in labels and "transformers eager: experts backward" not in labels
-
-
-def test_xft_shows_speed_and_memory(found):
-    figure = pictures_bars.xft(found)
-    panels = {axes.get_xlabel().partition(" (")[0]: bars_of(axes) for axes in figure.axes}
-    ms = {"moe_runtime": 9000.0, "transformers eager": 11000.0, "transformers grouped_mm": 15000.0, "official": 13000.0}
-    assert panels["tokens/s"] == pytest.approx({name: 512 / time * 1e3 for name, time in ms.items()})
-    assert panels["peak MiB"] == pytest.approx({name: time / 3 for name, time in ms.items()})
-
-
-def test_xft_shows_the_whole_memory_where_the_file_has_it(tmp_path):
-    bench = steps("fine", "fp32", CPU)[2]
-    for row in bench["extra_info"]["rows"].values():
-        row["total MiB"] = row["peak MiB"] + 1000
-    _, memory = pictures_bars.xft(read(write(tmp_path / "r.json", [bench]))).axes
-    assert memory.get_xlabel() == "total MiB (less is better)"
-    assert bars_of(memory)["official"] == pytest.approx(13000 / 3 + 1000)
-
-
-def test_xft_without_memory_has_only_speed(tmp_path):
-    bench = steps("fine", "fp32", CPU)[2]
-    for row in bench["extra_info"]["rows"].values():
-        del row["peak MiB"]
-    (axes,) = pictures_bars.xft(read(write(tmp_path / "r.json", [bench]))).axes
-    assert axes.get_xlabel().startswith("tokens/s")
-
-
 def test_layer_bars_are_ratios_and_a_long_one_is_cut(found):
-    figure = pictures_layer.layer(found)
+    figure = pictures.layer(found)
     for bench in of(found, "bench_forward"):
         (axes,) = [a for a in figure.axes if a.get_title(loc="left").startswith(f"{bench.shape}, ") and
                    a.get_title(loc="left").endswith(f"{bench.dtype}\nforward")]  # fmt: skip
@@ -342,21 +229,6 @@ def test_layer_bars_are_ratios_and_a_long_one_is_cut(found):
         assert f"{9 / 1.05:.2f} \u2192" in texts(axes)
         assert bars == {name: bench.rows[name]["ratio"] for name in bars} and bars["moe_runtime"] == ours
         assert [list(line.get_xdata()) for line in axes.lines] == [[1, 1]]
-
-
-def test_many_layers_are_dots(tmp_path):
-    names = {f"model {i}": sizes for i, sizes in enumerate([*MODELS.values()] * 3)}
-    found = read(write(tmp_path / "r.json", sweeps(names, ("bf16",), (), FAST, GPU)))
-    figure = pictures_layer.layer(found)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "forward, T=16384, bf16", "forward + backward, T=16384, bf16"
-    ]  # fmt: skip
-    for axes, function in zip(figure.axes, ("bench_forward", "bench_forward_backward")):
-        lines = lines_of(axes)
-        for y, bench in enumerate(of(found, function)):
-            for name in ("moe_runtime", *PEERS):
-                x = lines[f"{bench.shape}: {name}"].get_data()
-                assert (list(x[0]), list(x[1])) == ([bench.rows[name]["ratio"]], [y])
 
 
 def drawn(found) -> dict:
@@ -377,40 +249,17 @@ def test_what_was_not_measured_makes_no_picture(tmp_path):
         assert set(drawn(read(write(tmp_path / "r.json", only)))) == names, function
 
 
-def test_without_ceilings_there_is_no_roof(tmp_path):
-    benches = [bench for bench in cpu_file() if "ceilings" in bench["extra_info"]]
-    for bench in benches:
-        del bench["extra_info"]["ceilings"]
-    assert "roofline" not in drawn(read(write(tmp_path / "r.json", benches)))
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_published_files_can_be_drawn(path, tmp_path):
     written = pictures.write_pictures(path, tmp_path)
     assert {f"{path.stem}-layer.png", f"{path.stem}-layer.svg"} <= {p.name for p in written}
-    figure, rows = pictures_layer.layer(read(path)), {}
+    figure, rows = pictures.layer(read(path)), {}
     for bench in read(path):
         rows |= {(bench.function, bench.id): bench.rows}
     axes = next(a for a in figure.axes if a.get_title(loc="left").startswith("coarse") and
                 a.get_title(loc="left").endswith("fp32\nforward"))  # fmt: skip
     want = rows["bench_forward", "coarse-fp32"]["moe_runtime"]["ratio"]
     assert bars_of(axes)["moe_runtime"] == want
-
-
-def test_the_frame_says_where_the_numbers_come_from(found):
-    info = found[0].info
-    for name, figure in drawn(found).items():
-        said = figure.get_supxlabel()
-        for key in ("machine", "torch", "transformers", "commit", "date"):
-            assert info[key] in said, (name, key)
-        title = figure.get_suptitle() or figure.legends[0].get_title().get_text()
-        assert title and figure.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
-
-
-def test_several_machines_in_a_file_are_all_named(tmp_path):
-    found = read(write(tmp_path / "r.json", steps("fine", "fp32", CPU) + steps("fine", "bf16", GPU)))
-    said = pictures_style.caption(found)
-    assert "AMD EPYC" in said and "NVIDIA H200" in said and said.count("commit 0123abc") == 1
 
 
 def test_labels_do_not_overlap(found):
@@ -449,15 +298,6 @@ def test_files_are_the_same_each_time_and_text_is_text(tmp_path):
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
     svg = one[1].read_text()
     assert "moe_runtime</text>" in svg and "<dc:date>" not in svg and "Matplotlib v" not in svg
-
-
-def test_colours_belong_to_implementations_and_can_be_told_apart():
-    styles = pictures_style.STYLES
-    assert len(set(styles.values())) == len({colour for colour, _ in styles.values()}) == len(styles)
-    assert pictures_style.style("who knows") == pictures_style.style("who knows") != pictures_style.FLOOR
-    assert pictures_style.style("copy (floor)") == pictures_style.FLOOR
-    names = ["x (floor)", "b", "official", "moe_runtime, apart", "transformers eager", "moe_runtime"]
-    assert pictures_style.ordered(names) == [names[i] for i in (5, 3, 4, 2, 1, 0)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes fewer than are asked for, at all
 of them, and at some with more than one part. What stands then must be what stood before or what an
-undisturbed run makes, byte for byte; the same command then goes on, or starts anew, and ends with those bytes too.
+undisturbed run makes, byte for byte; the same command then resumes, or starts anew, and ends with those bytes too.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench.records import benchmarks
 from moe_runtime.hf.training.saving import last_whole_checkpoint
 from tests.faults.machine import kills, strays, tree
 from tests.faults.verbs import VERBS
@@ -60,7 +59,7 @@ class Killed:
         shutil.rmtree(self.folder / place)
 
 
-WHOLE = ("upcycle", "merge", "esft merge", "fuse", "esft select")
+WHOLE = ("xft upcycle", "xft merge", "esft merge", "ultrafuser fuse", "esft select")
 
 
 @pytest.mark.parametrize("name", share(WHOLE, 0))
@@ -98,14 +97,14 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
         killed.forget("old")
 
 
-# of what goes on: these are what it is for, and the same in every run
+# of what resumes: these are what it is for, and the same in every run
 GOES_ON = {
     "train": (".safetensors", "out/config.json"),
     "esft train": (".safetensors", "out/expert_cfg.json"),
     "run": (".safetensors", "model/config.json"),
     "upit init-routers": (".safetensors",),
     "upit grow": (".safetensors", ".json"),
-    "fuser train": (".safetensors",),
+    "ultrafuser train": (".safetensors",),
     "demo": (".safetensors", "config.json"),
     "esft score": ("out", ".txt"),
     "stats": (".csv", ".png"),
@@ -148,25 +147,6 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
             assert found == want, f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
         assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
         killed.forget("new")
-
-
-def test_results_of_benchmarks_are_the_old_or_the_new(faulty, inputs, tmp_path):
-    """A file that holds others' numbers has them, whenever a run that adds to it dies."""
-    killed = Killed(faulty, inputs, tmp_path, "bench")
-    new = {bench["name"] for bench in benchmarks(tmp_path / "undisturbed" / "out.json")}
-    for at in killed.points(2, 60):
-        out = tmp_path / "here" / "out.json"
-        out.parent.mkdir()
-        old = {"name": "bench_old", "extra_info": {"tiny": True, "rows": {"moe_runtime": {"ms": 3.0}}}}
-        out.write_text(json.dumps({"benchmarks": [old]}))
-        killed.kill("here", at)
-        assert {bench["name"] for bench in benchmarks(out)} in ({"bench_old"}, {"bench_old"} | new), f"killed at {at}"
-        again = killed.run("here")
-        assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
-        found = benchmarks(out)
-        assert {bench["name"] for bench in found} == {"bench_old"} | new and old in found, f"killed at {at}"
-        assert not strays(tmp_path / "here") and not (tmp_path / "here" / "out.jsonl").exists()
-        killed.forget("here")
 
 
 def resumable(out: Path) -> bool:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.experiments import recipe
@@ -73,26 +71,6 @@ def test_layer_settings():
         check(lambda: MoEConfig.from_dict(copy.deepcopy(changed)).to_dict(), lambda: changed)
 
     run_seeds(scaled(500, 5000), case)
-
-
-LONG = "x" * 50_000
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"p": LONG},
-        {"experts": {"1": [LONG]}},
-        {"experts": {"1": LONG}},
-        {"experts": {LONG: []}},
-        {"experts": LONG},
-        {LONG: 1},
-    ],
-    ids=["p", "id", "ids", "layer", "experts", "key"],
-)
-def test_a_long_value_of_a_selection_is_cut_in_the_error(tmp_path, change):
-    (tmp_path / "selection.json").write_text(json.dumps(SELECTION | change))
-    assert not attempt(lambda: ExpertSelection.load(tmp_path / "selection.json"), "selection.json").is_read
 
 
 @pytest.mark.parametrize("kind", ["selection", "scores"])
@@ -178,22 +156,3 @@ def test_what_yaml_can_do_to_a_recipe(tmp_path, case):
     for kind in KINDS.values():
         assert not attempt(lambda: recipe.load_recipe(path, kind), path.name).is_read  # noqa: B023
     attempt(lambda: recipe.method_of(path), path.name)
-
-
-TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
-ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=scaled(100, 1000), deadline=None, database=None, derandomize=True)
-@given(
-    st.dictionaries(st.sampled_from([*SELECTION, "x"]), ANY),
-    st.dictionaries(st.sampled_from(["0", "1", "-1", "x"]), ANY),
-)
-def test_any_selection(values, experts):
-    for one in (values, SELECTION | values, SELECTION | {"experts": experts}):
-        given = {key: value for key, value in one.items() if value is not None}
-        check(lambda: ExpertSelection.from_dict(one).to_dict(), lambda: given)  # noqa: B023

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.experiments.stages import read_result
 from moe_runtime.hf.training import recording, saving
 from moe_runtime.hf.training.trainer import RouterStatsCallback
 from moe_runtime.methods.esft import official as esft_official
@@ -162,14 +161,6 @@ def test_mutated_states(tmp_path, kind):
     assert any(refused) == KINDS[kind].refuses
 
 
-def test_a_history_is_what_was_kept(tmp_path):
-    put("history.json", HISTORY)(tmp_path)
-    recorder = recording.Recorder(recording.History(), lambda: None, 1, None)
-    recorder.restore(tmp_path)
-    assert recorder.last == ([1.0, 2.0], [3, 4]) and recorder.before == 3.5
-    assert recorder.history.held_out == [(2, 1.5)] and recorder.history.rows == [(2, [1.0, 2.0])]
-
-
 @pytest.mark.parametrize("end", ["1", "10", "10,0,0", "20,0,0,False,7,0.", "\r\n\r\n10,0"])
 def test_half_a_line_of_router_statistics_is_no_line(tmp_path, end):
     """A process that was killed while it wrote one leaves it; the step that it names may be another's."""
@@ -178,8 +169,3 @@ def test_half_a_line_of_router_statistics_is_no_line(tmp_path, end):
     path.write_bytes(path.read_bytes() + end.encode())
     router_stats(tmp_path)
     assert [line.partition(",")[0] for line in path.read_text().splitlines()] == ["step"] + ["10"] * 3 + ["20"] * 3
-
-
-def test_a_result_of_another_kind_is_named(tmp_path):
-    (tmp_path / "result.json").write_text('{"history": [3]}')
-    assert "lacks fields" in attempt(lambda: read_result(tmp_path), "result.json").error

@@ -30,9 +30,9 @@ from moe_runtime.hf.models.families import FAMILIES, Family, family_of, moe_shap
 from moe_runtime.hf.models.modeling import freeze_for_lora, model_classes, moe_layers
 from moe_runtime.io.files import atomic_folder, check_out_dir, read_json
 from moe_runtime.methods.lora.adapters import add_to_backbone, load_stacked, read_experts, save_single, save_stacked
-from moe_runtime.methods.xft import alpha_rows
 from moe_runtime.modules.lora import TARGETS, LoRAMoE, check_base, check_plain
 from moe_runtime.modules.lora_linear import FORMS, LinearExperts, LoRALinear, add_experts
+from moe_runtime.ops.merging import alpha_rows
 
 __all__ = [
     "forced_experts", "load_adapters", "lora_config", "lora_layers", "merge", "save_adapters", "to_lora_moe", "to_moe",
@@ -112,11 +112,11 @@ def to_lora_moe(
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "backbone": "mean" if found is not None and found.backbone else "base",
     }
-    _, layers = swap.check_stock(model, config, layers)
+    layers = swap.check_stock(model, family, config, layers)
     for layer in layers if form == "block" else ():
         check_base(model.get_submodule(family.path.format(layer)))
     _check_routers(vectors, dtype, config, form, len(layers))
-    swap.verify_mlp(model, layers)
+    swap.verify_mlp(model, layers, family)
     own = {} if vectors is None else dict(zip(given_layers or layers, vectors, strict=True))
     for layer in layers:
         rows = swap.draw_router(config, seed, layer)

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import Cache
 
 from moe_runtime.methods.ultrafuser.inputs import Encoder
-from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss, mix_logits
-from moe_runtime.ops.fusion import fuse_logits
+from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
+from moe_runtime.ops.fusion import fuse_logits, mix
 
 PROBE = 1e-2  # relative difference between a head's logits and its model's, beyond what bfloat16 rounds
 PADDING = 0.03  # relative difference between states with and without padding, beyond what many layers of bfloat16 round
@@ -166,7 +166,7 @@ def logits_of(heads: Sequence[Head], hidden: Sequence[torch.Tensor], weight: tor
     if _fits_fused_loss(heads, hidden):
         states = [h * head.scale if head.scale != 1.0 else h for h, head in zip(hidden, heads, strict=True)]
         return fuse_logits(states, [head.linear.weight for head in heads], weight)
-    return mix_logits(hidden, heads, weight)
+    return mix((head(h) for h, head in zip(hidden, heads, strict=True)), weight)
 
 
 def loss_of(

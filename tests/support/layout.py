@@ -1,0 +1,103 @@
+"""The imports of moe_runtime, read without running them: for tests/test_layout.py and docs/architecture.svg."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "moe_runtime"
+
+
+class Import(NamedTuple):
+    """One imported name; `level` counts its leading dots, and a `lazy` one stands inside a function."""
+
+    name: str
+    line: int
+    level: int
+    lazy: bool
+
+
+class Arrow(NamedTuple):
+    """One module of ours imports another."""
+
+    source: str
+    target: str
+    line: int
+    lazy: bool
+
+
+def own_files(root: Path) -> list[Path]:
+    """List the package's files; kernels/ and bench/ are reached by links, and are not among them."""
+    links = [root / PACKAGE / name for name in ("kernels", "bench")]
+    return [path for path in sorted((root / PACKAGE).rglob("*.py")) if not any(link in path.parents for link in links)]
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return the dotted name of every module, those of kernels/ as they are imported."""
+    found = {}
+    for path in [*own_files(root), *sorted((root / "kernels").rglob("*.py"))]:
+        parts = path.relative_to(root).with_suffix("").parts
+        parts = (PACKAGE, *parts) if parts[0] == "kernels" else parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
+    """Walk all imports of a module, those inside functions too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, 0, lazy) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            prefix = f"{child.module}." if child.module else ""
+            yield from (Import(prefix + alias.name, child.lineno, child.level, lazy) for alias in child.names)
+        else:
+            yield from imports(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def arrows(root: Path) -> list[Arrow]:
+    """Return who imports whom. `from package import module` names the module, `from module import name` its parent."""
+    known, found = modules(root), []
+    for source, path in known.items():
+        for found_import in imports(ast.parse(path.read_text())):
+            name = found_import.name
+            target = name if name in known else name.rpartition(".")[0]
+            # the version, which the package itself holds, is nobody's dependency
+            if target in known and target != source and name != f"{PACKAGE}.__version__":
+                found.append(Arrow(source, target, found_import.line, found_import.lazy))
+    return found
+
+
+def folder_of(module: str) -> str:
+    """Return the folder of a module as DESIGN names them: `ops`, `hf.models`, `methods.xft`; of the root's files themselves."""
+    parts = module.split(".")[1:]
+    depth = 2 if parts[:1] in (["hf"], ["methods"]) else 1
+    return ".".join(parts[:depth])
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Return the groups of modules that reach themselves; imports inside functions count (Tarjan's components)."""
+    targets: dict[str, set[str]] = {name: set() for name in modules(root)}
+    for arrow in arrows(root):
+        targets[arrow.source].add(arrow.target)
+    number, low, stack, found = {}, {}, [], []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for target in sorted(targets[name]):
+            if target not in number:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], number[target])
+        if low[name] == number[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(targets):
+        if name not in number:
+            visit(name)
+    return found

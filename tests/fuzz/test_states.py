@@ -115,8 +115,7 @@ SIZES = {"tasks": ["a", "b"], "sizes": [512, 1024], "shared": [[1.0, 2.0], [2.0,
 
 def products(folder: Path) -> Any:
     path = folder / upit_expansion.SUMMARY
-    record = json.loads(json.dumps(upit_expansion.read_json(path)))
-    return upit_expansion._values(upit_expansion._products(record, path), path, 2, 2)
+    return upit_expansion._values(upit_expansion._kept(path), path, 2, 2)
 
 
 KINDS = {

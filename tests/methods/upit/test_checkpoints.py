@@ -298,7 +298,7 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
             "none of whose matrices",
             id="another base",
         ),
-        pytest.param(lambda m: nn.Linear(2, 2), {}, "no model of transformers", id="no model"),
+        pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
     ],
 )
 def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp_path, change, settings, words):
@@ -312,7 +312,7 @@ def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp
 
 def test_a_base_is_a_folder_or_an_id(base):
     assert model_folder(base) == base and model_folder(str(base)) == base
-    with pytest.raises(ValueError, match="want a model's folder or an id of the Hub"):
+    with pytest.raises(ValueError, match="expected a model's folder or an id of the Hub"):
         model_folder("no//id at all")
 
 

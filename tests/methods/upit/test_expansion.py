@@ -434,15 +434,15 @@ def spoil(folder: Path, value: float) -> Path:
     [
         pytest.param({"count": 2}, "count is 2, experts are 3", id="fewer than there are"),
         pytest.param({"experts": []}, "experts are 0", id="none"),
-        pytest.param({"experts": ["ffn-0"]}, "experts are 1; want at least as many, and two parents", id="one"),
-        pytest.param({"experts": ["ffn-0", "lora-0"]}, "want one kind", id="kinds"),
+        pytest.param({"experts": ["ffn-0"]}, "experts are 1; expected at least as many, and two parents", id="one"),
+        pytest.param({"experts": ["ffn-0", "lora-0"]}, "all experts must have the same", id="kinds"),
         pytest.param({"experts": ["ffn-0", "narrow"]}, "of another shape", id="another architecture"),
         pytest.param({"base": "narrow"}, "of another shape", id="another base"),
         pytest.param({"base": "lora-0"}, "want model.safetensors", id="a base that is none"),
         pytest.param({"experts": ["ffn-0", "nan"]}, "whose MLPs have NaN or infinite values", id="NaN"),
-        pytest.param({"experts": ["lora-0", "rank-4"]}, "of another shape", id="another rank"),
+        pytest.param({"experts": ["lora-0", "rank-4"]}, "/rank-4 is 4, of", id="another rank"),
         pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha of", id="another alpha"),
-        pytest.param({"experts": ["dora", "lora-0"]}, "use_dora of", id="dora"),
+        pytest.param({"experts": ["dora", "lora-0"]}, "whose use_dora is True", id="dora"),
         pytest.param({"metric": "l1"}, "metric is 'l1'", id="metric"),
         pytest.param({"of": "bias"}, "of is 'bias'", id="of"),
         pytest.param({"parents": "nearest"}, "parents is 'nearest'", id="parents"),
@@ -475,16 +475,16 @@ def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change,
 def test_nothing_but_children_is_replaced(place, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="which holds notes.txt"):
+    with pytest.raises(ValueError, match="that holds notes.txt"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "out", base=place / "base", overwrite=True)
     folders = [shutil.copytree(place / f"ffn-{i}", tmp_path / "all" / f"expert-{i + 2}") for i in range(3)]
-    with pytest.raises(ValueError, match="where the expert expert-3 lies"):
+    with pytest.raises(ValueError, match="with the expert expert-3, which a child would replace"):
         expand_experts(folders, 4, tmp_path / "all", base=place / "base", overwrite=True)
     shutil.copytree(place / "ffn-0", tmp_path / "mine" / "expert-3")
-    with pytest.raises(ValueError, match="whose expert-3 is no expansion's child"):
+    with pytest.raises(ValueError, match="whose expert-3 is not an expansion's child"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "mine", base=place / "base", overwrite=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="which is a file"):
+    with pytest.raises(ValueError, match="a file; use a new folder"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "file", base=place / "base")
 
 

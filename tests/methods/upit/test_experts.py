@@ -88,7 +88,7 @@ def test_materialize(place, tmp_path):
     assert not (tmp_path / "out" / "expert.json").exists()
     with pytest.raises(ValueError, match="which exists"):
         materialize(place / "delta", tmp_path / "out")
-    with pytest.raises(ValueError, match="an adapter; want a delta"):
+    with pytest.raises(ValueError, match="an adapter; expected a delta"):
         materialize(place / "lora", tmp_path / "other")
 
 
@@ -99,17 +99,17 @@ def test_a_base_may_move_but_not_change(place, tmp_path):
     (tmp_path / "delta" / "expert.json").write_text(json.dumps(record))
     with open_expert(tmp_path / "delta", base=tmp_path / "moved") as expert, open_expert(place / "ffn") as whole:
         assert all(torch.equal(expert.get(key), whole.get(key)) for key in whole.keys())
-    with pytest.raises(ValueError, match="a delta, .*want base="):
+    with pytest.raises(ValueError, match="a delta, .*pass base="):
         open_expert(tmp_path / "delta")
     stirred(place / "base", 5, "norm").save_pretrained(tmp_path / "moved")
-    with pytest.raises(ValueError, match="want base="):
+    with pytest.raises(ValueError, match="pass base="):
         open_expert(tmp_path / "delta", base=tmp_path / "moved")
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param(lambda f: shutil.rmtree(f), "which is no folder", id="no folder"),
+        pytest.param(lambda f: shutil.rmtree(f), "which is not a folder", id="no folder"),
         pytest.param(lambda f: (f / "config.json").unlink(), "which has no config.json", id="no model"),
         pytest.param(lambda f: (f / "expert.json").write_text('{"format": 2, "kind": "ffn"}'), "format 2", id="format"),
         pytest.param(lambda f: (f / "expert.json").write_text('{"format": 1, "kind": "x"}'), "kind 'x'", id="kind"),

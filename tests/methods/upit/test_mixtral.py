@@ -106,16 +106,20 @@ def test_each_expert_is_the_one_it_was(exported):
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        ({"gate": "softmax_topk"}, {}, "gate is 'softmax_topk'; want 'softmax_topk_renorm' or 'topk_softmax'"),
+        (
+            {"gate": "softmax_topk"},
+            {},
+            "gate is 'softmax_topk'; Mixtral computes only 'softmax_topk_renorm' or 'topk_softmax'",
+        ),
         ({"gate": "topk_softmax", "router": "mlp"}, {}, "router is 'mlp'"),
         ({"gate": "topk_softmax", "noisy_gate": True}, {}, "noisy_gate is True"),
-        ({"gate": "topk_softmax", "layers": [1]}, {}, r"layers is \[1\]; want \[0, 1\]"),
+        ({"gate": "topk_softmax", "layers": [1]}, {}, r"layers is \[1\]; Mixtral computes only \[0, 1\]"),
         ({"gate": "topk_softmax"}, {"mlp_bias": True}, "mlp_bias is True"),
         ({"gate": "topk_softmax"}, {"attention_bias": True}, "attention_bias is True"),
         (
             {"gate": "topk_softmax"},
             {"model_type": "qwen3"},
-            "model_type of the base is 'qwen3'; want 'llama' or 'mistral'",
+            "model_type of the base is 'qwen3'; Mixtral computes only 'llama' or 'mistral'",
         ),
     ],
 )
@@ -128,11 +132,11 @@ def test_what_mixtral_cannot_say_is_refused(tmp_path, tokenizer, settings, chang
 
 
 def test_folders_of_another_kind_are_refused(tmp_path, experts, vectors):
-    with pytest.raises(ValueError, match="model_type is 'llama'; want an upcycled model"):
+    with pytest.raises(ValueError, match="moe_runtime of .* is None; want the block that upcycling wrote"):
         export_mixtral(experts[0], tmp_path / "out")
     adapters = upit.save_adapters(tmp_path, experts[0].parent / "base")
     assemble(adapters, vectors, tmp_path / "lora", base=experts[0].parent / "base")
-    with pytest.raises(ValueError, match="stage is 'lora'; want 'moe'"):
+    with pytest.raises(ValueError, match="stage is 'lora'; Mixtral computes only 'moe'"):
         export_mixtral(tmp_path / "lora", tmp_path / "out")
     assemble(experts, vectors, tmp_path / "moe")
     upit.change(tmp_path / "moe", lambda tensors: tensors | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})

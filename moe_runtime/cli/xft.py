@@ -83,10 +83,8 @@ def to_mergeable(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     _say(receipt)
-    typer.echo(
-        f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime xft merge mixed "
-        "dense"
-    )
+    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed")
+    typer.echo("then: moe-runtime xft merge mixed dense")
     return receipt
 
 

@@ -86,10 +86,8 @@ def tune(
     from moe_runtime.config import check_choice
     from moe_runtime.tools import tune as tuning
 
-    sizes = {
-        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts, "top_k": top_k,
-        "shared": shared,
-    }  # fmt: skip
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+    sizes |= {"top_k": top_k, "shared": shared}
     layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
     T = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(T):
@@ -148,14 +146,12 @@ def bench(
     rounds: Annotated[int, option("Rounds per benchmark, at most; each round runs all variants in turn.")] = 15,
     seconds: Annotated[float, option("Seconds of timing per benchmark, on a GPU.")] = 3.0,
     out: Annotated[Path | None, option("The .json file or its folder; bench/results or bench-results.")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, option("Only compare two files; exit with 1 if ours got slower.", metavar="A B")
-    ] = None,
+    compare: Annotated[tuple[Path, Path] | None, option("Only compare two results files.", metavar="A B")] = None,
 ):
     """Benchmark our backends, transformers' implementations and other installed packages on this machine.
 
     All variants run in turn, round after round, in one process; reports medians, peak memory, and the share of what the
-    machine can do at most. Prints tables, writes JSON and pictures. Rerun to resume.
+    machine can do at most. Prints tables, writes JSON and pictures. Rerun to resume. --compare exits with 1 if ours got slower.
     """
     if compare is not None:
         from moe_runtime.bench import compare as comparing

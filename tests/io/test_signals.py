@@ -216,16 +216,6 @@ cli.main()
 
 
 @pytest.mark.slow
-def test_a_second_signal_stops_at_once(recipe, tmp_path):
-    arguments = ("moe", "2", str(int(signal.SIGINT)), "run", str(recipe), "--out", str(tmp_path / "out"))
-    twice = "os.kill(os.getpid(), number); signals.SAME_WISH = 0.0; os.kill(os.getpid(), number)"
-    twice = COMMAND.replace("os.kill(os.getpid(), number)", twice).replace("import cli,", "import cli, interruption,")
-    done = forked(twice, *arguments)
-    assert done.returncode == 130 and last_line(done).startswith("interrupted; what is done is kept in ")
-    assert not list((tmp_path / "out").glob("*.checkpoints/checkpoint-*"))
-
-
-@pytest.mark.slow
 def test_in_the_last_step_the_stage_is_kept_and_the_next_does_not_begin(recipe, whole, tmp_path):
     """The step is the stage's last: it has nothing left to go on with, and its result is written first."""
     steps = yaml.safe_load(Path(recipe).read_text())["tune"]["steps"]
@@ -305,12 +295,6 @@ def test_late_wishes_are_a_commands(monkeypatch):
             pass
     with signals.after_the_step():
         pass
-
-
-def test_the_demo_leaves_nothing(tmp_path):
-    done = stopped("base", 3, signal.SIGTERM, "demo", "--preset", "tiny", "--out", tmp_path / "demo")
-    assert done.returncode == 143 and last_line(done) == "terminated; nothing was written"
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_launcher_is_not_named(monkeypatch):

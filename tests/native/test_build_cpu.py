@@ -7,13 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-import torch
 
 from moe_runtime.native import build
-from moe_runtime.native import library as library_module
 from moe_runtime.native.build import BuildError
 from moe_runtime.native.library import cpp, read_header
 from tests.support import cpu_build
@@ -147,54 +144,6 @@ def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     )
 
 
-def no_home():
-    raise RuntimeError("Could not determine home directory.")
-
-
-@pytest.fixture
-def searched():
-    """The search for the library starts anew, before and after."""
-    cpp.use(None)
-    yield
-    cpp.use(None)
-
-
-def test_without_a_home_there_is_no_library(tmp_path, monkeypatch, searched):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(library_module, "__file__", str(tmp_path / "library.py"))  # nor one of a wheel
-    assert (
-        cpp.why_not(torch.device("cpu"))
-        == "the CPU library is not built; python -m moe_runtime.native.build cpu builds it"
-    )
-    assert cpp.describe().startswith("none: the CPU library is not built")
-
-
-def test_a_home_that_may_not_be_read_has_no_library(monkeypatch, searched):
-    real = Path.is_file
-
-    def is_file(path):
-        if path.name == build.NAMES["cpu"]:
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr(Path, "is_file", is_file)
-    assert "Permission denied" in cpp.why_not(torch.device("cpu"))
-    assert cpp.describe().startswith("none: ") and str(build.library_path("cpu")) in cpp.describe()
-
-
-def test_the_command_without_a_home(monkeypatch, capsys):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(SystemExit) as left:
-        build.main(["cpu", "--help"])
-    assert left.value.code == 0 and "XDG_CACHE_HOME" in capsys.readouterr().out
-    monkeypatch.setenv("HOME", "")
-    assert build.main(["cpu"]) == 2
-    says = "error: HOME is '', and this user has no home folder; set XDG_CACHE_HOME to a writable folder\n"
-    assert capsys.readouterr().err == says
-
-
 def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
     (tmp_path / "file").write_text("")
     done = run("--csrc", small, XDG_CACHE_HOME=str(tmp_path / "file"))
@@ -246,13 +195,6 @@ def test_a_compiler_that_is_too_old_is_an_error(tmp_path, old):
     assert done.returncode == 2 and done.stderr.startswith("error: the compiler is ") and done.stderr.count("\n") == 1
     assert "; expected g++ 9 or newer, or a clang++ as new; install g++ or clang++, or set CXX to one" in done.stderr
     assert run("--out", tmp_path / "lib.so", CXX=old("__builtin_convertvector")).stderr == done.stderr
-
-
-def test_the_sources_want_nothing_of_g_plus_plus_12():
-    text = "".join(path.read_text() for path in build.csrc_dir("cpu").glob("*.[ch]*"))
-    assert set(re.findall(r"__builtin_\w+", text.replace("has no __builtin_shufflevector", ""))) == {
-        "__builtin_convertvector", "__builtin_cpu_supports", "__builtin_prefetch",
-    }  # fmt: skip
 
 
 def test_no_sources_is_an_error(tmp_path):

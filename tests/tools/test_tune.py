@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import shapes
-from moe_runtime.config import LAYERS, Layer
-from moe_runtime.hf.models import folders
+from moe_runtime.config import Layer
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
@@ -177,20 +175,6 @@ def test_two_processes_may_write_one_file(clock, tmp_path):
     assert tiles.read_tuned.__wrapped__(path) == {"A100": {"a": BUILT_IN, "c": TMA}, "H200": {"b": TALL}}
 
 
-def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
-    def refuse(path, **_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    assert tiles.read_tuned.__wrapped__(tmp_path / "root" / "tiles.json") == {}
-    monkeypatch.undo()
-    path = tmp_path / "tiles.json"
-    path.write_text("{}")
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"):
-        tiles.read_tuned.__wrapped__(path)
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}']
 )
@@ -255,56 +239,6 @@ def test_without_a_gpu_it_says_so():
 def test_bad_sizes_are_named(clock, layer):
     with pytest.raises(ValueError, match="hidden_size is 0|top_k is 4, num_experts is 3"):
         list(tuning.tune({"layer": layer}, [16], ["float32"]))
-
-
-# what is tried
-
-
-@pytest.mark.parametrize("dtype", tuning.DTYPES)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120, 121])
-def test_candidates_fit_the_gpu(arch, dtype):
-    for layer in LAYERS.values():
-        for T in (1, 64, 512, 4096, 65536):
-            for product in tuning.PRODUCTS:
-                problem = tuning.problem_of(product, layer, T, dtype, CPU)._replace(arch=arch)
-                pool = candidates(problem)
-                assert pool[0] == tiles.heuristic(problem) and len(set(pool)) == len(pool)
-                assert 2 <= len(pool) <= 16 and (T < 4096 or len(pool) >= 5)
-                limit = tiles.SHARED_MEMORY[tiles.nearest(arch)]
-                for tile in pool:
-                    assert tiles.shared_bytes(tile, problem) < limit
-                    assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
-                    assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
-
-
-def test_layers_are_those_of_the_benchmarks():
-    assert {name: (s.H, s.I, s.E, s.K, s.shared) for name, s in shapes.GPU.items()} == {
-        name: (layer.hidden_size, layer.intermediate_size, layer.num_experts, layer.top_k, layer.shared)
-        for name, layer in LAYERS.items()
-    }
-
-
-def config(folder, **values):
-    (folder / "config.json").write_text(json.dumps(values))
-    return folders.read_layer(folder)
-
-
-def test_layers_of_model_folders(tmp_path):
-    mixtral = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
-    assert config(tmp_path, **mixtral) == Layer(64, 96, 8, 2)
-    qwen = {
-        "hidden_size": 64,
-        "intermediate_size": 999,
-        "moe_intermediate_size": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-    }
-    assert config(tmp_path, **qwen) == Layer(64, 32, 16, 4) == config(tmp_path, text_config=qwen, hidden_size=1)
-    assert config(tmp_path, hidden_size=64, intermediate_size=96) == Layer(64, 96, 0, 0)
-    from moe_runtime.config import MoEConfig
-
-    block = {"config": MoEConfig(hidden_size=64, intermediate_size=96).to_dict()}
-    assert config(tmp_path, moe_runtime=block, num_experts=7) == Layer(64, 96, 8, 6, shared=True)
 
 
 # errors of results

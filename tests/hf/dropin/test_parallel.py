@@ -108,11 +108,10 @@ def test_trainer(results, tmp_path):
 
 
 def test_trainer_saves_nothing_on_one_rank(results):
-    """One rank alone would raise at the first checkpoint, and the others would wait for it."""
+    """In transformers' Trainer one rank alone raises, at the first checkpoint; ours raises in all of them, when it is made."""
     _, ranks = results("refused")
     for got in ranks:
         assert "save_strategy is 'steps', model is Qwen3MoeForCausalLM with its experts on" in got["error"]
-        assert got["step"] == 0
 
 
 def test_trainer_saves_adapters(results, tmp_path):

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from moe_runtime import hf
+from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.hf.dropin.balance import use_balance_loss
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
@@ -19,7 +21,6 @@ from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.hf.training import sft
 from moe_runtime.hf.training import trainer as training
-from moe_runtime.hf.training.trainer import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.io import console
 from moe_runtime.io.rows import read_rows, tokenize_pairs
 from tests.hf import tiny
@@ -548,7 +549,7 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
         str(tmp_path / "train.yaml"),
     ]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
-    code = "import sys; from moe_runtime.hf.training.trainer import train_command; train_command(sys.argv[1:])"
+    code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
     done = forked(code, *argv)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"saved MoeRuntimeLlamaForCausalLM to {tmp_path / 'out'} after step 2" in done.stdout
@@ -576,8 +577,8 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_pa
     said = capsys.readouterr()
     assert "after step 4" in said.out
     lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
-    assert lines[0] == "training: 50% of 4 steps"
-    assert re.fullmatch(r"training: 75% of 4 steps, \S+ steps/s, \d+ s left", lines[1])
+    assert lines[0].startswith("training: 50% 2/4 [")
+    assert re.fullmatch(r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]", lines[1])
     assert lines[-1].startswith("training: done in ")
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [2, 4]
@@ -619,7 +620,7 @@ def test_the_command_names_the_rows_of_a_bad_batch(folder, tmp_path):
         pytest.param(["--model", "{folder}/moe", "--colour", "red"], "colour", id="unknown-flag"),
         pytest.param(["--config={bare}/none.yaml"], r"none.yaml', which cannot be read: .*No such file", id="no-yaml"),
         pytest.param(["--config", "{bare}/broken.yaml"], "which cannot be read: while parsing", id="broken-yaml"),
-        pytest.param(["--config", "{bare}/list.yaml"], "which holds list; want options", id="yaml-of-no-options"),
+        pytest.param(["--config", "{bare}/list.yaml"], "which holds list; want a YAML file of options", id="yaml-of-no-options"),
         pytest.param(["--config"], "config is '--output_dir', which cannot be read", id="config-of-nothing"),
     ],
 )
@@ -650,8 +651,9 @@ def test_a_missing_trl_is_named(monkeypatch):
     sft._sft_trainer.cache_clear()
     try:
         with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
-            training.MoESFTTrainer  # noqa: B018
+            sft.MoESFTTrainer  # noqa: B018
     finally:
         sft._sft_trainer.cache_clear()
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        training.Nothing  # noqa: B018
+    for module in (sft, hf):
+        with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+            module.Nothing  # noqa: B018

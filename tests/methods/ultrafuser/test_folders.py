@@ -93,9 +93,7 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
 def test_specialists_that_have_changed_are_not_named(fused, tmp_path):
     with torch.no_grad():
         fused.specialists[1].model.layers[0].mlp.up_proj.weight[3, 2] += 1e-3
-    with pytest.raises(
-        ValueError, match="specialists is 'reference', and 'code' has changed since it was loaded; want"
-    ):
+    with pytest.raises(ValueError, match="specialist 'code' has changed since it was loaded; use specialists='copy'"):
         ultrafuser.save(fused, tmp_path / "fused")
     assert not os.listdir(tmp_path)
     assert same(ultrafuser.load(ultrafuser.save(fused, tmp_path / "fused", specialists="copy")), fused)
@@ -103,7 +101,7 @@ def test_specialists_that_have_changed_are_not_named(fused, tmp_path):
 
 def test_specialists_from_nowhere_are_not_named(tmp_path):
     made = fusers.fuser([fusers.specialist(s) for s in range(2)])
-    with pytest.raises(ValueError, match="and 'specialist-0' was loaded from no folder; want specialists='copy'"):
+    with pytest.raises(ValueError, match="specialist 'specialist-0' was loaded from no folder; use specialists='copy'"):
         ultrafuser.save(made, tmp_path / "fused")
     again = ultrafuser.load(ultrafuser.save(made, tmp_path / "fused", specialists="copy"))
     assert again.encoder is None and again.templates == (None, None) and same(again, made)
@@ -126,7 +124,7 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
         made = ultrafuser.load(ultrafuser.save(made, folder, specialists="copy"))
     before = reads(tmp_path)
     with pytest.raises(
-        ValueError, match="in which specialist '.*' is, at .*; want specialists='copy' or another folder"
+        ValueError, match="specialist '.*' is at .*, inside .*; use specialists='copy' or another folder"
     ):
         ultrafuser.save(made, folder, overwrite=True)
     assert reads(tmp_path) == before
@@ -146,11 +144,11 @@ def test_models_that_are_not_as_their_folders_are_not_named(sources, tmp_path):
     with torch.no_grad():
         weight = changed[1].model.layers[0].mlp.up_proj.weight
         weight[[0, 1]] = weight[[1, 0]]  # the same numbers in other places
-    with pytest.raises(ValueError, match="and 'code' has other weights than .*; want specialists='copy'"):
+    with pytest.raises(ValueError, match="specialist 'code' has other weights than .*; use specialists='copy'"):
         ultrafuser.save(fusers.fuser(changed), tmp_path / "fused")
     adapted = models()
     get_peft_model(adapted[0], LoraConfig(target_modules=["q_proj"], r=4))
-    with pytest.raises(ValueError, match="specialist 'prose' has an adapter; want it merged"):
+    with pytest.raises(ValueError, match="specialist 'prose' has an adapter; merge it"):
         ultrafuser.save(fusers.fuser(adapted), tmp_path / "fused")
     assert os.listdir(tmp_path) == ["as they are"]
 
@@ -161,7 +159,7 @@ def test_settings_of_generation_are_kept(fused, tmp_path):
     assert again.generation_config.to_diff_dict() == fused.generation_config.to_diff_dict()
     assert again.generation_config.max_new_tokens == 3
     assert again.generate(**again.encode(["a"]), eos_token_id=None).shape == (1, 3)
-    with pytest.raises(ValueError, match="torch_dtype is given; want specialists, dtype, device"):
+    with pytest.raises(TypeError, match="torch_dtype"):
         ultrafuser.UltraFuser.from_pretrained(tmp_path / "fused", torch_dtype=torch.float32)
 
 
@@ -245,9 +243,11 @@ def other_tokenizer(folder, sources):
     "spoil, words",
     [
         pytest.param(lambda f, s: shutil.rmtree(s[0]), "specialist 'prose' of ", id="missing specialist"),
-        pytest.param(lambda f, s: (f / "fuser_config.json").unlink(), "which has no fuser_config.json", id="no fuser"),
-        pytest.param(lambda f, s: edit(f, format=9), "is 9; want 1; upgrade moe_runtime", id="format"),
-        pytest.param(lambda f, s: edit(f, specialists=[{}]), "lacks fields of a specialist", id="fields"),
+        pytest.param(
+            lambda f, s: (f / "fuser_config.json").unlink(), "fuser_config.json, which cannot be read", id="no fuser"
+        ),
+        pytest.param(lambda f, s: edit(f, format=9), "has format 9 or", id="format"),
+        pytest.param(lambda f, s: edit(f, specialists=[{}]), "or fields other than expected", id="fields"),
         pytest.param(lambda f, s: (f / "gate.safetensors").unlink(), "which has no gate.safetensors", id="no gate"),
         pytest.param(other_gate, "up.weight is [3, 3], want [32, 32]", id="another gate"),
         pytest.param(
@@ -256,7 +256,7 @@ def other_tokenizer(folder, sources):
             id="gate's kind",
         ),
         pytest.param(other_weights, "has other weights than the gate was saved with", id="other weights"),
-        pytest.param(other_tokenizer, "for the id 2", id="another tokenizer"),
+        pytest.param(other_tokenizer, "id 262 of", id="another tokenizer"),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(sources, tmp_path, spoil, words):
@@ -270,7 +270,7 @@ def test_folders_that_do_not_fit_are_refused(sources, tmp_path, spoil, words):
 
 def test_names_of_moved_specialists_are_checked(fused, sources, tmp_path):
     folder = ultrafuser.save(fused, tmp_path / "fused")
-    with pytest.raises(ValueError, match="specialists has verse; want names among prose, code, sums"):
+    with pytest.raises(ValueError, match="specialists has verse; expected names among prose, code, sums"):
         ultrafuser.load(folder, specialists={"verse": sources[0]})
     with pytest.raises(ValueError, match="specialists is 'link'; want one of reference, copy"):
         ultrafuser.save(fused, tmp_path / "other", specialists="link")

@@ -156,6 +156,7 @@ def test_wheel_holds_the_package_and_no_more(wheel):
     assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
+@pytest.mark.slow
 def test_wheel_of_the_sdist_is_that_of_the_tree(wheel, tree, build_env, tmp_path):
     run("-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env])
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as other:
@@ -182,6 +183,7 @@ def test_version_is_written_once(wheel):
     assert not any(f'"{moe_runtime.__version__}"' in text for text in texts)
 
 
+@pytest.mark.slow
 def test_every_import_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
     lists = re.findall(r"^(?:dependencies|train|plot|bench) = \[(.*?)\]$", text, re.S | re.M)
@@ -234,6 +236,7 @@ def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
     stem = f"moe_runtime-{moe_runtime.__version__}-py3-none-"
@@ -252,6 +255,7 @@ def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
 DESCRIBE = "from moe_runtime.native import cuda; print(cuda.describe())"
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
     pip = [
@@ -275,6 +279,7 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
     assert done.stdout.startswith(f"{library}: nvcc ")
 
 
+@pytest.mark.slow
 def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
     done = run("-c", DESCRIBE, cwd=tmp_path, path=[installed, *SITE], XDG_CACHE_HOME=str(tmp_path))
     assert (
@@ -283,6 +288,7 @@ def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
     assert build_cuda.source_hash(installed / "moe_runtime" / "_csrc") == build_cuda.source_hash(ROOT / "csrc")
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     shutil.unpack_archive(sdist, tmp_path)
@@ -313,6 +319,7 @@ def modules(root: Path) -> list[str]:
     return sorted(name[:-3].replace("/__init__", "").replace("/", ".") for name in python_files(root))
 
 
+@pytest.mark.slow
 def test_installed_wheel_imports(installed, tmp_path):
     done = run("-c", FIND, *modules(ROOT), cwd=tmp_path, path=[installed, *SITE])
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
@@ -324,6 +331,7 @@ print(*[load_recipe(name).name for name in shipped_recipes()])
 """
 
 
+@pytest.mark.slow
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
     arguments = ["-m", "moe_runtime.cli", "bench", "--only", "averaging,routing", "--tiny", "--out", "found.json"]
@@ -341,6 +349,7 @@ def test_installed_wheel_has_its_recipes(installed, tmp_path):
     assert (installed / "moe_runtime" / "hf" / "training" / "fsdp2.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_clean_clone_imports(tree):
     done = run("-c", FIND, *modules(ROOT), cwd=tree, path=SITE)
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py")
@@ -437,6 +446,7 @@ def registered(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPORTS)
 def test_auto_classes_know_ours(registered, name):
     said = (registered / name).read_text().splitlines()

@@ -39,6 +39,7 @@ def run(monkeypatch, capfd):
     return call
 
 
+@pytest.mark.slow
 def test_a_real_process(tmp_path):
     command = [sys.executable, "-m", "moe_runtime.cli", "upcycle", str(tmp_path), str(tmp_path / "out")]
     out = subprocess.run(command, capture_output=True, text=True)

@@ -42,6 +42,7 @@ def visible(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page))
 
 
+@pytest.mark.slow
 def test_every_page_is_listed(site):
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     named = set(re.findall(r"([\w-]+\.md)", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))

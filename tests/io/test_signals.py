@@ -297,6 +297,7 @@ def test_late_wishes_are_a_commands(monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_nothing(tmp_path):
     done = stopped("base", 3, signal.SIGTERM, "demo", "--preset", "tiny", "--out", tmp_path / "demo")
     assert done.returncode == 143 and last_line(done) == "terminated; nothing was written"

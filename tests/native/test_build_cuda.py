@@ -457,6 +457,7 @@ def library(tmp_path_factory):
     return out, build_cuda.build(out, csrc=CSRC)
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_machine_code_for_every_architecture(library):
     _, _, _, _, names = build_cuda.check(CSRC)
@@ -490,6 +491,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x, int n) {
 """
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_the_gate_sees_a_real_spill(tmp_path):
     (tmp_path / "spiller.cu").write_text(SPILLER)
@@ -526,6 +528,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_it_loads_without_a_driver(library):
     done = subprocess.run(

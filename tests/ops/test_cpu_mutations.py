@@ -102,6 +102,7 @@ def test_unharmed(monkeypatch, tolerance):
     assert not found(cpu_build.library(), monkeypatch, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, old, new", [pytest.param(*m[:3], id=m[3]) for m in MUTANTS])
 def test_mutant_is_caught(file, old, new, monkeypatch, tolerance, tmp_path):
     variant = cpu_build.library().variant  # skips where there is no compiler

@@ -294,6 +294,7 @@ MUTANTS = [  # module.function, what is there, what takes its place, the test th
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place, old, new, check", [pytest.param(*m[:4], id=m[4]) for m in MUTANTS])
 def test_mutant_is_caught(place, old, new, check, tolerance, monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, place, old, new, (kernels, memory))
@@ -303,6 +304,7 @@ def test_mutant_is_caught(place, old, new, check, tolerance, monkeypatch, tmp_pa
 CHECKS = {(m[3][0], str(m[3][1])): m[3] for m in MUTANTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check[0].__name__)
 def test_unharmed(check, tolerance, monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, "activation.activate", users=(kernels, memory))

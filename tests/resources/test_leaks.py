@@ -23,6 +23,7 @@ def told(tmp_path_factory):
     return {line["way"]: line["grown"] for line in lines}, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("way", steps.WAYS)
 def test_nothing_grows(way, told):

@@ -247,7 +247,7 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
-    code = f"""
+    code = """
 import sys
 from moe_runtime.cli.app import app as main_app
 from moe_runtime import cli

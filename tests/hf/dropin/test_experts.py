@@ -314,6 +314,7 @@ def test_compiles_without_a_break(flags):
     assert distance(module.down_proj.grad, want["down_proj"]) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_layers_of_other_limits(backend):
     """Regional compilation reuses a graph where its guards hold: layers whose classes are equal but not their limits."""

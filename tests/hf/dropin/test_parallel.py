@@ -34,6 +34,7 @@ def results(tmp_path_factory):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_equals_one_process(name, results):
     _, ranks = results(name)

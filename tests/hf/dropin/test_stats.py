@@ -460,6 +460,7 @@ def test_stock_layers_next_to_our_own():
     assert seen.counts.sum(1).tolist() == [24, 24, 36, 36] and seen.layers[2] == "stock.model.layers.0.mlp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"])
 @pytest.mark.parametrize(
     "implementation, padding",

@@ -192,6 +192,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("imports", "flags", "said"),
     [

@@ -209,6 +209,7 @@ print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
 
+@pytest.mark.slow
 def test_folders_bigger_than_the_memory_limit(tmp_path):
     wide = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=8)
     sizes, limit = {}, 32 << 20
@@ -225,6 +226,7 @@ def test_folders_bigger_than_the_memory_limit(tmp_path):
         assert sum(file.stat().st_size for file in (place / "out").glob("*.safetensors")) > 0.99 * size
 
 
+@pytest.mark.slow
 def test_a_killed_merge_leaves_the_old_folder_or_the_new(tmp_path):
     base, adapter = folder(tmp_path, num_hidden_layers=4, moe_intermediate_size=128)
     adapter.save(tmp_path / "adapter")

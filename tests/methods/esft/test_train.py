@@ -521,6 +521,7 @@ trainer.train()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]

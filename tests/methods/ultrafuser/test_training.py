@@ -210,6 +210,7 @@ def launches(tmp_path_factory):
     return Launches("tests/support/dist_fuser.py", tmp_path_factory)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(launches, tmp_path):
     folder = launches(2)
     for stage in ("freeze_specialists", "train_all"):

@@ -227,6 +227,7 @@ print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
 
+@pytest.mark.slow
 def test_experts_bigger_than_the_memory_limit(tmp_path, tokenizer):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "dtype": torch.bfloat16}
     model, limit = upit.make_model(tokenizer, **sizes), 32 << 20

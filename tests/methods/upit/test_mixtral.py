@@ -71,6 +71,7 @@ def exported(tmp_path_factory, tokenizer, vectors):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_plain_transformers_has_the_same_logits(exported, name):
     ours, theirs = exported[name]

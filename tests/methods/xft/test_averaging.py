@@ -228,6 +228,7 @@ def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
 # over ranks
 
 
+@pytest.mark.slow
 def test_fsdp2_is_one_process(tmp_path):
     launch(dist_averaging.__file__, 2, tmp_path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

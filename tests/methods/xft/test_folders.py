@@ -329,6 +329,7 @@ def wide(folder: Path, layers: int, hidden: int) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_folders_bigger_than_the_memory_limit(tmp_path):
     size, limit = wide(tmp_path / "dense", 12, 512), 72 << 20
     wide(tmp_path / "dense-warm", 1, 32)
@@ -338,6 +339,7 @@ def test_folders_bigger_than_the_memory_limit(tmp_path):
     assert sum(file.stat().st_size for file in (tmp_path / "out-moe").glob("*.safetensors")) > 2.9 * size
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_or_the_old_folder(tmp_path):
     wide(tmp_path / "dense", 6, 256)
     xft_folders.upcycle_folder(tmp_path / "dense", tmp_path / "moe", num_experts=2, top_k=2)

@@ -142,6 +142,7 @@ print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
 
+@pytest.mark.slow
 def test_folders_bigger_than_the_memory_limit(tmp_path):
     limit = 40 << 20
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 10}

@@ -35,8 +35,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 
 # a library of other sources is refused, so a pull that brings new ones wants a new one; without a compiler the experts run in
 # PyTorch, and the next make tries again
-$(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build_cpu.py | $(INSTALLED)
-	@$(PY) -m moe_runtime.native.build_cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
+$(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build.py | $(INSTALLED)
+	@$(PY) -m moe_runtime.native.build cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 
 demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictures under runs/
 	$(VENV)/bin/moe-runtime demo $(ARGS)

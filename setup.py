@@ -16,20 +16,21 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+CPU_CSRC = ROOT / "csrc" / "cpu"
 CUDA, CPU = "moe_runtime._lib.libmoert_cuda", "moe_runtime._lib.libmoert_cpu"
 ASKED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name in ("CUDA", "CPU")}
 
 
 def load(path: Path):
-    """Import one file, not its package: that one wants torch, which no build environment has."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    """Import one file without its package, which needs torch: no build environment has that."""
+    spec = importlib.util.spec_from_file_location(name := f"moert_{path.stem}", path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 class BuildLibrary(build_ext):
-    """Extensions that build_cuda.py and build_cpu.py compile."""
+    """Extensions that moe_runtime/native/build.py compiles."""
 
     def get_ext_filename(self, fullname):
         # setuptools asks with the full name and with its last part, and would add Python's own suffix
@@ -45,9 +46,9 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext):
         out = Path(self.get_ext_fullpath(ext.name))
         if ext.name == CPU:
-            build_cpu.build(out, csrc=ROOT / "csrc" / "cpu")
+            build.build_cpu(out, csrc=CPU_CSRC)
         else:
-            build_cuda.build(out, csrc=ROOT / "csrc", archs=ARCHS)
+            build.build_cuda(out, csrc=ROOT / "csrc", archs=ARCHS)
 
 
 class Wheel(bdist_wheel):
@@ -63,24 +64,22 @@ def extension(name: str, *patterns: str) -> Extension:
 
 
 extensions = []
-# a wheel that was asked for kernels and holds none would be a lie, so no warning and no fallback
-if ASKED["CUDA"] != "0":
-    build_cuda = load(ROOT / "moe_runtime" / "native" / "build_cuda.py")
-    ARCHS = build_cuda.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
-    try:
-        build_cuda.check(ROOT / "csrc", ARCHS)
-    except build_cuda.BuildError as error:
-        raise SystemExit(f"MOE_RUNTIME_BUILD_CUDA is {ASKED['CUDA']!r}, but {error}") from None
-    extensions.append(extension(CUDA, "csrc/*.cu"))
-if ASKED["CPU"] != "0":
-    if ASKED["CPU"] != "1":
-        raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is {ASKED['CPU']!r}; want 0 or 1")
-    build_cpu = load(ROOT / "moe_runtime" / "native" / "build_cpu.py")
-    try:
-        build_cpu.check(ROOT / "csrc" / "cpu")
-    except build_cpu.BuildError as error:
-        raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is '1', but {error}") from None
-    extensions.append(extension(CPU, "csrc/cpu/*.cpp"))
+# what was asked for is built or the build fails: a wheel without the kernels it was asked for would mislead
+if ASKED["CPU"] not in ("0", "1"):
+    raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is {ASKED['CPU']!r}; expected 0 or 1")
+if set(ASKED.values()) != {"0"}:
+    build = load(ROOT / "moe_runtime" / "native" / "build.py")
+    ARCHS = build.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
+    for name, check in (
+        ("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)),
+        ("CPU", lambda: build.check_cpu(CPU_CSRC)),
+    ):
+        if ASKED[name] != "0":
+            try:
+                check()
+            except build.BuildError as error:
+                raise SystemExit(f"MOE_RUNTIME_BUILD_{name} is {ASKED[name]!r}, but {error}") from None
+            extensions.append(extension(CUDA, "csrc/*.cu") if name == "CUDA" else extension(CPU, "csrc/cpu/*.cpp"))
 if extensions:
     setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})
 else:

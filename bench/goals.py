@@ -91,10 +91,6 @@ GOALS = (
         _of_copy("moe_runtime triton"), 0.85,
     ),
     Goal(
-        "EWA's averaging, share of the copy's bandwidth", [f"bench_average_experts[{name}]" for name in shapes.GPU],
-        _of_copy("moe_runtime triton"), 0.85,
-    ),
-    Goal(
         "XFT's merge stage, forward + backward of a layer, times faster than the official form",
         [f"bench_mixing_layer[{name}]" for name in shapes.MIXING], _faster("official"), 2.0,
     ),

@@ -188,7 +188,7 @@ bench() {
         cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
     fi
     bench_on 1 bench/bench_layer.py bench/bench_xft.py bench/bench_step.py bench/bench_tokens.py bench/bench_memory.py \
-        bench/bench_breakdown.py bench/bench_routing.py bench/bench_merging.py bench/bench_mixing.py bench/bench_averaging.py \
+        bench/bench_breakdown.py bench/bench_routing.py bench/bench_merging.py bench/bench_mixing.py \
         bench/bench_trainable.py bench/bench_fusion.py bench/bench_lora.py bench/bench_expansion.py bench/bench_methods.py \
         bench/bench_kernels.py bench/bench_tokens_backward.py
 }
@@ -197,7 +197,7 @@ bench() {
 build_cuda() {
     local arch
     arch=$(timeout -k 1 "$(seconds $grace)" nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
-    run "$python" -m moe_runtime.native.build_cuda --archs "$arch"
+    run "$python" -m moe_runtime.native.build cuda --archs "$arch"
 }
 cuda_tests() { pytest_on "${WORKERS:-8}" tests/gpu/test_cuda.py; }
 cuda_bench() { bench_on 0.3 bench/bench_cuda.py; }

@@ -4,7 +4,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.bench.machine import DEVICE, public
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 
 
 def runnable(op: str, dtype: torch.dtype) -> list[str]:

@@ -1,6 +1,6 @@
 // The C interface of libmoert_cuda.so: plain pointers, sizes and a stream; nothing of torch or Python.
 //
-// moe_runtime/native/cuda.py reads the signatures from this file; raise MOERT_ABI_VERSION with every change.
+// moe_runtime/native/library.py reads the signatures from this file; raise MOERT_ABI_VERSION with every change.
 // Launchers only enqueue on `stream`, on the current device: they never synchronize, allocate, throw or keep state, and their
 // grids follow from sizes and the GPU alone. They return 0, a moert_status below 0 if they refused before any launch, or a
 // cudaError_t above 0. Pointers are to device memory, of contiguous arrays unless a stride is given.

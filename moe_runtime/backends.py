@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from moe_runtime.config import check_choice
-from moe_runtime.native import cpp, cuda
+from moe_runtime.native.library import cpp, cuda
 
 BACKENDS = ("torch", "triton", "cuda", "cpp")
 MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
 OPS = (
-    "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts", "average_experts", "lora_mlp", "gram",
-    "dare_merge", "fused_cross_entropy",
+    "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts", "lora_mlp", "gram", "dare_merge",
+    "fused_cross_entropy",
 )  # fmt: skip
 TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
@@ -133,10 +133,3 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: boo
     if reason is not None:
         raise ValueError(f"backend is {asked!r} for {op}, but {reason}")
     return asked
-
-
-def doctor() -> dict[str, dict[str, str]]:
-    """Return what a bug report needs: versions, devices, and for each op the backend it would use here and why."""
-    from moe_runtime.tools import doctor as diagnosis
-
-    return diagnosis.report()

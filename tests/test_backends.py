@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.modules.ewa import average_experts_
-from moe_runtime.native import cpp, cuda
+from moe_runtime.native.library import Loaded, cpp, cuda
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops import moe_mlp as experts_op
 from moe_runtime.ops.combine import combine
@@ -36,7 +35,6 @@ CALLS = {
         torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b
     ),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
-    "average_experts": lambda **b: average_experts_(torch.randn(2, 3), 0.3, **b),
     "lora_mlp": lambda **b: lora_mlp(
         torch.randn(3, 4),
         *torch.randn(2, 5, 4),
@@ -83,7 +81,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
-    monkeypatch.setattr(cpp, "_find", lambda: "the CPU library is not built")
+    monkeypatch.setattr(cpp, "_found", "the CPU library is not built")
     assert backends.pick(op, torch.zeros(1)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
     torch.manual_seed(1)
     want = CALLS[op]()
@@ -218,7 +216,7 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
 
 def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypatch):
     library = cpu_build.library()
-    monkeypatch.setattr(cpp, "_find", lambda: library)
+    monkeypatch.setattr(cpp, "_found", library)
     for op in CALLS:
         want = "cpp" if op in ("moe_mlp", "merge_experts") else "torch"
         assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [
@@ -238,7 +236,7 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
 
 def test_cpp_says_why_it_cannot(monkeypatch, tmp_path):
     library = cpu_build.library()
-    monkeypatch.setattr(cpp, "_find", lambda: library)
+    monkeypatch.setattr(cpp, "_found", library)
     with pytest.raises(
         ValueError, match="'cpp' for moe_mlp, but the tensor is torch.float16; want float32 or bfloat16"
     ):
@@ -247,29 +245,29 @@ def test_cpp_says_why_it_cannot(monkeypatch, tmp_path):
         backends.pick("moe_mlp", torch.zeros(1, dtype=torch.float64), "cpp")
     with pytest.raises(ValueError, match="'cpp' for route, but route has no cpp kernel"):
         backends.pick("route", torch.zeros(1), "cpp")
-    assert backends.why_not("cpp", "moe_mlp", torch.device("cuda")) == "the tensor is on cuda; want cpu"
+    assert backends.why_not("cpp", "moe_mlp", torch.device("cuda")) == "the tensor is on cuda; expected cpu"
     monkeypatch.undo()
     broken = tmp_path / "libmoert_cpu.so"
     monkeypatch.setattr(cpp, "places", lambda: [broken])
-    cpp._find.cache_clear()
+    cpp.use(None)
     try:
         with pytest.raises(
-            ValueError, match="the CPU library is not built; python -m moe_runtime.native.build_cpu builds it"
+            ValueError, match="the CPU library is not built; python -m moe_runtime.native.build cpu builds it"
         ):
             backends.pick("moe_mlp", torch.zeros(1), "cpp")
         assert backends.pick("moe_mlp", torch.zeros(1)) == "torch" and cpp.describe().startswith("none: ")
         broken.write_bytes(b"no library")
-        cpp._find.cache_clear()
+        cpp.use(None)
         with pytest.raises(ValueError, match="'cpp' for moe_mlp, but .*libmoert_cpu.so"):
             CALLS["moe_mlp"](backend="cpp")
         assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
     finally:
-        cpp._find.cache_clear()
+        cpp.use(None)
 
 
 def test_cpp_describes_itself(monkeypatch):
     library = cpu_build.library()
-    monkeypatch.setattr(cpp, "_find", lambda: library)
+    monkeypatch.setattr(cpp, "_found", library)
     assert str(library.path) in cpp.describe() and library.variant in cpp.describe()
 
 
@@ -281,7 +279,7 @@ def library(monkeypatch):
     """A library for GPUs, which nobody calls, and a GPU that has it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    cuda.use(cuda.Library(None, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
+    cuda.use(Loaded(None, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
     yield OnGpu()
     cuda.use(None)
 
@@ -314,7 +312,7 @@ def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch
     assert backends.pick("dispatch", library) == "cuda" and backends.pick("route", library) == "triton"
     assert backends.pick("dispatch", library, "triton") == "triton"
     cuda.use(None)  # the table does not make a library
-    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built")
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built")
     assert backends.pick("dispatch", library) == "triton"
 
 
@@ -368,14 +366,14 @@ def test_the_table_that_is_shipped_is_one():
 
 def test_cuda_says_why_it_cannot(library, monkeypatch):
     assert backends.why_not("cuda", "moe_mlp", library.device) == "moe_mlp has no cuda kernel"
-    with pytest.raises(ValueError, match="'cuda' for dispatch, but the tensor is on the CPU; want cuda"):
+    with pytest.raises(ValueError, match="'cuda' for dispatch, but the tensor is on the CPU; expected cuda"):
         backends.pick("dispatch", torch.zeros(1), "cuda")
     assert backends.why_not("cuda", "dispatch", torch.device("xpu")) == "the tensor is on xpu; want cuda"
     cuda.use(None)
-    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
     with pytest.raises(ValueError, match="'cuda' for combine, but the CUDA library is not built; how to"):
         backends.pick("combine", library, "cuda")
-    cuda.use(cuda.Library(None, Path("emulator.so"), {}))
+    cuda.use(Loaded(None, Path("emulator.so"), {}))
     assert backends.pick("combine", torch.zeros(1), "cuda") == "cuda"  # on the CPU, as in tests/csrc
     with pytest.raises(ValueError, match="the emulator's, for the CPU"):
         backends.pick("combine", library, "cuda")
@@ -404,10 +402,10 @@ def test_doctor_says_that_cuda_is_there(library, monkeypatch):
 def test_doctor_names_the_library(monkeypatch):
     handle = SimpleNamespace(moert_probe=lambda *_: 35, moert_error_string=lambda code: b"no driver")
     monkeypatch.setattr(
-        cuda, "_find", lambda: cuda.Library(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"})
+        cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"})
     )
-    assert backends.doctor()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
-    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
-    doctor = backends.doctor()
+    assert surroundings.report()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
+    doctor = surroundings.report()
     assert doctor["system"]["cuda library"] == "none: the CUDA library is not built; how to"
     assert "not cuda: the tensor is on the CPU" in doctor["backends"]["dispatch"]

@@ -96,7 +96,7 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
         "device_check", "test_moe_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes", "bench_kernels.py --shapes",
         "ncu ", "cli tune", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning", "tests/ops tests/modules",
         "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck", "bench.report",
-        "bench_xft.py", "build_cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck", "bench_cuda.py", "ncu ",
+        "bench_xft.py", "native.build cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck", "bench_cuda.py", "ncu ",
         "bench.report",
     ]  # fmt: skip
     made = iter(calls(tmp_path))
@@ -115,7 +115,7 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
 def test_parts_end_in_time_whatever_hangs(start, tmp_path, part):
     """Every program but the first hangs, and ignores Ctrl-C."""
     began = time.monotonic()
-    process = start(part, LIMIT="3", HANG="pytest cli report build_cuda ncu sanitizer nvidia-smi")
+    process = start(part, LIMIT="3", HANG="pytest cli report native.build ncu sanitizer nvidia-smi")
     said, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 3 + 1.5, said  # the bound itself, and a busy machine's processes
     assert process.returncode in (124, 137), said

@@ -18,7 +18,7 @@ import pytest
 from packaging.version import Version
 
 import moe_runtime
-from moe_runtime.native import build_cuda
+from moe_runtime.native import build
 from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,7 +212,7 @@ def test_versions_are_not_compared_as_text():
         pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
         pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
         pytest.param(
-            "native", "", "architectures are 'native'; want a list", id="a GPU would be asked", marks=needs_nvcc
+            "native", "", "architectures are 'native'; expected a list", id="a GPU would be asked", marks=needs_nvcc
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
     assert f"Tag: py3-none-{platform}\n" in text and "Root-Is-Purelib: false" in text
 
 
-DESCRIBE = "from moe_runtime.native import cuda; print(cuda.describe())"
+DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe())"
 
 
 @pytest.mark.slow
@@ -283,9 +283,9 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
 def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
     done = run("-c", DESCRIBE, cwd=tmp_path, path=[installed, *SITE], XDG_CACHE_HOME=str(tmp_path))
     assert (
-        done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.native.build_cuda builds it"
+        done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.native.build cuda builds it"
     )
-    assert build_cuda.source_hash(installed / "moe_runtime" / "_csrc") == build_cuda.source_hash(ROOT / "csrc")
+    assert build.source_hash("cuda", installed / "moe_runtime" / "_csrc") == build.source_hash("cuda", ROOT / "csrc")
 
 
 @pytest.mark.slow
@@ -334,11 +334,13 @@ print(*[load_recipe(name).name for name in shipped_recipes()])
 @pytest.mark.slow
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
-    arguments = ["-m", "moe_runtime.cli", "bench", "--only", "averaging,routing", "--tiny", "--out", "found.json"]
+    arguments = ["-m", "moe_runtime.cli", "bench", "--only", "merging,routing", "--tiny", "--out", "found.json"]
     done = run(*arguments, cwd=tmp_path, path=[installed, *SITE], OMP_NUM_THREADS="1", PYTEST_ADDOPTS="--nonsense")
-    assert "| bench_average_experts | copy (floor) | moe_runtime torch |" in done.stdout
+    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [bench["name"] for bench in found["benchmarks"]] == ["bench_average_experts[tiny]"]
+    assert [bench["name"] for bench in found["benchmarks"]] == [
+        f"bench_merge_experts[{half}-tiny]" for half in ("merge", "dalpha")
+    ]
     assert found["about"]["commit"] == f"v{moe_runtime.__version__}"
 
 

@@ -1,4 +1,4 @@
-// The activations of moe_runtime/ops/activation.py and their slopes, on vectors; `act` counts as moe_runtime/native/cpp.py's ACTS.
+// The activations of moe_runtime/ops/activation.py and their slopes, on vectors; `act` counts as moe_runtime/native/library.py's ACTS.
 #pragma once
 #include "kernels.h"
 #include "vector.h"

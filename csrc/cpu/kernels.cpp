@@ -1,4 +1,4 @@
-// The work on a range of rows, for one instruction set: build_cpu.py compiles this file once per set, as MOERT_SET.
+// The work on a range of rows, for one instruction set: moe_runtime/native/build.py compiles this file once per set, as MOERT_SET.
 // Everything here but the table has internal linkage: a function that two sets share would run on machines of the lesser one.
 #include "kernels.h"
 

@@ -5,7 +5,7 @@
 namespace moert {
 
 struct Form {
-    int act;   // the order of moe_runtime/native/cpp.py's ACTS
+    int act;   // the order of moe_runtime/native/library.py's ACTS
     int form;  // 0 no gate, 1 gate first, 2 in turns
     float limit, up_offset;
 };

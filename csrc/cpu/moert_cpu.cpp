@@ -23,7 +23,7 @@ struct Variant {
     bool (*runs)();
 };
 
-// MOERT_WITH_<set>: what build_cpu.py's compiler can make; an older one does not even know the names
+// MOERT_WITH_<set>: what moe_runtime/native/build.py's compiler can make; an older one does not even know the names
 #if defined(MOERT_WITH_avx2)
 bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif

@@ -1,5 +1,5 @@
 // C interface of libmoert_cpu.so: the experts on a CPU, what stands around their matmuls where torch has those, and merging.
-// moe_runtime/native/cpp.py reads the argument types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
+// moe_runtime/native/library.py reads the argument types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
 #pragma once
 #include <stdint.h>
 

@@ -1,93 +1,173 @@
-"""moe-runtime esft: score experts, select some, train those alone, and put the adapter into its base."""
+"""moe-runtime esft: score experts, select some, train only those, and merge the adapter into its base."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_runtime.cli import esft_scores, esft_tables
-from moe_runtime.cli.esft_scores import Data, MaxLength, Model, Overwrite, Pack, Prompt, say_selection
-from moe_runtime.cli.verbs import GoesOn, ShardSize, Whole, choices, mount, verb
+from moe_runtime.cli.verbs import (
+    DTYPES,
+    Bf16,
+    Checkpointing,
+    Data,
+    Kept,
+    MaxLength,
+    Overwrite,
+    Prompt,
+    Seed,
+    ShardSize,
+    Source,
+    Target,
+    argument,
+    group,
+    numbers,
+    one_gpu,
+    option,
+    verb,
+)  # fmt: skip
 from moe_runtime.io import console
+from moe_runtime.io.rows import require
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="ESFT: tune only the experts of a mixture that a task uses, ship those alone; and the paper's tables and figures.",
-    epilog="Example: moe-runtime esft main --seeds 3",
+app = group(
+    "esft",
+    "ESFT: tune only the experts of an MoE model that a task uses, and ship only those.",
+    "score olmoe --data law.jsonl --out law/summary.json",
 )
-
-Folder = Annotated[Path, typer.Argument(help="Folder of the adapter.", show_default=False)]
-AnyWeights = Annotated[
-    bool, typer.Option("--any-weights", help="Take a base whose weights are not those that the adapter was trained on.")
-]
-TrainedDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Of all that trains; the model's unless given, and float32 if that is bfloat16 or float16.",
-        show_default=False,
-        autocompletion=choices("float32", "bfloat16", "float16"),
-    ),
-]
-TrainShared = Annotated[
-    bool | None,
-    typer.Option(
-        "--shared-experts/--no-shared-experts", help="Train the shared experts too; as the file says unless given."
-    ),
-]
-TrainOthers = Annotated[
-    bool | None,
-    typer.Option(
-        "--non-expert-modules/--no-non-expert-modules",
-        help="Train all that is no expert too; as the file says unless given.",
-    ),
-]
-mount(esft_scores.app, app)
+VARIANTS = ("v1", "paper", "normalized", "head")
+Adapter = Annotated[Path, argument("Folder of the adapter.")]
+Pack = Annotated[bool, option("Join short examples to samples of --max-length tokens.")]
+Variant = Annotated[str | None, option("Scores: v1 unless given, paper, normalized or head.", words=VARIANTS)]
+ForwardBatch = Annotated[int, option("Samples per forward pass.")]
+AnyWeights = Annotated[bool, option("Accept a base that the adapter was not trained on.", "--any-weights")]
 
 
-@verb(
-    app,
-    example="moe-runtime esft train olmoe --config law/config.json --data law.jsonl --out law/adapter",
-    kept=GoesOn(what="checkpoints are kept in {}-checkpoints", suffix="-checkpoints"),
-)
-def train(
-    model: Model,
-    config: Annotated[
-        Path, typer.Option(help="What select wrote, or an official expert_cfg.json.", show_default=False)
-    ],
+@verb(app, "olmoe --data law.jsonl --out law/summary.json", Kept("{out}", "{logs}"))
+def score(
+    model: Source,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder of the adapter; must not exist.", show_default=False)],
-    held_out: Annotated[
-        str | None,
-        typer.Option(help="Rows to take the loss on; one in fifty of data unless given.", show_default=False),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 500,
-    learning_rate: Annotated[float, typer.Option(help="Constant learning rate of AdamW.")] = 1e-5,
-    batch_size: Annotated[int, typer.Option(help="Samples of a step, over all processes.")] = 32,
-    per_device_batch_size: Annotated[int, typer.Option(help="Samples that a process takes at once.")] = 1,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.1,
+    out: Annotated[Path, option("The summary to write, a .json file.")],
+    n_tokens: Annotated[int, option("Tokens to score, at most.")] = 131072,
+    logs: Annotated[Path | None, option("A folder to write the official logs to as well; must not exist.")] = None,
+    variant: Variant = None,
+    max_length: MaxLength = 4096,
+    pack: Pack = True,
+    batch_size: ForwardBatch = 1,
+    prompt: Prompt = "plain",
+    pairs: Annotated[bool, option("Count pairs of experts too, for select --group-size.", "--pairs")] = False,
+    seed: Annotated[int, option("Seed of the samples' order.")] = 5934875,
+    overwrite: Overwrite = False,
+):
+    """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
+    _check_free(out, overwrite)
+    require("datasets")
+    from moe_runtime.methods.esft.runs import score_folder
+
+    with console.bar("scoring", "token") as update:
+        scores = score_folder(
+            model, data, out, logs=logs, n_tokens=n_tokens, variant=variant or "v1", max_length=max_length, packed=pack,
+            batch_size=batch_size, prompt=prompt, pairs=pairs, seed=seed, overwrite=overwrite, progress=update,
+        )  # fmt: skip
+    if console.is_main():
+        typer.echo(f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} experts")
+        typer.echo(f"wrote {out}" + (f" and the logs in {logs}" if logs else ""))
+        typer.echo(f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json")
+    return {
+        "tokens": scores.n_tokens,
+        "layers": len(scores.layers),
+        "experts": scores.num_experts,
+        "files": [out, logs],
+    }
+
+
+@verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json", Kept("{out}"))
+def select(
+    out: Annotated[Path, option("The configuration to write, a .json file.")],
+    p: Annotated[float, option("Sum of the scores of a layer's selected experts; 0.1 for gate, 0.2 for token.")],
+    summary: Annotated[Path | None, option("A summary that score or the official code wrote.")] = None,
+    logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
+    top_k: Annotated[int | None, option("With --logs: experts per token, if the logs differ.")] = None,
+    num_experts: Annotated[int | None, option("With --logs: experts per layer, if not all were used.")] = None,
+    layers: Annotated[str | None, option("With --logs: the layers, such as 1,2,5-26; all unless given.")] = None,
+    score: Annotated[str, option("gate or token.", words="gate token")] = "gate",
+    variant: Variant = None,
+    round: Annotated[int | None, option("Digits to round the scores to; the official code uses 4.")] = None,
+    group_size: Annotated[int, option("Select experts by groups of this size; needs score --pairs.")] = 1,
+    shared_experts: Annotated[bool, option("Train the shared experts too.", "--shared-experts")] = False,
+    non_expert_modules: Annotated[bool, option("Train all other modules too.", "--non-expert-modules")] = False,
+    overwrite: Overwrite = False,
+):
+    """Select the fewest experts of each layer whose scores sum to p; needs no model."""
+    _check_free(out, overwrite)
+    if (summary is None) == (logs is None):
+        given = [None if path is None else str(path) for path in (summary, logs)]
+        raise ValueError(f"summary is {given[0]!r}, logs is {given[1]!r}; pass one of the two")
+    options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
+    given = [name for name, value in options.items() if value is not None]
+    if logs is None and given:
+        raise ValueError(f"{given[0]} is {options[given[0]]!r}, logs is None; pass it with --logs only")
+    from moe_runtime.methods.esft.scores import ExpertScores
+    from moe_runtime.methods.esft.selection import select_experts
+
+    if logs is None:
+        scores = ExpertScores.load(summary)
+    else:
+        options |= {"layers": numbers(layers), "pairs": group_size > 1}
+        scores = ExpertScores.from_logs(logs, variant or "v1", **options)
+    selection = select_experts(
+        scores, p, score, variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
+        group_size=group_size, round=round,
+    )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    selection.save(out)
+    sums = scores.scores(score, variant, round).sum(1).tolist()
+    typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
+    if beyond := sum(p > total + 1e-3 for total in sums):  # sums of rounded scores are off by little
+        typer.echo(
+            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts that had a "
+            "token are selected; p is a share only with --variant normalized",
+            err=True,
+        )
+    _say_selection(selection)
+    typer.echo(f"wrote {out}")
+    typer.echo(f"next: moe-runtime esft train MODEL --config {out} --data FILE --out adapter")
+    return {"path": out, "selection": selection.to_dict()}
+
+
+@verb(app, "olmoe --config law/config.json --data law.jsonl --out law/adapter", Kept("{out}-checkpoints", resumes=True))
+def train(
+    model: Source,
+    config: Annotated[Path, option("What select wrote, or an official expert_cfg.json.")],
+    data: Data,
+    out: Annotated[Path, option("Folder of the adapter; must not exist.")],
+    held_out: Annotated[str | None, option("Held-out examples; one in fifty of --data unless given.")] = None,
+    steps: Annotated[int, option("Optimizer steps.")] = 500,
+    learning_rate: Annotated[float, option("Constant learning rate of AdamW.")] = 1e-5,
+    batch_size: Annotated[int, option("Samples per step, over all processes.")] = 32,
+    per_device_batch_size: Annotated[int, option("Samples per forward pass of a process.")] = 1,
+    weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1,
     max_length: MaxLength = 4096,
     pack: Pack = True,
     prompt: Prompt = "plain",
-    dtype: TrainedDtype = None,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 (autocast).")] = False,
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save activations.")] = False,
-    save_steps: Annotated[int, typer.Option(help="A checkpoint every so many steps, to go on from; 0 for none.")] = 100,
-    shared_experts: TrainShared = None,
-    non_expert_modules: TrainOthers = None,
-    seed: Annotated[int, typer.Option(help="Seed of the batches.")] = 0,
+    dtype: Annotated[
+        str | None,
+        option(
+            "Of what trains; unless given the model's, at least float32.",
+            words=DTYPES,
+        ),
+    ] = None,
+    bf16: Bf16 = False,
+    gradient_checkpointing: Checkpointing = False,
+    save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
+    shared_experts: Annotated[bool | None, option("Train the shared experts too.")] = None,
+    non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None,
+    seed: Seed = 0,
     overwrite: Overwrite = False,
 ):
-    """Train the selected experts of a model and write them as an adapter; the same call goes on after a crash.
+    """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
 
-    The best weights by held-out loss are kept. On several GPUs: accelerate launch -m moe_runtime.cli esft train ...
+    Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime.cli esft train ...
     """
-    if "LOCAL_RANK" not in os.environ:
-        # one GPU is enough, and Trainer would spread a single process over all that it sees; before torch looks
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    from moe_runtime.io.rows import require
-
+    one_gpu()
     require("datasets")
     from dataclasses import replace
 
@@ -114,28 +194,30 @@ def train(
             dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
         )  # fmt: skip
     if console.is_main():
-        _say_training(receipt)
+        share = receipt.trained_parameters / receipt.total_parameters
+        typer.echo(
+            f"trained {receipt.trained_parameters:,} of {receipt.total_parameters:,} parameters ({share:.1%}), "
+            f"{receipt.steps} steps in {receipt.seconds:.0f} s, optimizer {receipt.optimizer_bytes / 1e6:,.1f} MB"
+        )
+        typer.echo(f"held-out loss: {receipt.loss_before:.4f} -> {receipt.loss:.4f}")
+        typer.echo(f"wrote {receipt.path}")
         typer.echo(f"next: moe-runtime esft merge {model} {out} tuned")
     return receipt
 
 
-@verb(app, example="moe-runtime esft apply olmoe law/adapter --data law-test.jsonl")
+@verb(app, "olmoe law/adapter --data law-test.jsonl")
 def apply(
-    model: Model,
-    adapter: Folder,
-    data: Annotated[
-        str | None, typer.Option(help="Rows to take the loss on, without the adapter and with it.", show_default=False)
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Rows of them, at most.")] = 256,
+    model: Source,
+    adapter: Adapter,
+    data: Annotated[str | None, option("Examples to compute the loss of, without the adapter and with it.")] = None,
+    limit: Annotated[int, option("Examples of --data, at most.")] = 256,
     max_length: MaxLength = 4096,
-    batch_size: Annotated[int, typer.Option(help="Rows of a forward pass.")] = 1,
+    batch_size: ForwardBatch = 1,
     prompt: Prompt = "plain",
     any_weights: AnyWeights = False,
 ):
-    """Say what an adapter holds and whether it belongs to a model; with data, what it does to the loss. Writes nothing."""
+    """Show what an adapter holds and whether it fits a model; with --data, its effect on the loss. Writes nothing."""
     if data is not None:
-        from moe_runtime.io.rows import require
-
         require("datasets")
     from moe_runtime.methods.esft.runs import check_folder
 
@@ -143,15 +225,15 @@ def apply(
         model, adapter, data, limit=limit, max_length=max_length, batch_size=batch_size, prompt=prompt,
         check_weights=not any_weights,
     )  # fmt: skip
-    say_selection(found.adapter.selection)
+    _say_selection(found.adapter.selection)
     others = len(found.adapter.others)
     typer.echo(
         f"{found.adapter.num_parameters:,} parameters, {found.adapter.nbytes / 1e6:,.1f} MB"
-        + (f", of them {others} tensors that are no experts'" if others else "")
+        + (f", of them {others} non-expert tensors" if others else "")
     )
-    typer.echo(f"it belongs to {model}, and changes {found.tensors} of its tensors")
+    typer.echo(f"it fits {model}, and changes {found.tensors} of its tensors")
     if found.loss is not None:
-        typer.echo(f"loss of {found.rows} rows: {found.base_loss:.4f} without, {found.loss:.4f} with it")
+        typer.echo(f"loss of {found.rows} examples: {found.base_loss:.4f} without, {found.loss:.4f} with it")
     return {
         "selection": found.adapter.selection.to_dict(), "parameters": found.adapter.num_parameters,
         "bytes": found.adapter.nbytes, "tensors": found.tensors, "rows": found.rows, "base_loss": found.base_loss,
@@ -159,16 +241,16 @@ def apply(
     }  # fmt: skip
 
 
-@verb(app, example="moe-runtime esft merge olmoe law/adapter olmoe-law", kept=Whole("out"))
+@verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"))
 def merge(
-    base: Model,
-    adapter: Folder,
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)],
+    base: Source,
+    adapter: Adapter,
+    out: Target,
     max_shard_size: ShardSize = "2GB",
     any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
 ):
-    """Write the base with the adapter's experts in it, a folder like the base's; never holds the whole model."""
+    """Write a copy of the base with the adapter's experts in it; never holds the whole model in memory."""
     from moe_runtime.methods.esft.folders import merge_folder
 
     with console.bar("merging", "B") as update:
@@ -183,14 +265,19 @@ def merge(
     return receipt
 
 
-mount(esft_tables.app, app)
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Raise ValueError if the file cannot be written, or is there and should not be replaced."""
+    if out.exists() and (out.is_dir() or not overwrite):
+        raise ValueError(f"out is {out}, which exists; pass a new file, or overwrite=True")
+    if above := next((one for one in out.parents if one.exists() and not one.is_dir()), None):
+        raise ValueError(f"out is {out}, below {above}, which is a file; pass a path in a folder")
 
 
-def _say_training(receipt) -> None:
-    share = receipt.trained_parameters / receipt.total_parameters
-    typer.echo(
-        f"trained {receipt.trained_parameters:,} of {receipt.total_parameters:,} parameters ({share:.1%}), "
-        f"{receipt.steps} steps in {receipt.seconds:.0f} s, optimizer {receipt.optimizer_bytes / 1e6:,.1f} MB"
-    )
-    typer.echo(f"held-out loss: {receipt.loss_before:.4f} -> {receipt.loss:.4f}")
-    typer.echo(f"wrote {receipt.path}")
+def _say_selection(selection) -> None:
+    """Say how many experts a selection has, and what else it trains."""
+    counts = [len(ids) for ids in selection.experts.values()]
+    also = [flag.replace("_", " ") for flag in ("shared_experts", "non_expert_modules") if getattr(selection, flag)]
+    how = f"{sum(counts)} experts in {len(counts)} layers"
+    if counts:
+        how += f", {min(counts)} to {max(counts)} in a layer, {sum(counts) / len(counts):.1f} on average"
+    typer.echo(how + "".join(f", {name}" for name in also))

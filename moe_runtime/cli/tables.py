@@ -1,72 +1,221 @@
-"""What the commands of every paper's tables share: their options, and how a table is made, printed and found again."""
+"""moe-runtime paper METHOD TABLE: the tables and figures of the papers, one verb per entry of TABLES.
 
-import os
+The entries are not in methods/METHOD/tables.py, which makes the tables, because --help and completion must not import torch.
+Names are the same in both; the options given become arguments of `run` there.
+"""
+
+import inspect
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from moe_runtime.cli.verbs import GoesOn, choices, recipes
+from moe_runtime.cli.verbs import Kept, argument, group, one_gpu, option, recipes, verb
 from moe_runtime.io import console
-from moe_runtime.io.console import print_table
-
-KEPT = GoesOn(what="the stages that are done are kept in {}")  # of a verb that makes a table
 
 
-def preset_of(method: str):
-    """Return the type of a method's option --preset."""
-    found = choices(recipes(method))
-    return Annotated[
-        str | None,
-        typer.Option(help="A shipped recipe; tiny unless given, minutes on two cores.", autocompletion=found),
-    ]
+class Table(NamedTuple):
+    """A verb: its name, help, the arguments of its example, and name -> (type, default) of the options of its own."""
+
+    name: str
+    help: str
+    example: str = "--seeds 3"
+    options: dict[str, tuple] = {}
 
 
-RecipeFile = Annotated[
-    Path | None, typer.Option("--recipe", help="A recipe's YAML file, for your own model and data.", show_default=False)
-]
-Out = Annotated[Path, typer.Option(help="Folder of the stages, which commands share, and of the tables and pictures.")]
-Seeds = Annotated[int, typer.Option(help="How many seeds; the rows and the base are the same for all.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace this table's report if it was made with other settings.")
-]
+def _several(kind: type, help: str, *names: str, **more) -> tuple:
+    """Return the type and the default of an argument of several values; of a repeatable option if it has names."""
+    return Annotated[list[kind] | None, option(help, *names) if names else argument(help, **more)], None
 
 
-def table(
-    run: Callable, presets: list[str], command: str, preset: str | None, recipe: Path | None, out: Path, seeds: int,
-    overwrite: bool, **options,
-) -> dict:  # fmt: skip
-    """Make a table with a method's `run`, print it and say where it lies; return its report and its files."""
-    from moe_runtime.config import check_choice
+def _epochs(text: str) -> tuple[float, ...]:
+    """Parse 2,6 to (2.0, 6.0)."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"epochs is {text!r}; pass two numbers, such as 2,6") from None
 
+
+SCORE = Annotated[str, option("gate or token.", words="gate token")]
+SCORES = Annotated[str, option("gate, token or both.", words="gate token both")]
+TOP = (Annotated[int, option("Experts per layer that are compared.")], 6)
+TOKENS = (Annotated[int, option("Tokens per text, at most.")], 16384)
+ROWS = (Annotated[int | None, option("Held-out examples per domain; all unless given.")], None)
+CHECKPOINTS = (Annotated[int, option("Measurements during stage 2.")], 12)
+FORM = Annotated[str | None, option("ffn or lora experts; the recipe's first unless given.", words="ffn lora")]
+
+
+def _upit(name: str, help: str, example: str, **options: tuple) -> Table:
+    """Return a table of UpIT, whose experts are whole FFNs or LoRA adapters; its strategies are those of the example."""
+    words = tuple(example.split())
+    options = options or {"strategies": _several(str, f"Some of {example}; all unless given.", words=words)}
+    return Table(name, help, example, options | {"form": (FORM, None)})
+
+
+TABLES = {
+    "xft": (
+        Table("table1", "Compare base, SFT, EWA, the MoE model and XFT's dense model (Tables 1 to 3)."),
+        Table("ablate-gate", "Compare the gate with one without normalization and two without a shared expert (Table 4)."),
+        Table("ablate-merge", "Compare ways to merge one MoE model: learned, initial, learned soup, uniform (Table 5)."),
+        Table(
+            "sweep-lambda", "Merge one MoE model with several rates of the shared expert, each learned (Table 6 of the "
+            "long version).", "0 .25 .5 .75 1", {"shared_rates": _several(float, "lambdas; 0 .25 .5 .75 1 unless given.")},
+        ),
+        Table(
+            "sweep-topk", "Tune and merge MoE models with several numbers of experts per token (footnote 1).", "2 4 6",
+            {"top_ks": _several(int, "Experts per token; 2 4 6 unless given.")},
+        ),
+        Table("budget", "Compare XFT with SFT of equal steps and of equal time (Table 8 of the long version)."),
+        Table("ewa-schedule", "Compare EWA with a constant and a linear share rate, during training too (Figure 3)."),
+        Table(
+            "routing-stats", "Show which experts process the tokens of different texts (Figure 4).",
+            "--data java.jsonl --data rust.jsonl",
+            {"texts": _several(str, "Another text, a jsonl or parquet file; repeatable.", "--data"), "tokens": TOKENS},
+        ),
+    ),
+    "esft": (
+        Table("main", "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text (Tables 1 and 2)."),
+        Table(
+            "sweep-p", "Train more and more: ESFT by p, LoRA by rank (Figure 6).",
+            ".05 .1 .2 .4 --score gate --rank 2 --rank 8",
+            {
+                "ps": _several(float, "Thresholds; .05 .1 .2 .4 unless given."),
+                "score": (SCORES, "both"),
+                "ranks": _several(int, "A rank of LoRA; repeatable; 1, the recipe's and 4 times that.", "--rank"),
+            },
+        ),
+        Table(
+            "shared-grid", "Train relevant experts, shared experts and non-expert modules, in seven combinations (Table 3).",
+            "--score token", {"score": (SCORE, "token")},
+        ),
+        Table("random-experts", "Compare the selected experts with as many random ones (Table 4)."),
+        Table(
+            "group-size", "Route by groups of experts, as if the experts were coarser, and tune with FFT and ESFT (Figure 7).",
+            "1 2 4", {"sizes": _several(int, "Experts per group; 1 2 4 unless given.")},
+        ),
+        Table(
+            "mix-data", "Tune with and without general text mixed in (Tables 9 and 10).", "0 1",
+            {"ratios": _several(float, "Examples of general text per example of the task; 0 1 unless given.")},
+        ),
+        Table("counts", "Show the experts that each task's selection trains, and where in text (Figures 2, 4 and 9)."),
+        Table(
+            "sample-size", "Show how much text is needed to find the same experts (Figure 8).", "1024 8192 --top 6",
+            {
+                "sizes": _several(int, "Tokens per sample; powers of two unless given."),
+                "top": TOP,
+                "score": (SCORE, "gate"),
+            },
+        ),
+        Table(
+            "overlap", "Show how many top experts two samples share, of one task and of two (Figure 3).", "--top 6",
+            {"top": TOP, "score": (SCORE, "gate")},
+        ),
+    ),
+    "upit": (
+        Table(
+            "main", "Compare UpIT with dense tuning, copied experts and router-only tuning, whole experts and LoRA (Table 1, "
+            "Figure 5).",
+        ),
+        _upit("ckpt", "Choose checkpoints in three ways (Tables 2 and 8).", "front uniform back"),
+        _upit("expand", "Expand experts in three ways, or not at all (Tables 2 and 9).", "none random genetic"),
+        _upit("router", "Start from three kinds of routers (Tables 2 and 10, Figure 5).", "none random skilled"),
+        _upit(
+            "experts", "Vary the experts and the experts per token, of UpIT and of copied experts (Figure 4).",
+            "--experts 4 --experts 8 --active 1 --active 2",
+            sizes=_several(int, "Experts; repeatable; the recipe's m and n unless given.", "--experts"),
+            active=_several(int, "Experts per token; repeatable; 1, 2 and 4 unless given.", "--active"),
+        ),
+        _upit(
+            "data", "Tune on a share of the examples: dense, copied experts, UpIT (Figure 3).", "0.25 0.5 1",
+            shares=_several(float, "Shares of the examples; 0.1 0.2 0.4 1 unless given."),
+        ),
+        _upit(
+            "epochs", "Vary the epochs of the two trainings: dense, copied experts, UpIT (Figure 6).", "2,2 2,6 4,4",
+            pairs=_several(
+                str, "Epochs before and after, such as 2,6; 2,2 2,6 4,4 unless given.", parser=_epochs
+            ),
+        ),
+    ),
+    "ultrafuser": (
+        Table(
+            "ablate", "Compare specialists, specialists tuned further, and fused ones: direct, two-stage, balanced (Tables 2 "
+            "and 4).",
+        ),
+        Table(
+            "weights", "Show the gate's weights by domain, as a map and token by token on a page (Table 6, Figures 6 to 8).",
+            "--rows 100", {"rows": ROWS},
+        ),
+        Table(
+            "stability", "Show the losses during stage 2, with the balanced sampler and without (Table 5).",
+            "--checkpoints 12", {"checkpoints": CHECKPOINTS},
+        ),
+    ),
+}  # fmt: skip
+
+PAPERS = {"xft": "XFT", "esft": "ESFT", "upit": "UpIT", "ultrafuser": "UltraFuser"}
+app = group(
+    "paper", "Make the papers' tables and figures: train, compare, print, draw and write.", "xft table1 --seeds 3"
+)
+
+
+def _add(method: str, parent: typer.Typer, table: Table) -> None:
+    """Add the verb of a table: its own options, and those that all tables have."""
+    options = table.options | {
+        "preset": (
+            Annotated[str | None, option("A shipped recipe; tiny unless given.", words=(lambda: recipes(method),))], None,
+        ),
+        "recipe": (Annotated[Path | None, option("A recipe's YAML file, for your own model and data.")], None),
+        "out": (
+            Annotated[Path, option("Folder of the stages, which all tables share, and of the tables and pictures.")],
+            Path("runs", method),
+        ),
+        "seeds": (Annotated[int, option("Number of seeds; all share the data and the base.")], 3),
+        "overwrite": (Annotated[bool, option("Replace a report of other settings.", "--overwrite")], False),
+    }  # fmt: skip
+
+    def run(*, preset, recipe, out, seeds, overwrite, **given):
+        given = {name: value for name, value in given.items() if value not in (None, [])}
+        return _make(method, table.name, preset, recipe, out, seeds=seeds, overwrite=overwrite, **given)
+
+    run.__signature__ = inspect.Signature(
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in options.items()
+    )
+    run.__annotations__ = {name: kind for name, (kind, _) in options.items()}
+    run.__doc__ = table.help
+    verb(parent, table.example, Kept("{out}", resumes=True), table.name)(run)
+
+
+def _make(method: str, name: str, preset: str | None, recipe: Path | None, out: Path, **options) -> dict:
+    """Make a table, print it and where it is written; return its report and its files."""
+    if preset is not None and recipe is not None:
+        raise ValueError(f"preset is {preset!r}, recipe is {str(recipe)!r}; pass one of the two")
     if recipe is None:
-        preset = preset or "tiny"
-        check_choice("preset", preset, tuple(presets))
+        from moe_runtime.config import check_choice
+
+        check_choice("preset", preset := preset or "tiny", tuple(recipes(method)))
+    one_gpu()
+    from importlib import import_module
+
     start = time.perf_counter()
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
-    report = run(command, recipe or preset, out, seeds=seeds, say=say, overwrite=overwrite, **options)
+    tables = import_module(f"moe_runtime.methods.{method}.tables")
+    report = tables.run(name, recipe or preset, out, say=say, **options)
+    data, picture = out / f"{name}.json", out / f"{name}.png"
     if console.is_main():
-        show(report, Path(out))
-    return report.to_dict() | {"files": [Path(out) / f"{command}.json", Path(out) / f"{command}.png"]}
+        console.print_table(f"{report.title} ({report.source})", report.columns(), report.rows(), width=400)
+        for line in (report.legend(), *report.summary, f"numbers: {data}   picture: {picture}"):
+            print(line)
+    return report.to_dict() | {"files": [data, picture]}
 
 
-def prepare(preset: str | None, recipe: Path | None) -> None:
-    """Refuse two recipes, and take one GPU, before torch looks."""
-    if preset is not None and recipe is not None:
-        raise ValueError(f"preset is {preset!r}, recipe is {str(recipe)!r}; want one of the two")
-    if "LOCAL_RANK" not in os.environ:
-        # one GPU is enough, and Trainer would spread a single process over all that it sees
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-
-
-def show(report, out: Path) -> None:
-    """Print the table and what it says."""
-    print_table(f"{report.title} ({report.source})", report.columns(), report.rows(), width=400)
-    for line in (report.legend(), *report.summary):
-        print(line)
-    print(f"numbers: {out / report.command}.json   picture: {out / report.command}.png")
+for _method, _paper in PAPERS.items():
+    _example = f"{TABLES[_method][0].name} --seeds 3"
+    _group = group(f"paper {_method}", f"Make the tables and figures of the {_paper} paper.", _example)
+    for _table in TABLES[_method]:
+        _add(_method, _group, _table)
+    app.add_typer(_group, name=_method)

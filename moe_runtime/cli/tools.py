@@ -1,55 +1,83 @@
-"""moe-runtime tune: the launch configs of the experts' kernels, measured on the GPU that is there."""
+"""moe-runtime stats, doctor, tune, bench: what a model's routers do, what works here, launch configs, benchmarks."""
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import GoesOn, choices
+from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Source, again, option, verb
 from moe_runtime.io import console
+from moe_runtime.io.rows import require
 
-EXAMPLE = "moe-runtime tune --model llama-1b-moe"
-
-
-class _Measured(GoesOn):
-    """The file that the kernels read, unless another one is named."""
-
-    def say(self, options: dict) -> str:
-        """Say where the measurements are; the same command with --again would begin anew."""
-        from moe_runtime.tools import tune as tuning
-
-        return super().say(options | {"out": options.get("out") or tuning.tiles.tuned_path()})
+KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")
+app = typer.Typer()  # its verbs are mounted at the top
 
 
-KEPT = _Measured(what="what was measured is kept in {}", drop=("--again",))
-
-
-def tune(
-    shape: Annotated[
-        str | None, typer.Option(help="A published model's layer, such as mixtral-8x7b, several of them, or all.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder whose config.json names the sizes.")] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="H; of --model unless given, as the sizes below.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="I, of one expert.")] = None,
-    num_experts: Annotated[int | None, typer.Option(help="Experts per layer, a shared one counted.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token, a shared one counted.")] = None,
-    shared: Annotated[bool | None, typer.Option(help="Expert 0 sees every token.")] = None,
-    tokens: Annotated[str, typer.Option(help="Tokens per forward pass, several with commas.")] = "4096,16384",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="bfloat16, float16, float32, or several with commas.",
-            autocompletion=choices("bfloat16", "float16", "float32"),
-        ),
-    ] = "bfloat16",
-    out: Annotated[Path | None, typer.Option(help="File to write; the one that the kernels read unless given.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure what the file has already.")] = False,
-    seconds: Annotated[float | None, typer.Option(help="Begin nothing new after this time.")] = None,
+@verb(app, "olmoe --data pairs.jsonl --out runs/stats", Kept("{out}/router_load.csv", "{out}/router_load.png"))
+def stats(
+    source: Source,
+    data: Data,
+    out: Annotated[Path, option("Folder for the CSV file and the heat map.")] = Path("runs/stats"),
+    tokens: Annotated[int, option("Tokens to route, at most.")] = 131072,
+    max_length: MaxLength = 1024,
+    batch_size: Annotated[int, option("Examples per forward pass.")] = 4,
 ):
-    """Measure the launch configs of the experts' kernels on this GPU, for processes that start from now on.
+    """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set over the experts."""
+    require("datasets")
+    require("matplotlib", "plot")
+    from moe_runtime.tools.router_report import FILES, router_report
 
-    A run that was stopped goes on where it was.
-    """
+    found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size)
+    columns = found.layers, found.routed, found.dead, found.max_violation.tolist(), found.entropy.tolist()
+    layers = [
+        {"layer": layer, "slots": counts, "dead": int(dead.sum()), "max_violation": violation, "entropy": entropy}
+        for layer, counts, dead, violation, entropy in zip(*columns)
+    ]
+    typer.echo(f"{int(found.counts.sum()):,} slots; violation and entropy are 1 when balanced")
+    typer.echo(f"{'layer':>8s}{'experts':>9s}{'dead':>6s}{'max violation':>15s}{'entropy':>9s}")
+    for row in layers:
+        numbers = f"{len(row['slots']):9d}{row['dead']:6d}{row['max_violation']:15.2f}{row['entropy']:9.2f}"
+        typer.echo(f"{row['layer']:>8s}{numbers}")
+    if warning := found.warning():
+        typer.echo(f"warning: {warning}", err=True)
+    files = [out / name for name in FILES]
+    typer.echo("wrote " + ", ".join(map(str, files)))
+    return {"layers": layers, "warning": found.warning(), "files": files}
+
+
+@verb(app, "")
+def doctor():
+    """Print versions, devices, the backend of each op and why, and each problem with its fix, if any; then exit with 1."""
+    from moe_runtime.tools import doctor as diagnosis
+
+    report = diagnosis.report()
+    for title, rows in report.items():
+        typer.echo(title)
+        for name, value in rows.items():
+            typer.echo(f"  {name:22s}{value}")
+    if not report["problems"]:
+        typer.echo("  none")
+    return Ends(report, 1 if report["problems"] else 0)
+
+
+@verb(app, "--model llama-1b-moe")
+def tune(
+    shape: Annotated[str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")] = None,
+    model: Annotated[Path | None, option("Folder whose config.json has the sizes.")] = None,
+    hidden_size: Annotated[int | None, option("H; of --model unless given, as the sizes below.")] = None,
+    intermediate_size: Annotated[int | None, option("I, of one expert.")] = None,
+    num_experts: Annotated[int | None, option("Experts per layer, including a shared one.")] = None,
+    top_k: Annotated[int | None, option("Experts per token, including a shared one.")] = None,
+    shared: Annotated[bool | None, option("Expert 0 processes every token.")] = None,
+    tokens: Annotated[str, option("Tokens per forward pass, comma-separated.")] = "4096,16384",
+    dtype: Annotated[str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)] = "bfloat16",
+    out: Annotated[Path | None, option("File to write; the one that the kernels read unless given.")] = None,
+    again: Annotated[bool, option("Measure again what the file already has.", "--again")] = False,
+    seconds: Annotated[float | None, option("Start nothing new after this time.")] = None,
+):
+    """Measure launch configs of the experts' kernels on this GPU, for all processes that start later. Rerun to resume."""
     from moe_runtime.config import check_choice
     from moe_runtime.tools import tune as tuning
 
@@ -58,48 +86,48 @@ def tune(
         "shared": shared,
     }  # fmt: skip
     layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
-    T = [int(part) if part.strip().isdigit() and int(part) else 0 for part in tokens.split(",")]
+    T = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(T):
-        raise ValueError(f"tokens is {tokens!r}; want integers of at least 1 such as 4096,16384")
+        raise ValueError(f"tokens is {tokens!r}; pass integers of at least 1 such as 4096,16384")
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
-    read = _read_by_kernels(out)
-    path, counts = out or read, {}
     try:
-        for step in _steps(tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds)):
-            counts[step.state] = counts.get(step.state, 0) + 1
-            typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
+        read = tuning.tiles.tuned_path()
+    except ValueError:  # no home, so that the kernels read no file
+        if out is None:
+            raise
+        read = None
+    path, counts, kept = out or read, {}, Kept("{path}", resumes=True, drop=("--again",))
+    try:
+        with console.bar("measuring", "config") as update:
+            for step in tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds):
+                update(step.number, step.of)
+                counts[step.state] = counts.get(step.state, 0) + 1
+                typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
     except tuning.ContextLost as lost:
         typer.echo(f"error: {lost}", err=True)
         raise typer.Exit(3) from None
+    except KeyboardInterrupt as stop:
+        stop.kept = kept.say({"path": path})
+        raise
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if path != read:
         typer.echo(f"the kernels read {read or 'no file: there is no home, and no XDG_CACHE_HOME'}, not this file")
     if set(counts) == {"failed"}:
-        raise ValueError("nothing could be measured; want a GPU on which the built-in configs run")
+        raise ValueError("nothing could be measured; the built-in configs must run on this GPU")
     return {"path": path, "read_by_kernels": path == read, **counts}
-
-
-def _read_by_kernels(out: Path | None) -> Path | None:
-    """Return the file that the kernels read; without a home None, and ValueError where it is the one to write."""
-    from moe_runtime.tools import tune as tuning
-
-    try:
-        return tuning.tiles.tuned_path()
-    except ValueError:
-        if out is None:
-            raise
-        return None
 
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     """Return name -> Layer of --shape, or of --model and the sizes given beside it."""
     from moe_runtime.config import LAYERS, Layer, check_choice
 
+    if (shape is None) == (model is None and not sizes):
+        raise ValueError(
+            "pass either --shape, or --model and sizes of your own: --hidden-size, --intermediate-size, --num-experts, --top-k"
+        )
     if shape is not None:
-        if model is not None or sizes:
-            raise ValueError("shape stands beside --model or sizes; want --shape alone, or the others")
         known = {name.lower(): name for name in LAYERS}
         names = list(known) if shape.lower() == "all" else [part.strip().lower() for part in shape.split(",")]
         for name in names:
@@ -111,21 +139,119 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
 
         layer = read_layer(model)
     layer = layer._replace(**sizes)
-    if model is None and not sizes:
-        raise ValueError(
-            "no layer is named; want --shape, --model, or --hidden-size, --intermediate-size, --num-experts, --top-k"
-        )
     missing = [f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} is missing{f' in {model}' if model else ''}; want the layer's four sizes"
+            f"{', '.join(missing)} is missing{f' in {model}' if model else ''}; pass the layer's four sizes"
         )
     return {"layer" if model is None else model.name: layer}
 
 
-def _steps(steps):
-    """Pass the tuner's steps on, under a progress bar."""
-    with console.bar("measuring", "config") as update:
-        for step in steps:
-            update(step.number, step.of)
-            yield step
+@verb(app, "--only layer,step")
+def bench(
+    only: Annotated[str | None, option(f"{', '.join(KINDS)}; or names: merging, xft, ...", words=KINDS)] = None,
+    tiny: Annotated[bool, option("Run each once, at a shape that only proves that it runs.", "--tiny")] = False,
+    rounds: Annotated[int, option("Rounds per benchmark, at most; each round runs all variants in turn.")] = 15,
+    seconds: Annotated[float, option("Seconds of timing per benchmark, on a GPU.")] = 3.0,
+    out: Annotated[
+        Path | None,
+        option("The .json file or its folder: bench/results of a clone, or bench-results."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, option("Only compare two files; exit with 1 if ours got slower.", metavar="A B")
+    ] = None,
+):
+    """Benchmark our backends, transformers' implementations and other installed packages on this machine.
+
+    All variants run in turn, round after round, in one process; reports medians, peak memory, and the share of what the
+    machine can do at most. Prints tables, writes JSON and pictures. Rerun to resume.
+    """
+    if compare is not None:
+        from moe_runtime.bench import compare as comparing
+
+        found = comparing.compare(*compare)
+        typer.echo(comparing.text(found))
+        return Ends(comparing.as_json(found), 1 if found.regressions else 0)
+    if rounds < 1 or not 0 < seconds < float("inf"):
+        raise ValueError(
+            f"rounds is {rounds}, seconds is {seconds}; pass at least 1 round and a positive number of seconds"
+        )
+    require("pytest", "bench")
+    require("pytest_benchmark", "bench")
+    from moe_runtime.bench import running
+
+    paths = running.files(only)
+    options = ["--rounds", str(rounds), "--seconds", str(seconds), *(["--tiny"] if tiny else [])]
+    if tiny and out is None:  # its numbers mean nothing, so no results file gets them
+        from tempfile import TemporaryDirectory
+
+        with TemporaryDirectory() as folder:
+            return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
+    target = running.place(out, tiny)
+    running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
+    before = _mark(target)
+    try:
+        outcome = _measure(paths, target, options)
+        pictures = _draw(outcome.path) if outcome.path else []
+    except KeyboardInterrupt as stop:
+        stop.kept = _left(target, before)
+        raise
+    return _report(outcome, pictures, is_kept=True)
+
+
+def _measure(paths: list[Path], target: Path, options: list[str]):
+    """Measure what the lines beside `target` do not hold, write `target`, print its tables."""
+    from moe_runtime.bench import report, running
+
+    lines = target.with_suffix(".jsonl")
+    with console.bar("benchmarks", "benchmark") as update:
+        running.run(paths, lines, options, update)
+    outcome = running.gather(lines, target)
+    if outcome.path:
+        typer.echo(report.text([outcome.path]))
+    return outcome
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def _left(target: Path, before: tuple[int, int] | None) -> str:
+    """Say what an interrupted run left: the file, if everything was measured, else the lines, from which a rerun resumes."""
+    from moe_runtime.bench.records import Records
+
+    lines = target.with_suffix(".jsonl")
+    if lines.exists():
+        return f"{len(Records(lines).done())} benchmarks are in {lines}; {again()}"
+    return f"already complete: {target}" if _mark(target) != before else "nothing was written"
+
+
+def _draw(path: Path) -> list[Path]:
+    """Draw what was measured, if matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
+        return []
+    from moe_runtime.bench.pictures import write_pictures
+
+    return write_pictures(path)
+
+
+def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
+    """Say what was left out and what was written; return the same for --json."""
+    from moe_runtime.bench.records import benchmarks
+
+    for state in ("skipped", "failed"):
+        for name, why in getattr(outcome, state).items():
+            print(f"{state}: {name}: {why}", file=sys.stderr)
+    if is_kept and outcome.path:
+        typer.echo("wrote " + ", ".join(map(str, (outcome.path, *pictures))))
+    if outcome.failed and is_kept:
+        print(f"{len(outcome.failed)} failed; rerun to try them again", file=sys.stderr)
+    value = {
+        "path": outcome.path if is_kept else None,
+        "pictures": pictures,
+        "failed": outcome.failed,
+        "skipped": outcome.skipped,
+        "benchmarks": benchmarks(outcome.path) if outcome.path else [],
+    }
+    return Ends(value, 1 if outcome.failed else 0)

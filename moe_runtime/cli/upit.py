@@ -1,4 +1,4 @@
-"""moe-runtime upit: checkpoints to experts to one mixture, step by step on folders; and the UpIT paper's tables."""
+"""moe-runtime upit: from checkpoints to experts to one MoE model, step by step on folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,59 +6,45 @@ from typing import Annotated
 import typer
 
 from moe_runtime import config
-from moe_runtime.cli import upit_tables
-from moe_runtime.cli.tables import prepare
-from moe_runtime.cli.verbs import GoesOn, Seed, ShardSize, Whole, choices, mount, verb
+from moe_runtime.cli.verbs import (
+    Bf16,
+    Checkpointing,
+    Data,
+    Kept,
+    MaxLength,
+    Overwrite,
+    Prompt,
+    Seed,
+    ShardSize,
+    Source,
+    Target,
+    argument,
+    group,
+    one_gpu,
+    option,
+    verb,
+)  # fmt: skip
+from moe_runtime.cli.xft import convert
 from moe_runtime.io import console
-from moe_runtime.io.prompts import PROMPTS
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="UpIT: checkpoints of a tuning become the experts of a mixture; and the paper's tables and figures.",
-    epilog="Example: moe-runtime upit main --seeds 3",
+app = group(
+    "upit",
+    "UpIT: turn the checkpoints of a tuning into the experts of an MoE model.",
+    "choose runs/sft/experts --count 4",
 )
-
-Experts = Annotated[
-    list[Path],
-    typer.Argument(help="Experts' folders: models, deltas or LoRA adapters, of one base.", show_default=False),
-]
-Base = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the dense model that all were tuned from, where it is needed.", show_default=False),
-]
-Target = Annotated[Path, typer.Option(help="Folder to write.", show_default=False)]
-Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")]
-Buckets = Annotated[
-    str,
-    typer.Option(
-        help="Rows of an expert: skilled (by perplexity) or random.", autocompletion=choices("skilled", "random")
-    ),
-]
-Counted = Annotated[
-    str,
-    typer.Option(help="Tokens that perplexity counts: response or all.", autocompletion=choices("response", "all")),
-]
-Prompt = Annotated[
-    str,
-    typer.Option(help="How prompts are put: plain, magicoder, chat or deepseek.", autocompletion=choices(*PROMPTS)),
-]
+UNSHARED = tuple(gate for gate in config.GATES if gate not in config.SHARED_GATES)
+Experts = Annotated[list[Path], argument("Experts' folders: models, deltas or LoRA adapters, of one base.")]
+Base = Annotated[Path | None, option("Folder of the dense model that all were tuned from, if needed.")]
+Out = Annotated[Path, option("Folder to write.")]
 
 
-@verb(app, example="moe-runtime upit choose runs/sft/experts --count 4")
+@verb(app, "runs/sft/experts --count 4")
 def choose(
-    folder: Annotated[
-        Path, typer.Argument(help="Where a tuning saved its experts, or its checkpoints.", show_default=False)
-    ],
-    count: Annotated[int, typer.Option(help="How many become experts.")] = 4,
-    which: Annotated[
-        str,
-        typer.Option(
-            help="back (the last ones), front or uniform.", autocompletion=choices("back", "front", "uniform")
-        ),
-    ] = "back",
+    folder: Annotated[Path, argument("Where a tuning saved its experts, or its checkpoints.")],
+    count: Annotated[int, option("Number of checkpoints to choose.")] = 4,
+    which: Annotated[str, option("back (the last ones), front or uniform.", words="back front uniform")] = "back",
 ):
-    """Print which checkpoints become experts, a folder per line."""
+    """Print which checkpoints become experts, one folder per line."""
     from moe_runtime.methods.upit import choose_checkpoints
 
     found = choose_checkpoints(folder, count, which)
@@ -67,33 +53,20 @@ def choose(
     return {"checkpoints": found}
 
 
-@verb(
-    app,
-    example="moe-runtime upit grow step-100 step-200 --count 8 --base llama --out grown",
-    kept=GoesOn(drop=("--overwrite",)),
-)
+@verb(app, "step-100 step-200 --count 8 --base llama --out grown", Kept("{out}", resumes=True, drop=("--overwrite",)))
 def grow(
     experts: Experts,
-    out: Target,
-    base: Annotated[Path, typer.Option(help="Folder of the dense model that all were tuned from.", show_default=False)],
-    count: Annotated[int, typer.Option(help="Experts in the end, the given ones counted.")] = 8,
-    metric: Annotated[
-        str, typer.Option(help="How experts are compared: cosine or l2.", autocompletion=choices("cosine", "l2"))
-    ] = "cosine",
-    of: Annotated[
-        str,
-        typer.Option(
-            help="What is compared: delta (what training added) or weight.", autocompletion=choices("delta", "weight")
-        ),
-    ] = "delta",
-    parents: Annotated[
-        str, typer.Option(help="farthest, the paper's way, or random.", autocompletion=choices("farthest", "random"))
-    ] = "farthest",
-    drop: Annotated[float, typer.Option(help="DARE's share of changes that are dropped.")] = 0.5,
+    out: Out,
+    base: Annotated[Path, option("Folder of the dense model that all were tuned from.")],
+    count: Annotated[int, option("Experts at the end, including the given ones.")] = 8,
+    metric: Annotated[str, option("Distance between experts: cosine or l2.", words="cosine l2")] = "cosine",
+    of: Annotated[str, option("Compare delta (what training added) or weight.", words="delta weight")] = "delta",
+    parents: Annotated[str, option("farthest, as in the paper, or random.", words="farthest random")] = "farthest",
+    drop: Annotated[float, option("Share of changes that DARE drops.")] = 0.5,
     seed: Seed = 0,
-    overwrite: Replace = False,
+    overwrite: Overwrite = False,
 ):
-    """Make more experts: each is a weighted, mutated mixture of the two that differ most. A killed run goes on."""
+    """Make more experts: each is a weighted, mutated sum of the two that differ most. Rerun to resume."""
     from moe_runtime.methods.upit import expand_experts
 
     with console.bar("growing", "B") as update:
@@ -110,44 +83,32 @@ def grow(
     return found
 
 
-@verb(app, example="moe-runtime upit init-routers step-100 step-200 --data rows.jsonl --out routers", kept=GoesOn())
+@verb(app, "step-100 step-200 --data rows.jsonl --out routers", Kept("{out}", resumes=True))
 def init_routers(
     experts: Experts,
-    data: Annotated[
-        str, typer.Option(help="The rows that were tuned on: jsonl, parquet or a dataset's id.", show_default=False)
-    ],
-    out: Target,
+    data: Data,
+    out: Out,
     base: Base = None,
-    share: Annotated[float, typer.Option(help="Of the rows, drawn as seed data.")] = 0.01,
-    at_least: Annotated[int, typer.Option(help="Rows of seed data, where the share is less.")] = 500,
-    capacity: Annotated[
-        int | None, typer.Option(help="Rows of an expert, at most; all get as many unless given.", show_default=False)
-    ] = None,
-    buckets: Buckets = "skilled",
-    tokens: Counted = "response",
-    alpha: Annotated[float, typer.Option(help="Weight of the language model's loss against the router's.")] = 0.5,
-    epochs: Annotated[float, typer.Option(help="Over each expert's rows.")] = 4.0,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Constant; 2e-5 unless given, with LoRA 2e-4.", show_default=False)
-    ] = None,
-    vector_std: Annotated[
-        float | None, typer.Option(help="Of the vectors before training; 0 unless given.", show_default=False)
-    ] = None,
-    vector_learning_rate: Annotated[
-        float | None, typer.Option(help="Of the vectors; the learning rate unless given.", show_default=False)
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of an optimizer step.")] = 128,
-    per_device_batch_size: Annotated[
-        int | None, typer.Option(help="Rows at once; all of a step unless given.", show_default=False)
-    ] = None,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 under autocast.")] = False,
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Save memory.")] = False,
-    max_length: Annotated[int, typer.Option(help="Tokens of a row, at most.")] = 2048,
+    share: Annotated[float, option("Share of the examples that are drawn as seed data.")] = 0.01,
+    at_least: Annotated[int, option("Examples of seed data, at least.")] = 500,
+    capacity: Annotated[int | None, option("Examples per expert, at most; equal shares unless given.")] = None,
+    buckets: Annotated[str, option("By perplexity (skilled), or random.", words="skilled random")] = "skilled",
+    tokens: Annotated[str, option("Tokens of the perplexity: response or all.", words="response all")] = "response",
+    alpha: Annotated[float, option("Weight of the language model's loss against the router's.")] = 0.5,
+    epochs: Annotated[float, option("Epochs over each expert's examples.")] = 4.0,
+    learning_rate: Annotated[float | None, option("Constant; 2e-5 unless given, with LoRA 2e-4.")] = None,
+    vector_std: Annotated[float | None, option("Of the untrained vectors; 0 unless given.")] = None,
+    vector_learning_rate: Annotated[float | None, option("Of the vectors; the learning rate unless given.")] = None,
+    batch_size: Annotated[int, option("Examples per optimizer step.")] = 128,
+    per_device_batch_size: Annotated[int | None, option("Examples per forward pass; the batch unless given.")] = None,
+    bf16: Bf16 = False,
+    gradient_checkpointing: Checkpointing = False,
+    max_length: MaxLength = 2048,
     prompt: Prompt = "plain",
     seed: Seed = 0,
-):  # fmt: skip
-    """Give each expert the rows that it is best at, and tune it and its routing vectors on them. A killed run goes on."""
-    prepare(None, None)
+):
+    """Give each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
+    one_gpu()
     from moe_runtime.methods.upit.folders import route_folders
 
     done = route_folders(
@@ -159,43 +120,26 @@ def init_routers(
     if not console.is_main():
         return None
     for i, (rows, before, after) in enumerate(zip(done.buckets, done.before, done.after, strict=True)):
-        typer.echo(f"expert {i}: {rows} rows, mean sigmoid of its vectors {before:.3f} -> {after:.3f}")
+        typer.echo(f"expert {i}: {rows} examples, mean sigmoid of its vectors {before:.3f} -> {after:.3f}")
     typer.echo(f"next: moe-runtime upit assemble --routers {done.path} --out moe")
     return done
 
 
-@verb(app, example="moe-runtime upit assemble --routers routers --out moe", kept=Whole("out"))
+@verb(app, "--routers routers --out moe", Kept("{out}"))
 def assemble(
-    experts: Annotated[
-        list[Path] | None, typer.Argument(help="Experts' folders, for a random router.", show_default=False)
-    ] = None,
-    out: Target = ...,
-    routers: Annotated[
-        Path | None, typer.Option(help="What init-routers wrote: experts and vectors.", show_default=False)
-    ] = None,
+    experts: Annotated[list[Path] | None, argument("Experts' folders, for a random router.")] = None,
+    out: Out = ...,
+    routers: Annotated[Path | None, option("What init-routers wrote: experts and vectors.")] = None,
     base: Base = None,
-    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 2,
-    gate: Annotated[
-        str,
-        typer.Option(
-            help="softmax_topk_renorm (Mixtral's), topk_softmax, softmax_topk or sigmoid_topk.",
-            autocompletion=choices(*(gate for gate in config.GATES if gate not in config.SHARED_GATES)),
-        ),
-    ] = "softmax_topk_renorm",
-    balance_loss: Annotated[
-        str, typer.Option(help="switch, cv2 or none.", autocompletion=choices(*config.BALANCE_LOSSES))
-    ] = "switch",
-    balance_loss_coef: Annotated[float, typer.Option(help="Weight of the balance loss.")] = 0.01,
-    backbone: Annotated[
-        str,
-        typer.Option(
-            help="All but the experts: their mean, or the base's (mean, base).", autocompletion=choices("mean", "base")
-        ),
-    ] = "mean",
+    top_k: Annotated[int, option("Experts per token.")] = 2,
+    gate: Annotated[str, option(", ".join(UNSHARED), words=UNSHARED)] = "softmax_topk_renorm",
+    balance_loss: Annotated[str, option("switch, cv2 or none.", words=config.BALANCE_LOSSES)] = "switch",
+    balance_loss_coef: Annotated[float, option("Weight of the balance loss.")] = 0.01,
+    backbone: Annotated[str, option("Other weights: the experts' mean, or the base's.", words="mean base")] = "mean",
     seed: Seed = 42,
-    overwrite: Replace = False,
+    overwrite: Overwrite = False,
 ):
-    """Put experts side by side behind a router made of their routing vectors: a model to tune as any other."""
+    """Put experts behind a router made of their routing vectors: an MoE model to tune as any other."""
     from moe_runtime.methods.upit.folders import assemble_folders
 
     with console.bar("assembling", "B") as update:
@@ -208,20 +152,9 @@ def assemble(
     return done
 
 
-@verb(app, example="moe-runtime upit export-mixtral tuned mixtral", kept=Whole("target"))
-def export_mixtral(
-    source: Annotated[Path, typer.Argument(help="Folder of a mixture.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)],
-    max_shard_size: ShardSize = "2GB",
-    overwrite: Replace = False,
-):
-    """Write a mixture as a stock Mixtral model, which runs without this package."""
-    from moe_runtime.methods.upit import export_mixtral as export
+@verb(app, "tuned mixtral", Kept("{target}"))
+def export(source: Source, target: Target, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False):
+    """Write an MoE model as a stock Mixtral model, which runs without this package."""
+    from moe_runtime.methods.upit import export_mixtral
 
-    with console.bar("writing", "B") as update:
-        done = export(source, target, max_shard_size=max_shard_size, overwrite=overwrite, progress=update)
-    typer.echo(f"wrote {done.path}: {done.tensors} tensors, {done.bytes / 1e6:,.1f} MB")
-    return done
-
-
-mount(upit_tables.app, app)
+    return convert(export_mixtral, source, target, max_shard_size=max_shard_size, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""What every verb of the command line shares: its example, --json, what an interruption leaves, and completion of choices."""
+"""What all verbs share: an example in the help, --json, completion of choices, and what an interrupted verb says it left."""
 
 import contextlib
 import functools
@@ -7,132 +7,135 @@ import json as json_module
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from moe_runtime.io import console, signals
+from moe_runtime.io.prompts import PROMPTS
 
 PACKAGE = Path(__file__).resolve().parents[1]
-METHODS = ("xft", "esft", "upit", "ultrafuser")
 
+
+def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
+    """Return what completes an option to one of these words; a function lists them when it is asked."""
+
+    def complete(incomplete: str) -> list[str]:
+        words = [word for one in found for word in (one() if callable(one) else [one])]
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def option(help: str, *names: str, words: Iterable = (), **more):
+    """Return typer's option of this help text, completed by `words`: a list, or a string of them."""
+    words = words.split() if isinstance(words, str) else words
+    return typer.Option(*names, help=help, autocompletion=choices(*words) if words else None, **more)
+
+
+def argument(help: str, words: Iterable = (), **more):
+    """Return typer's argument of this help text, completed by `words`."""
+    return typer.Argument(help=help, autocompletion=choices(*words) if words else None, **more)
+
+
+DTYPES = ("float32", "bfloat16", "float16")
 # arguments and options of several verbs
-Source = Annotated[Path, typer.Argument(help="Folder of the model to read.", show_default=False)]
-Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)]
-ReplaceTarget = Annotated[bool, typer.Option("--overwrite", help="Replace the target folder if it exists.")]
-ShardSize = Annotated[str, typer.Option(help="Largest file of the target, such as 500MB or 2GB.")]
-Seed = Annotated[int, typer.Option(help="Seed of all that is drawn.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object; all else goes to stderr.")]
+Source = Annotated[Path, argument("Folder of the model to read.")]
+Target = Annotated[Path, argument("Folder to write; must not exist.")]
+Overwrite = Annotated[bool, option("Replace the target if it exists.", "--overwrite")]
+ShardSize = Annotated[str, option("Largest file of the target, such as 500MB or 2GB.")]
+Seed = Annotated[int, option("Seed of all random numbers.")]
+Data = Annotated[str, option("jsonl, parquet or a dataset's id: messages, prompt and completion, or text.")]
+MaxLength = Annotated[int, option("Tokens per sample, at most.")]
+Prompt = Annotated[str, option("Prompt format: plain, deepseek, chat (the tokenizer's) or magicoder.", words=PROMPTS)]
+RecipeSeed = Annotated[int | None, option("Seed; the recipe's unless given.")]
+Bf16 = Annotated[bool, option("Compute in bfloat16 (autocast).", "--bf16")]
+Checkpointing = Annotated[bool, option("Recompute activations to save memory.", "--gradient-checkpointing")]
+Json = Annotated[bool, option("Print the result as one JSON object; everything else goes to stderr.", "--json")]
+
+
+def group(name: str, help: str, example: str) -> typer.Typer:
+    """Return an empty group of verbs; `name` and the `example` are the words after moe-runtime and after those."""
+    return typer.Typer(
+        name=name, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=help,
+        epilog=f"Example: {' '.join(f'moe-runtime {name} {example}'.split())}",
+    )  # fmt: skip
 
 
 class Ends(NamedTuple):
-    """What a verb returns that ends in another exit code than 0."""
+    """What a verb returns to exit with a code other than 0."""
 
     value: object
     code: int
 
 
 class Kept:
-    """What a verb leaves when it is interrupted: nothing, unless a subclass says more."""
+    """What an interrupted verb leaves: paths, with the verb's options in braces, that are complete or were not written.
+
+    One that `resumes` continues from what is in the first path when it is run again, without the options in `drop`.
+    """
+
+    def __init__(self, *paths: str, resumes: bool = False, drop: tuple[str, ...] = ()):
+        self.paths, self.resumes, self.drop = paths, resumes, drop
 
     def begin(self, options: dict) -> None:
-        """Look at what is there before the verb runs."""
+        """Remember which of the paths exist before the verb runs."""
+        self.before = {path: _mark(path) for path in self._named(options)}
 
     def say(self, options: dict) -> str:
-        """Say what is kept, and how it goes on."""
-        return "nothing was written"
+        """Say what exists now, and how to resume."""
+        named = self._named(options)
+        if self.resumes:
+            found = os.path.exists(named[0])
+            return f"completed work is in {named[0]}; {again(self.drop)}" if found else "nothing was written"
+        made = [path for path in named if _mark(path) != self.before[path]]
+        return f"already complete: {', '.join(made)}" if made else "nothing was written"
+
+    def _named(self, options: dict) -> list[str]:
+        given = {name: value for name, value in options.items() if value is not None}
+        return [path.format(**given) for path in self.paths if path[1 : path.index("}")] in given]
 
 
-class Whole(Kept):
-    """For a verb whose targets, options that name paths, appear whole or not at all."""
-
-    def __init__(self, *names: str):
-        self.names = names
-
-    def begin(self, options: dict) -> None:
-        """Remember which files and folders are there."""
-        self.before = {name: self._mark(options[name]) for name in self.names if options.get(name) is not None}
-
-    def say(self, options: dict) -> str:
-        """Say which of the targets were made in time."""
-        made = [str(options[name]) for name, mark in self.before.items() if self._mark(options[name]) != mark]
-        return f"whole already: {', '.join(made)}" if made else "nothing was written"
-
-    @staticmethod
-    def _mark(path) -> tuple | None:
-        try:
-            found = os.stat(path)
-        except OSError:
-            return None
-        return (found.st_dev, found.st_ino) if not Path(path).is_dir() or any(Path(path).iterdir()) else None
+def _mark(path: str) -> tuple | None:
+    """Return what identifies a file or a folder that is not empty."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if not Path(path).is_dir() or any(Path(path).iterdir()) else None
 
 
-class WholeIn(Whole):
-    """For a verb that makes files, each whole or not at all, in the folder that its option `name` names."""
-
-    def __init__(self, name: str, *files: str):
-        super().__init__(*files)
-        self.name = name
-
-    def _paths(self, options: dict) -> dict:
-        return {file: Path(options[self.name], file) for file in self.names}
-
-    def begin(self, options: dict) -> None:
-        """Remember which files are there."""
-        super().begin(self._paths(options))
-
-    def say(self, options: dict) -> str:
-        """Say which of the files were made in time."""
-        return super().say(self._paths(options))
-
-
-class GoesOn(Kept):
-    """For a verb that goes on where it was, in the folder or file that its option --out names."""
-
-    def __init__(self, what: str = "what is done is kept in {}", suffix: str = "", drop: tuple[str, ...] = ()):
-        self.what, self.suffix, self.drop = what, suffix, drop
-
-    def say(self, options: dict) -> str:
-        """Say where it is, and the command."""
-        if not os.path.exists(f"{options['out']}{self.suffix}"):
-            return super().say(options)
-        return f"{self.what.format(options['out'])}; the same command goes on{again(self.drop)}"
-
-
-def again(drop: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> str:
-    """Return the command that runs, to type once more; nothing under a launcher, whose command is not known here."""
+def again(drop: tuple[str, ...] = ()) -> str:
+    """Return the advice to rerun this command; without the command under a launcher, whose own is not known here."""
     if "LOCAL_RANK" in os.environ:
-        return ""
-    return ": " + shlex.join(["moe-runtime", *(part for part in sys.argv[1:] if part not in drop), *also])
+        return "rerun to resume"
+    return "rerun to resume: " + shlex.join(["moe-runtime", *(part for part in sys.argv[1:] if part not in drop)])
 
 
-def verb(
-    app: typer.Typer,
-    name: str | None = None,
-    *,
-    example: str,
-    kept: Kept | None = None,
-    help: str | None = None,
-    **more,
-) -> Callable:
-    """Add a function to `app` as a verb with an example, --json for what it returns, and a line where it is interrupted."""
+def one_gpu() -> None:
+    """Hide all GPUs but the first, unless a launcher runs; call it before torch looks.
+
+    One is enough, and Trainer would spread a single process over all that it sees.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+
+
+def verb(app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, **more) -> Callable:
+    """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name."""
 
     def add(function: Callable) -> Callable:
-        app.command(name, epilog=f"Example: {example}", help=help, **more)(_wrapped(function, kept or Kept()))
+        words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')} {example}"
+        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(_wrapped(function, kept or Kept()))
         return function
 
     return add
 
 
-def mount(child: typer.Typer, parent: typer.Typer) -> None:
-    """Add the verbs of an app to another one, as its own."""
-    parent.registered_commands += child.registered_commands
-
-
 def _wrapped(function: Callable, kept: Kept) -> Callable:
-    """Return the function with --json after its own options."""
+    """Return the function with --json after its own options, and a last line where it is interrupted."""
 
     @functools.wraps(function)
     def run(*args, json: bool = False, **options):
@@ -181,29 +184,10 @@ def _say_stopped(stop: KeyboardInterrupt, kept: str) -> None:
             print(f"{signals.word_of(stop)}; {kept}", file=sys.stderr, flush=True)
 
 
-def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
-    """Return what completes an option to one of these words; a function gives them late."""
-
-    def complete(incomplete: str) -> list[str]:
-        words = [word for one in found for word in (one() if callable(one) else [one])]
-        return [word for word in words if word.startswith(incomplete)]
-
-    return complete
-
-
-def recipes(method: str | None = None) -> Callable[[], list[str]]:
-    """Return what lists the recipes that come along: a method's by their names, or all with the method before them."""
-
-    def names() -> list[str]:
-        if method is not None:
-            return sorted(path.stem for path in (PACKAGE / "methods" / method / "recipes").glob("*.yaml"))
-        return [
-            f"{one}/{path.stem}"
-            for one in METHODS
-            for path in sorted((PACKAGE / "methods" / one / "recipes").glob("*.yaml"))
-        ]
-
-    return names
+def recipes(method: str | None = None) -> list[str]:
+    """List the shipped recipes: a method's by their names, or all as METHOD/NAME."""
+    found = sorted(PACKAGE.glob(f"methods/{method or '*'}/recipes/*.yaml"))
+    return [path.stem if method else f"{path.parts[-3]}/{path.stem}" for path in found]
 
 
 def numbers(text: str | None) -> list[int] | None:

@@ -1,131 +1,183 @@
-"""moe-runtime xft: the XFT paper's tables and figures, one command each, and its official checkpoints."""
+"""moe-runtime xft: upcycle a dense model, make the tuned MoE model mergeable, merge it; from folder to folder."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.tables import KEPT, Out, Overwrite, RecipeFile, Seeds, prepare, preset_of, table
-from moe_runtime.cli.verbs import ReplaceTarget, ShardSize, Source, Target, Whole, verb
+from moe_runtime import config
+from moe_runtime.cli.verbs import Kept, Overwrite, Seed, ShardSize, Source, Target, group, numbers, option, verb
 from moe_runtime.io import console
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="XFT's tables and figures: train what a table compares, test the differences, print, draw and write it.",
-    epilog="Example: moe-runtime xft table1 --seeds 3",
+app = group(
+    "xft",
+    "XFT: upcycle a dense model to an MoE model, tune it, learn how to mix its experts, merge them to a dense model.",
+    "upcycle llama-1b llama-1b-moe --num-experts 8 --top-k 6",
 )
-
-Preset = preset_of("xft")
-OUT = Path("runs/xft")
-
-
-def _without_options(command: str, what: str) -> None:
-    """Add a table's verb that has only the options which all have."""
-
-    def run(
-        preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False
-    ):
-        return _table(command, preset, recipe, out, seeds, overwrite)
-
-    verb(app, command, help=what, example=f"moe-runtime xft {command} --seeds 3", kept=KEPT)(run)
+GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
+PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
-_without_options("table1", "Compare base, SFT, EWA, the mixture and XFT's dense model (Tables 1 to 3).")
-_without_options(
-    "ablate-gate", "Compare the mixture's gate with one without normalization and two without shared expert (Table 4)."
-)
-_without_options(
-    "ablate-merge", "Compare ways to merge one mixture: learned, initial, learned soup, uniform (Table 5)."
-)
-_without_options(
-    "budget", "Compare XFT with SFT for as many steps, and for as much time (Table 8 of the long version)."
-)
-_without_options("ewa-schedule", "Compare EWA with a constant and a linear share rate, on the way too (Figure 3).")
+@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"))
+def upcycle(
+    source: Source,
+    target: Target,
+    num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
+    top_k: Annotated[int, option("Experts per token, including the shared one.")] = 6,
+    preset: Annotated[str, option(PRESET, words=tuple(config.PRESETS))] = "xft-paper",
+    gate: Annotated[str | None, option(GATE, words=config.GATES)] = None,
+    router: Annotated[str | None, option("linear or mlp.", words=config.ROUTERS)] = None,
+    noisy_gate: Annotated[bool | None, option("Noise on the router logits in training.")] = None,
+    balance_loss: Annotated[str | None, option("none, cv2 or switch.", words=config.BALANCE_LOSSES)] = None,
+    balance_loss_coef: Annotated[float | None, option("Weight of the balance loss.")] = None,
+    layers: Annotated[str | None, option("Layers to upcycle, such as 0-3,8; all unless given.")] = None,
+    check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
+    max_shard_size: ShardSize = "2GB",
+    seed: Seed = 42,
+    overwrite: Overwrite = False,
+):
+    """Turn a dense model into an MoE model: every MLP becomes copies of itself behind a router."""
+    from moe_runtime.config import PRESETS, check_choice
+    from moe_runtime.methods.xft import folders
+
+    check_choice("preset", preset, tuple(PRESETS))
+    given = {
+        "gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss,
+        "balance_loss_coef": balance_loss_coef,
+    }  # fmt: skip
+    settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
+    if (settings["balance_loss"] == "none") != (settings["balance_loss_coef"] == 0):
+        raise ValueError(
+            f"balance_loss is {settings['balance_loss']!r}, balance_loss_coef is {settings['balance_loss_coef']}; pass "
+            "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
+        )
+    with console.bar("upcycling", "B") as update:
+        receipt = folders.upcycle_folder(
+            source, target, layers=numbers(layers), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite,
+            progress=update, num_experts=num_experts, top_k=top_k, **settings,
+        )  # fmt: skip
+    _say(receipt)
+    error = None
+    if check:
+        with console.bar("checking", "model") as update:
+            error = folders.compare_folders(source, target, update)
+        typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
+    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
+    return console.jsonable(receipt) | {"logits_error": error}
 
 
-@verb(app, example="moe-runtime xft sweep-lambda 0 .25 .5 .75 1", kept=KEPT)
-def sweep_lambda(
-    rates: Annotated[list[float] | None, typer.Argument(help="lambdas; 0 .25 .5 .75 1 unless given.")] = None,
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
-):  # fmt: skip
-    """Merge one mixture with several rates of the shared expert, each learned (Table 6 of the long version)."""
-    return _table("sweep-lambda", preset, recipe, out, seeds, overwrite, **({"shared_rates": rates} if rates else {}))
+@verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"))
+def to_mergeable(
+    source: Source,
+    target: Target,
+    shared_rate: Annotated[float, option("lambda: the mixing coefficient of the shared expert.")] = 0.75,
+    soup: Annotated[bool, option("Learn the coefficients of all experts (learned soup).", "--soup")] = False,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
+    """Make a tuned MoE model mergeable: each MLP weight becomes a mix of the experts' with coefficients to train."""
+    from moe_runtime.methods.xft import folders
+
+    with console.bar("writing", "B") as update:
+        receipt = folders.mergeable_folder(
+            source, target, shared_rate=shared_rate, soup=soup, max_shard_size=max_shard_size, overwrite=overwrite,
+            progress=update,
+        )  # fmt: skip
+    _say(receipt)
+    typer.echo(
+        f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime xft merge mixed "
+        "dense"
+    )
+    return receipt
 
 
-@verb(app, example="moe-runtime xft sweep-topk 2 4 6", kept=KEPT)
-def sweep_topk(
-    top_ks: Annotated[list[int] | None, typer.Argument(help="Experts per token; 2 4 6 unless given.")] = None,
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
-):  # fmt: skip
-    """Tune and merge mixtures with several numbers of experts per token (footnote 1)."""
-    return _table("sweep-topk", preset, recipe, out, seeds, overwrite, **({"top_ks": top_ks} if top_ks else {}))
+@verb(app, "mixed dense", Kept("{target}"))
+def merge(
+    source: Source,
+    target: Target,
+    shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
+    alpha: Annotated[str | None, option("Other coefficients than learned: uniform, or a,b,... of sum 1.")] = None,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
+    """Merge the experts to a dense model of the base's architecture, with the learned or the initial coefficients."""
+    from moe_runtime.methods.xft import folders
+
+    try:
+        values = alpha if alpha in (None, "uniform") else [float(part) for part in alpha.split(",")]
+    except ValueError:
+        raise ValueError(f"alpha is {alpha!r}; pass 'uniform' or numbers such as 0.75,0.125,0.125") from None
+    with console.bar("merging", "B") as update:
+        receipt = folders.merge_folder(
+            source, target, shared_rate=shared_rate, alpha=values, max_shard_size=max_shard_size, overwrite=overwrite,
+            progress=update,
+        )  # fmt: skip
+    _say(receipt)
+    for layer, row in zip(receipt.layers, receipt.alpha):
+        typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
+    return receipt
 
 
-@verb(app, example="moe-runtime xft routing-stats --data java.jsonl --data rust.jsonl", kept=KEPT)
-def routing_stats(
-    data: Annotated[
-        list[str] | None, typer.Option(help="A jsonl or parquet file, a text more; as often as you like.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text, at most.")] = 16384,
-    preset: Preset = None, recipe: RecipeFile = None, out: Out = OUT, seeds: Seeds = 3, overwrite: Overwrite = False,
-):  # fmt: skip
-    """Show which experts the tokens of different texts go to (Figure 4)."""
-    return _table("routing-stats", preset, recipe, out, seeds, overwrite, texts=data or [], tokens=tokens)
+@verb(app, "moe mixtral", Kept("{target}"))
+def export(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        str, option("mixtral (transformers) or official (XFT's code).", words="mixtral official")
+    ] = "mixtral",
+    keep_rope: Annotated[bool, option("Of official: keep a rotary base that it ignores.", "--keep-rope")] = False,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
+    """Write an MoE model in a format that does not need this package; merge writes a dense one."""
+    from moe_runtime.config import check_choice
+
+    check_choice("to", to, ("mixtral", "official"))
+    if to == "official":
+        from moe_runtime.methods.xft.official import export_official
+
+        return convert(
+            export_official, source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite
+        )
+    if keep_rope:
+        raise ValueError("keep_rope is for --to official; leave it out")
+    from moe_runtime.methods.upit import export_mixtral
+
+    return convert(export_mixtral, source, target, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-@verb(app, example="moe-runtime xft import-official official-moe moe", kept=Whole("target"))
+@verb(app, "official-moe moe", Kept("{target}"))
 def import_official(
     source: Source,
     target: Target,
-    ffn_folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of a weighted model's ffn_layer files; its config's unless given.", show_default=False
-        ),
-    ] = None,
-    rope_theta: Annotated[
-        float | None,
-        typer.Option(help="Rotary base, in place of the one that the official code computes with.", show_default=False),
-    ] = None,
+    ffn_folder: Annotated[Path | None, option("Folder of ffn_layer files; the config's unless given.")] = None,
+    rope_theta: Annotated[float | None, option("Rotary base; the released code's unless given.")] = None,
     max_shard_size: ShardSize = "2GB",
-    overwrite: ReplaceTarget = False,
+    overwrite: Overwrite = False,
 ):
-    """Read a mixture that the official XFT code saved, and write it in this package's form."""
-    return _convert(
-        "import_official", source, target, ffn_folder=ffn_folder, rope_theta=rope_theta, max_shard_size=max_shard_size,
+    """Convert an MoE model that the released XFT code saved."""
+    from moe_runtime.methods.xft.official import import_official
+
+    return convert(
+        import_official, source, target, ffn_folder=ffn_folder, rope_theta=rope_theta, max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
 
 
-@verb(app, example="moe-runtime xft export-official moe official-moe", kept=Whole("target"))
-def export_official(
-    source: Source,
-    target: Target,
-    keep_rope: Annotated[
-        bool, typer.Option("--keep-rope", help="Write a rotary base too that the official code will not heed.")
-    ] = False,
-    max_shard_size: ShardSize = "2GB",
-    overwrite: ReplaceTarget = False,
-):
-    """Write a mixture in the form that the official XFT code reads."""
-    return _convert(
-        "export_official", source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite
-    )
-
-
-def _table(command: str, preset: str | None, recipe: Path | None, *arguments, **options) -> dict:
-    prepare(preset, recipe)
-    from moe_runtime.experiments.recipe import shipped_recipes
-    from moe_runtime.methods.xft import tables as xft_tables
-
-    return table(xft_tables.run, shipped_recipes(), command, preset, recipe, *arguments, **options)
-
-
-def _convert(name: str, source: Path, target: Path, **options):
-    from moe_runtime.methods.xft import official as xft_official
-
-    with console.bar("converting", "B") as update:
-        receipt = getattr(xft_official, name)(source, target, progress=update, **options)
+def convert(write, source: Path, target: Path, **options):
+    """Write a folder in another format with `write`, under a bar; return its receipt."""
+    with console.bar("writing", "B") as update:
+        receipt = write(source, target, progress=update, **options)
     typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
     return receipt
+
+
+def _say(receipt) -> None:
+    c = receipt.config
+    typer.echo(
+        f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB"
+        + (f", and {', '.join(receipt.side_files)}" if receipt.side_files else "")
+    )
+    typer.echo(f"experts: {c.num_experts}, {c.top_k} per token, gate {c.gate}, {c.hidden_size} x {c.intermediate_size}")
+    if receipt.mlp_error is not None:
+        typer.echo(f"the MLPs against the formula: largest relative error {receipt.mlp_error:.1e}")

@@ -17,8 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_runtime import __version__
-from moe_runtime.backends import doctor
+import moe_runtime
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.compare import LEVEL, Comparison, compare, signed
@@ -188,10 +187,10 @@ def verdict(report: Report, name: str) -> str:
 
 def environment() -> dict:
     """Return when and where the numbers were made."""
-    found = doctor()
+    found = moe_runtime.doctor()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "moe_runtime": __version__,
+        "moe_runtime": moe_runtime.__version__,
         **{name: found[name] for name in ("system", "packages", "devices")},
         "load": os.getloadavg()[0],
     }

@@ -1,16 +1,19 @@
-"""Files and folders that appear whole or not at all, and JSON whose errors name the file."""
+"""Files and folders that are written atomically, and JSON files.
+
+What is written goes into a hidden folder beside its target and is renamed or exchanged at the end. Whenever the process or the
+machine dies, the target holds what it held or all that was written. A killed process leaves only the hidden folder, on which
+it held a lock; the next writer of the same target removes it.
+"""
 
 import contextlib
 import ctypes
 import errno
-import functools
-import hashlib
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,28 +24,10 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its pairs; ValueError for a key given twice, of which json would keep the last in silence."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} is given twice")
-    return found
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
-
-
-def parse_object(text: bytes, source: str, *, finite: bool = False) -> dict[str, Any]:
-    """Parse one JSON object, each key once; raises ValueError naming `source` and the position.
-
-    `finite` refuses NaN and Infinity, which Python writes and other readers do not know.
-    """
+def parse_object(text: bytes, source: str) -> dict[str, Any]:
+    """Parse one JSON object; raises ValueError naming `source` and the position."""
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant if finite else None)
-        if re.search(rb"\\u[dD][89a-fA-F]", text):  # half a surrogate pair is no text: nobody could write it again
-            json.dumps(value, ensure_ascii=False).encode()
+        value = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON ({error}); want one JSON object") from error
     if not isinstance(value, dict):
@@ -67,20 +52,20 @@ def _sync(path: Path) -> None:
 
 
 def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None:
-    """Return the OSError, with `path` in it, that a library's own exception tells of; None where it tells of none."""
+    """Return the OSError behind a library's own exception, with `path` in it; None if it is not about writing."""
     if isinstance(error, OSError):
         return None
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # Rust's: safetensors, tokenizers
         return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
     if not re.search("inline_container|PytorchStreamWriter|basic_ios|iostream error", str(error)):  # torch.save's
         return None
-    said = re.search(r"strerror: ([^\n.]+)", str(error))
-    return OSError(errno.EIO, said[1] if said else "a file cannot be written, is the disk full?", str(path))
+    reason = re.search(r"strerror: ([^\n.]+)", str(error))
+    return OSError(errno.EIO, reason[1] if reason else "a file cannot be written, is the disk full?", str(path))
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
-    """Let an error in writing be an OSError that names `path`: not the hidden place `tmp`, and not nothing."""
+    """Turn an error in writing into an OSError that names `path` instead of the hidden folder `tmp`."""
     try:
         yield
     except OSError as error:
@@ -93,42 +78,39 @@ def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
         raise
 
 
-# what this process writes now, by its hidden place; and a number for each, so that no two are alike
-_live: dict[str, object] = {}
-_numbers = itertools.count()
-_DAY = 86400.0
-
-
-@functools.cache
-def _host() -> str:
-    """Return 8 hex digits of what a process number is unique in: host, boot and container."""
-    found = [os.uname().nodename]
-    with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-    with contextlib.suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:8]
+_numbers = itertools.count()  # threads may write one path
 
 
 def _beside(path: Path, kind: str) -> Path:
-    """Return the hidden place of this process beside `path`; `kind` is "tmp" or "old"."""
-    return path.with_name(f".{path.name}.{kind}-{_host()}-{os.getpid()}")
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{next(_numbers)}")
+
+
+def _lock(folder: Path, wait: bool = False) -> int:
+    """Lock a folder until the returned handle is closed or the process dies; OSError if it is locked or cannot be."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 @contextlib.contextmanager
-def _claimed(place: Path) -> Iterator[None]:
-    """Keep this process's sweepers away from a hidden place; FileExistsError where another thread has it."""
-    mine = object()
-    if _live.setdefault(str(place), mine) is not mine:
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other writers from starting or sweeping in `folder`, where the filesystem has locks."""
+    handle = None
+    with contextlib.suppress(OSError):
+        handle = _lock(folder, wait=True)
     try:
         yield
     finally:
-        del _live[str(place)]
+        if handle is not None:
+            os.close(handle)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder to the end, also where a signal comes in between; what cannot be removed stays."""
+    """Remove a folder to the end, also if a signal comes in between; what cannot be removed stays."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
@@ -136,104 +118,93 @@ def _remove(folder: Path) -> None:
         raise
 
 
+def _sweep(path: Path) -> bool:
+    """Remove what killed writers of `path` left, or bring back the folder one set aside; return whether another one is alive."""
+    alive = False
+    for left in list(path.parent.iterdir()):
+        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", left.name)
+        if not match or not left.is_dir():
+            continue
+        try:
+            handle = _lock(left)
+        except OSError as error:  # also another user's, or on a filesystem without locks
+            alive |= isinstance(error, BlockingIOError)
+            continue
+        if match[1] == "old" and not path.exists():
+            os.rename(left, path)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+        os.close(handle)
+    return alive
+
+
 @contextlib.contextmanager
-def _hidden(tmp: Path) -> Iterator[Path]:
-    """Make the hidden folder `tmp`, and remove it when the block ends."""
-    with _claimed(tmp):
-        try:
+def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
+    """Yield a new hidden folder beside `path` and remove it when the block ends; `alone` refuses a second writer."""
+    tmp, handle = _beside(path, "tmp"), None
+    try:
+        with _locked(path.parent):
+            if _sweep(path) and alone:
+                raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
             tmp.mkdir()
-        except Exception:  # another's
-            raise
-        except BaseException:  # a signal that came while it was made
-            _remove(tmp)
-            raise
-        try:
+            with contextlib.suppress(OSError):
+                handle = _lock(tmp)
+        with naming(path, tmp):
             yield tmp
-        finally:
-            _remove(tmp)
+    finally:
+        _remove(tmp)
+        if handle is not None:
+            os.close(handle)
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path of the same name in a hidden folder beside; move what was written there to `path` when the block ends.
+    """Yield a path of the same name in a hidden folder; move what was written there to `path` when the block ends.
 
-    Whenever the process or the machine dies, `path` holds what it held or all that was written. A killed process leaves
-    only the hidden folder, which the next writer of `path` removes. An OSError names `path`.
+    An OSError names `path`.
     """
     path = Path(os.path.realpath(path))
-    tmp = Path(f"{_beside(path, 'tmp')}-{next(_numbers)}")  # threads may write one path
-    with naming(path, tmp):
-        _sweep(path)
-        with _hidden(tmp):
-            beside = tmp / path.name
-            yield beside
-            _sync(beside)
-            os.replace(beside, path)
+    with _hidden(path) as tmp:
+        yield tmp / path.name
+        _sync(tmp / path.name)
+        os.replace(tmp / path.name, path)
         _sync(path.parent)
 
 
 def atomic_write_text(path: str | os.PathLike, text: str) -> None:
-    """Write `text` as UTF-8, the way of `atomic_file`."""
+    """Write `text` as UTF-8, as `atomic_file` does."""
     with atomic_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as indented JSON, the way of `atomic_write_text`; raises ValueError for NaN and infinities."""
+    """Write `value` as indented JSON, as `atomic_file` does; raises ValueError for NaN and infinities."""
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
-    """Return the real path of a folder that may be written; raises ValueError if it may not. Touches nothing.
+    """Return the real path of a folder to write. Touches nothing.
 
-    One of `reads`, or a folder that holds one, may not be with `overwrite` either; what is no path there is passed over.
+    Raises ValueError if it may not be written, or if it is or holds one of `reads`, of which what is no path is ignored.
     """
     path = Path(os.path.realpath(path))
+    problem = None
     if path.exists() and not path.is_dir():
-        raise ValueError(f"out_dir is {path}, which is a file; want a new or empty folder")
-    if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
-        raise ValueError(f"out_dir is {path}, a mount point or a parent of the current folder; want one inside it")
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"out_dir is {path}, which exists; want a new or empty folder; or pass overwrite=True")
-    for source in reads if path.exists() else ():
+        problem = "which is a file; want a new or empty folder"
+    elif path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
+        problem = "a mount point or a parent of the current folder; want one inside it"
+    elif path.exists() and any(path.iterdir()) and not overwrite:
+        problem = "which exists; want a new or empty folder; or pass overwrite=True"
+    for source in reads if path.exists() and not problem else ():
         if isinstance(source, str | os.PathLike) and Path(os.path.realpath(source)).is_relative_to(path):
-            raise ValueError(
-                f"out_dir is {path}, which is or holds {os.fspath(source)}, that is read; want another folder"
-            )
+            problem = f"which is or holds {os.fspath(source)}, that is read; want another folder"
+    if problem:
+        raise ValueError(f"out_dir is {path}, {problem}")
     return path
 
 
-def _is_abandoned(left: Path, host: str, pid: int) -> bool:
-    """Whether nobody writes a hidden folder: its process is gone or, where nobody can tell, it was left alone for a day."""
-    if host != _host():
-        with contextlib.suppress(OSError):
-            # when it changed: what was renamed has times of its own
-            return time.time() - max(path.lstat().st_ctime for path in (left, *left.rglob("*"))) > _DAY
-        return False
-    if pid == os.getpid():
-        return str(left) not in _live
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # another user's; no number of a process
-        return False
-    return False
-
-
-def _sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it; bring back an old folder set aside and not replaced."""
-    for left in list(path.parent.iterdir()) if path.parent.is_dir() else ():
-        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-([0-9a-f]{{8}})-(\d+)(-\d+)?", left.name)
-        if match and left.is_dir() and _is_abandoned(left, match[2], int(match[3])):
-            if match[1] == "old" and not path.exists():
-                os.rename(left, path)
-            else:
-                shutil.rmtree(left, ignore_errors=True)
-
-
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders in one step; False where the filesystem cannot."""
+    """Swap two folders in one step; return False where the filesystem cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     at_cwd, exchange = -100, 2
     return renameat2 is not None and renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
@@ -241,57 +212,43 @@ def _exchange(a: Path, b: Path) -> bool:
 
 def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
     """Rename `tmp` to `path`, which is absent, empty, or (with `overwrite`) replaced and deleted."""
+    old = _beside(path, "old")
     if not (overwrite and path.exists()):
         os.rename(tmp, path)
-        _sync(path.parent)
-        return
-    if _exchange(tmp, path):
-        _sync_and_remove(path, tmp)
-        return
-    old = _beside(path, "old")
-    with _claimed(old):
-        try:
-            os.rename(path, old)
-            os.rename(tmp, path)
-        except BaseException:
-            if old.exists() and not path.exists():
-                os.rename(old, path)
-            raise
-        _sync_and_remove(path, old)
-
-
-def _sync_and_remove(path: Path, old: Path) -> None:
-    try:
-        _sync(path.parent)
-    finally:
-        _remove(old)
+    elif not _exchange(tmp, path):
+        with _locked(path.parent):
+            try:
+                os.rename(path, old)
+                os.rename(tmp, path)
+            except BaseException:
+                if old.exists() and not path.exists():
+                    os.rename(old, path)
+                raise
+    _sync(path.parent)
+    _remove(old)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it when the block raises.
+    """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it if the block raises.
 
-    A killed process leaves only the hidden folder, which the next writer of `path` removes. With `overwrite` an old
-    folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted. Raises
-    ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
+    With `overwrite` an old folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted.
+    Raises ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
     """
     path = check_out_dir(path, overwrite)
-    tmp = _beside(path, "tmp")
     with contextlib.ExitStack() as stack:
         try:
-            _sweep(path)
-            check_out_dir(path, overwrite)
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_hidden(tmp))
+            tmp = stack.enter_context(_hidden(path, alone=True))
         except OSError as error:
-            reason = f"beside which {tmp.name} cannot be made ({error.strerror})"
+            reason = f"beside which nothing can be written ({error.strerror})"
             raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
-        with naming(path, tmp):
-            yield tmp
-            for folder, _, names in os.walk(tmp):
-                for name in (*names, "."):
-                    _sync(Path(folder, name))
-            _move_in(tmp, path, overwrite)
+        check_out_dir(path, overwrite)  # a killed writer may have left it set aside
+        yield tmp
+        for folder, _, names in os.walk(tmp):
+            for name in (*names, "."):
+                _sync(Path(folder, name))
+        _move_in(tmp, path, overwrite)
 
 
 # a folder without its mark is loaded by nobody; an adapter may stand beside the model that it is of
@@ -310,15 +267,13 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
     no model rather than a mixed one. Raises FileNotFoundError, with nothing removed, if the block wrote no weights.
     """
     folder = Path(os.path.realpath(folder))
-    tmp = _beside(folder / "model", "tmp")
-    with naming(folder, tmp):
+    with naming(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder / "model")
-        with _hidden(tmp):
-            if (folder / _CARD).is_file():
-                shutil.copyfile(folder / _CARD, tmp / _CARD)
-            yield tmp
-            _move_model(tmp, folder)
+    with _hidden(folder / "model") as tmp, naming(folder, tmp):
+        if (folder / _CARD).is_file():
+            shutil.copyfile(folder / _CARD, tmp / _CARD)
+        yield tmp
+        _move_model(tmp, folder)
         _sync(folder)
 
 

@@ -1,16 +1,14 @@
-"""Experts that come closer to each other, by EWA: one step of averaging after each of the optimizer's.
+"""EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are drawn towards their mean after each step.
 
-EWA (arXiv 2308.06093), as XFT's baseline:  W_i <- (1 - b) W_i + b / (E - 1) sum_{j != i} W_j
-with m = mean_j W_j:                        W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
-So the mean stays, and what sets an expert apart from it shrinks to 1 - c of what it was; b = (E - 1) / E makes all equal.
+`EWAMLP`, the layer: while training, a random equal partition of the batch's tokens over the experts, weight 1; in eval mode
+the expert whose weights are the mean of theirs.
 
-m is W_0 + sum_j (W_j - W_0) / E, and c >= 1/2 is computed as m + (1 - c) (W_i - m): equal experts stay what they are, and
+`average_experts_`, one step of averaging:  W_i <- (1 - b) W_i + b / (E - 1) sum_{j != i} W_j
+with the mean m = mean_j W_j:               W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
+So the mean stays, and what distinguishes an expert from it shrinks by 1 - c; b = (E - 1) / E makes all experts equal.
+
+m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal experts stay what they are and
 c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E: equal to float32 rounding.
-
-The layer of EWA: experts without a router, each token of a batch seen by one of them, drawn at random.
-
-EWA (arXiv 2308.06093): while training, a random equal partition of the batch's tokens over the experts, weight 1; else the
-expert whose weights are the mean of theirs. What draws the experts to that mean after each step is `average_experts_`.
 """
 
 import torch
@@ -18,20 +16,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_fraction
 from moe_runtime.modules.moe import Experts
-from moe_runtime.ops.activation import activate
-from moe_runtime.ops.library import LIB, compute_dtype, register
-from moe_runtime.ops.merging import block_size, merge_experts
+from moe_runtime.ops.library import compute_dtype
+from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 
 @torch.no_grad()
-def average_experts_(weight: torch.Tensor, share: float, *, backend: str | None = None) -> torch.Tensor:
+def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
     """Take one averaging step on `weight` [E, ...], in place, in float32; returns it. No gradient passes.
 
-    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks, by torch. Raises ValueError for another
-    share, a stack without experts, experts that overlap and stacks that DeepSpeed ZeRO-3 has taken apart.
+    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError for another share, a stack
+    without experts, experts that overlap in memory and stacks that DeepSpeed ZeRO-3 has partitioned.
     """
     check_share(share)
     if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
@@ -41,21 +37,20 @@ def average_experts_(weight: torch.Tensor, share: float, *, backend: str | None 
         )
     if weight.dim() == 0 or weight.shape[0] == 0:
         raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
-    pull = _pull(weight.shape[0], share)
+    E = weight.shape[0]
+    pull = 0.0 if E == 1 else share * E / (E - 1)
     if pull == 0.0:
         return weight
     if hasattr(weight, "to_local"):
-        if backend not in (None, "torch"):
-            raise ValueError(f"backend is {backend!r}, weight is a DTensor; want 'torch' or None")
         _average_over_ranks(weight, pull)
         return weight
     row = weight[0]
     if weight.stride(0) == 0 or (row.is_contiguous() and weight.stride(0) < row.numel()):
         raise ValueError(f"weight's strides are {weight.stride()}; want experts of their own memory; pass a clone")
-    chosen = backends.pick("average_experts", weight, backend)
-    torch.ops.moe_runtime.average_experts_(weight, pull, chosen)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(weight)  # a graph that saved it must not use it
+    stack = weight if row.is_contiguous() else weight.contiguous()
+    _average_by_blocks(stack.view(E, row.numel()), pull)
+    if stack is not weight:
+        weight.copy_(stack)
     return weight
 
 
@@ -64,31 +59,11 @@ def check_share(share: float) -> None:
     check_fraction("share", share, "how much of an expert the others give")
 
 
-def _pull(num_experts: int, share: float) -> float:
-    """Return c; 0 for one expert, which has no others."""
-    return 0.0 if num_experts == 1 else share * num_experts / (num_experts - 1)
-
-
-LIB.define("average_experts_(Tensor(a!) weight, float pull, str backend) -> ()")
-
-
-def _average(weight, pull, backend):
-    whole = weight[0].is_contiguous()
-    stack = weight if whole else weight.contiguous()
-    if backend == "triton":
-        from moe_runtime.kernels.averaging import average_experts
-
-        average_experts(stack, pull)
-    else:
-        _average_by_blocks(stack.view(stack.shape[0], stack[0].numel()), pull)
-    if not whole:
-        weight.copy_(stack)
-
-
 def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
     """Average `rows` [E, P], a block of all experts at a time: no float32 copy of the stack."""
     E, P = rows.shape
-    step = max(block_size(rows[0]) // E, 1)
+    # a compiler makes blocks of its own
+    step = P if torch.compiler.is_compiling() else max(block_size(rows[0]) // E, 1)
     for start in range(0, P, step):
         part = rows[:, start : start + step]
         w = part.to(_wide(part.dtype))
@@ -101,7 +76,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _average_over_ranks(weight, pull: float) -> None:
-    """Average a DTensor: each rank has some of the experts, or some columns of all, or all; a mean goes around."""
+    """Average a DTensor: each rank has some of the experts, or some columns of all, or all; only means are exchanged."""
     from torch.distributed.tensor import Partial
 
     if any(isinstance(placement, Partial) for placement in weight.placements):
@@ -114,9 +89,6 @@ def _average_over_ranks(weight, pull: float) -> None:
     mean.div_(E)
     for expert in local:
         expert.copy_(torch.lerp(expert.to(mean.dtype), mean, pull))
-
-
-register("average_experts_", _average, lambda weight, pull, backend: None)
 
 
 class EWAMLP(nn.Module):
@@ -150,7 +122,7 @@ class EWAMLP(nn.Module):
         mean = {name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()}
         mean = {name: weight.to(compute_dtype(weight)) for name, weight in mean.items()}
         z = F.linear(x.to(compute_dtype(x)), mean[up], mean.get(f"{up}_bias"))
-        h = activate(z, self.config.hidden_act, self.config.gated)
+        h = self.experts.activation().apply(z)
         return F.linear(h, mean["down_proj"], mean.get("down_proj_bias"))
 
     def extra_repr(self) -> str:
@@ -164,8 +136,3 @@ def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor
     # which experts get a token more is drawn too, or with fewer tokens than experts the last ones would never train
     order = torch.randperm(num_experts, device=device)
     return order[torch.randperm(tokens, device=device) % num_experts].to(torch.int32)
-
-
-def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
-    """Return alpha [E] float32 of the uniform mean."""
-    return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_shared_rate
 from moe_runtime.modules.moe import Experts
-from moe_runtime.ops.activation import activate
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.library import compute_dtype
 from moe_runtime.ops.merging import merge_experts, merged_linear, mixing, remerge_experts, soup_logits
 
@@ -87,7 +87,7 @@ class MergedMLP(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` [..., H] -> [..., H]."""
         linear = self._linear()
-        h = activate(linear(hidden_states, self.experts.up_name), self.config.hidden_act, self.config.gated)
+        h = Activation(self.config.hidden_act, self.config.gated).apply(linear(hidden_states, self.experts.up_name))
         return linear(h, "down_proj")
 
     def _linear(self):

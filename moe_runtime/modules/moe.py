@@ -4,7 +4,7 @@ The names are transformers': `gate.weight`, `experts.gate_up_proj` [E, 2I, H] (g
 With the gates xft and nonorm, expert 0 is the shared one and the router has E - 1 rows.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,15 @@ from torch import nn
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules import trainable
-from moe_runtime.ops import all_to_all
+from moe_runtime.ops import all_to_all, expert_rows
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.balance import balance_loss
 from moe_runtime.ops.library import autocast_dtype
 from moe_runtime.ops.moe_layer import moe_layer
-from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
+from moe_runtime.ops.moe_mlp import run_experts
 from moe_runtime.ops.routing import route
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of experts
 
 
 class RouterOutput(NamedTuple):
@@ -111,44 +114,75 @@ class Experts(nn.Module):
 
         Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
         """
-        dtype, rows = autocast_dtype(x) or self.down_proj.dtype, trainable.trained_parameters(self)
-        names = self.stacks()
-        absent = [None] * (4 - len(names))
-        tensors = [getattr(self, name) for name in names] + absent
-        tensors += [rows[name] for name in names] + absent if rows else []
-        tensors, owners = all_to_all.local_parts(tensors, self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-        stacks, options = tensors[:4], {}
-        if rows:
-            stacks[2:], options = trainable.apart(self, stacks, tensors[4:])
-        run = functools.partial(self._run, stacks=stacks, options=options)
-        if owners is None:
-            return run(x.to(dtype), topk_idx, topk_weight)[0]
-        run = functools.partial(run, shared="group")
-        return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run)[0]
-
-    def _run(self, x, topk_idx, topk_weight, *, stacks, options, **more):
-        up, down, up_bias, down_bias = stacks
-        options = self.options() | options | more
-        return moe_mlp_with_offsets(
-            x, up, down, topk_weight, topk_idx, gate_up_bias=up_bias, down_bias=down_bias, **options
-        )
+        return forward_experts(
+            self, x, topk_idx, topk_weight, self.stacks(), self.activation(), shared=self.config.shared,
+            recompute=self.config.recompute,
+        )[0]  # fmt: skip
 
     def stacks(self) -> tuple[str, ...]:
-        """Return the names of what has a row for each expert."""
+        """Return the names of the parameters with a row for each expert: up and down projection, then their biases."""
         up = self.up_name
         return (up, "down_proj", f"{up}_bias", "down_proj_bias") if self.config.bias else (up, "down_proj")
 
-    def options(self) -> dict:
-        """Return what `moe_mlp` needs to know of the config."""
-        config = self.config
-        return {
-            "act": config.hidden_act,
-            "gated": config.gated,
-            # a dense expert 0 is for layers that train whole
-            "shared": "group" if trainable.split_of(self) else config.shared,
-            "recompute": config.recompute,
-        }
+    def activation(self) -> Activation:
+        """Return what happens between the two projections."""
+        return Activation(self.config.hidden_act, self.config.gated)
+
+
+def forward_experts(
+    module: nn.Module,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weight: torch.Tensor,
+    names: Sequence[str],
+    activation: Activation | None,
+    *,
+    transposed: bool = False,
+    shared: str = "group",
+    recompute: bool = False,
+    run=None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run x [T, H] through the experts of `module`, ours or transformers': from its parameters to `moe_mlp`.
+
+    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then their biases if it has
+    any. The rows that train may be stored separately (`modules.trainable`), and the experts spread over ranks (`ops.all_to_all`).
+    `run(x, topk_idx, topk_weight, experts)` replaces `moe_mlp`. Returns [T, H] in the weights' dtype or, under autocast, in
+    autocast's, and the expert_offsets [E + 1] of x's slots.
+    """
+    rows = trainable.trained_parameters(module)
+    # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
+    tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
+    if transposed:
+        tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
+    tensors, owners = all_to_all.local_parts(tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
+    check_dtype(tensors[1].dtype, type(module).__name__)
+    dtype = autocast_dtype(x) or tensors[1].dtype
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    stacks, trained = tensors[: len(names)], tensors[len(names) :]
+    if rows:
+        experts = trainable.experts_of(module, stacks, trained, activation)
+    else:
+        # the shared expert's rows are not the first ones where they come from several ranks
+        shared = shared if owners is None else "group"
+        experts = expert_rows.Experts(*stacks, activation=activation, shared=shared)
+
+    def run_here(x, topk_idx, topk_weight):
+        if run is not None:
+            return run(x, topk_idx, topk_weight, experts)
+        return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute)
+
+    if owners is None:
+        return run_here(x.to(dtype), topk_idx, topk_weight)
+    return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run_here)
+
+
+def check_dtype(dtype: torch.dtype, name: str) -> None:
+    """Raise ValueError unless experts of this dtype, those of `name`, can be computed with."""
+    if dtype not in FLOATS:
+        raise ValueError(
+            f"the experts of {name} are {dtype}; want float16, bfloat16, float32 or float64: quantized experts have "
+            "implementations of their own in transformers"
+        )
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -199,18 +233,10 @@ class MoE(nn.Module):
 
     def _forward_whole(self, x: torch.Tensor) -> torch.Tensor:
         config, dtype = self.config, autocast_dtype(x) or x.dtype
-        weights = {name: weight.to(dtype) for name, weight in self.experts.named_parameters()}
-        output = moe_layer(
-            x.to(dtype),
-            self.gate.weight.to(dtype),
-            weights[self.experts.up_name],
-            weights["down_proj"],
-            config.top_k,
-            config.gate,
-            gate_up_bias=weights.get(f"{self.experts.up_name}_bias"),
-            down_bias=weights.get("down_proj_bias"),
-            **self.experts.options(),
-        )
+        stacks = (getattr(self.experts, name).to(dtype) for name in self.experts.stacks())
+        experts = expert_rows.Experts(*stacks, activation=self.experts.activation(), shared=config.shared)
+        weight = self.gate.weight.to(dtype)
+        output = moe_layer(x.to(dtype), weight, experts, config.top_k, config.gate, recompute=config.recompute)
         # with or without records: checkpointing wants the same graph when it runs the layer again
         loss = balance_loss(config, output.router_logits, output.topk_idx)
         self._record(RouterOutput(*output[1:], loss))

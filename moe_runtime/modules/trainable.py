@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.expert_rows import Experts
+
 PREFIX = "trained_"
 ROW, EXPERT = "trained_row", "trained_expert"  # buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
 SPLIT = "moe_runtime_split"  # attribute of an experts module whose rows lie apart
@@ -113,15 +116,15 @@ def fold_rows(module: nn.Module) -> None:
     drop_rows(module)
 
 
-def apart(module: nn.Module, stacks: Sequence, trained: Sequence) -> tuple[list, dict]:
-    """Return biases and the options `trainable`, `trained` of `moe_mlp` from (up, down, up_bias, down_bias), twice.
+def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Activation | None) -> Experts:
+    """Return the experts of `moe_mlp` from the frozen `stacks` [E, ...], up, down and any biases, and the rows that train.
 
-    `stacks` [E, ...] are frozen, `trained` [n, ...] or longer, None where a layer has no bias. Biases are small: they are put
-    together, [E, ...], differentiable in the trained ones.
+    `trained` [n, ...] or longer are in the order of `stacks`. Biases are small: each pair becomes one [E, ...], differentiable in
+    the trained rows.
     """
     index = getattr(module, EXPERT)
     n = index.numel()
-    # on a rank that has fewer experts that train than others, the last rows are nobody's
-    up, down, *biases = (part if part is None or part.shape[0] == n else part[:n] for part in trained)
-    whole = [None if bias is None else stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)]
-    return whole, {"trainable": getattr(module, ROW), "trained": (up, down)}
+    # on a rank where fewer experts train than on others, the last rows belong to no expert
+    up, down, *biases = (part if part.shape[0] == n else part[:n] for part in trained)
+    biases = [stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)] or [None, None]
+    return Experts(*stacks[:2], *biases, getattr(module, ROW), up, down, activation)

@@ -1,7 +1,7 @@
-"""Lay out a repository for the pip package `kernels` and the Hub: `python -m moe_runtime.native.hub OUT`. docs/build.md.
+"""Write a repository for the pip package `kernels` and the Hub: `python -m moe_runtime.native.hub OUT` (docs/build.md).
 
-A kernel is loaded from any folder, under its metadata's id, several versions in one process. So the files of a variant are
-those of this package that its functions need, with relative imports, and torch.ops.<id> in the place of torch.ops.moe_runtime:
+A kernel is loaded from any folder, under its metadata's id, possibly several versions in one process. So a variant holds
+those files of this package that its functions need, with relative imports, and torch.ops.<id> instead of torch.ops.moe_runtime:
 
     OUT/README.md
     OUT/build/torch-cuda/                                  Triton, any torch with CUDA; torch-cpu/ is the same without a GPU
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from moe_runtime.io.files import atomic_folder, check_out_dir
-from moe_runtime.native.build_cuda import NAME, csrc_dir
+from moe_runtime.native.build import NAMES, SUFFIXES, csrc_dir
 
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION = 0  # of the API on the Hub; 0 is not yet stable
@@ -38,7 +38,7 @@ FUNCTIONS = {  # what a kernel offers: name -> module
 TORCH, CUDA = (
     "211",
     "cu130",
-)  # the library knows neither; the name must say from which torch on, and which CUDA, it is for
+)  # the library needs neither, but a variant's name must say from which torch on, and for which CUDA
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0+PTX", "12.0")
 GLIBC = (2, 28)  # the newest that the Hub allows
 IMPORT = re.compile(r"^(\s*)from moe_runtime(\.[\w.]+)? import ", re.M)
@@ -96,8 +96,6 @@ def needed(functions: dict[str, str] = FUNCTIONS) -> dict[str, str]:
                 stem = "/".join(node.module.split(".")[1:])
                 names = [f"{stem}/{alias.name}.py".lstrip("/") for alias in node.names]
                 waiting += [name for name in [f"{stem}.py", *names] if (PACKAGE / name).is_file()]
-            elif isinstance(node, ast.Import) and any(alias.name.startswith("moe_runtime") for alias in node.names):
-                raise ValueError(f"{path} imports moe_runtime by a plain import; want from moe_runtime.x import y")
     return dict(sorted(found.items()))
 
 
@@ -131,10 +129,10 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
         (folder / path).write_text(text)
     if library:
         (folder / "_lib").mkdir()
-        shutil.copyfile(library, folder / "_lib" / NAME)
+        shutil.copyfile(library, folder / "_lib" / NAMES["cuda"])
         (folder / "_csrc").mkdir()
-        for source in csrc_dir().iterdir():
-            if source.suffix in (".cu", ".cuh", ".h"):
+        for source in csrc_dir("cuda").iterdir():
+            if source.suffix in SUFFIXES["cuda"]:
                 shutil.copyfile(source, folder / "_csrc" / source.name)
     metadata = {
         "name": "moe-runtime",
@@ -159,21 +157,17 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def write_repository(out: Path, library: Path | None = None, overwrite: bool = False) -> None:
-    """Write the repository `out`, whole or not at all; with `library`, one that `moe_runtime.native.build_cuda` made, its variant too.
+    """Write the repository `out` atomically, with a variant for `library`, a CUDA library, if it is given.
 
-    Raises ValueError for a library that the Hub would not take, and for a folder that is not empty.
+    Raises ValueError for a library that the Hub would refuse, and for a folder that is not empty.
     """
-    if library is not None and not library.is_file():
-        raise ValueError(
-            f"library is {library}, which is no file; want what python -m moe_runtime.native.build_cuda made"
-        )
+    check_out_dir(out, overwrite, [library])
     if library is not None and glibc(library) > GLIBC:
         needs, most = (".".join(map(str, version)) for version in (glibc(library), GLIBC))
         raise ValueError(
-            f"library is {library}, which needs glibc {needs}; want {most} or older, as the Hub does; "
+            f"library {library} needs glibc {needs}; the Hub accepts {most} or older; "
             f"link with CXX='zig cc -target x86_64-linux-gnu.{most}'"
         )
-    check_out_dir(out, overwrite, [library])
     with atomic_folder(out, overwrite) as folder:
         for name, backend in (("torch-cuda", "cuda"), ("torch-cpu", "cpu")):
             write_variant(folder / "build" / name, backend)
@@ -186,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the repository."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.native.hub", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument("--library", type=Path, help=f"a {NAME} for glibc {'.'.join(map(str, GLIBC))}")
+    parser.add_argument("--library", type=Path, help=f"a {NAMES['cuda']} for glibc {'.'.join(map(str, GLIBC))}")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     options = parser.parse_args(arguments)
     try:

@@ -1,16 +1,23 @@
-"""The shared libraries of csrc/ and csrc/cpu: where they lie, how they are loaded, and why one cannot be.
+"""The compiled libraries: where they are, why one cannot be used, and how a kernel is launched.
 
-The argument types are read from a library's C header: no second list of them exists.
+`cpp` is the library of csrc/cpu (backend "cpp"), `cuda` that of csrc/ (backend "cuda"). The argument types are read from each
+library's C header, so that no second list of them exists. Nothing is loaded before the first question, and having no library
+is a normal state: the backends "triton" and "torch" do without.
 """
 
+import contextlib
 import ctypes
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
-Library = TypeVar("Library")
+import torch
+
+from moe_runtime.native import build
+
 _TYPES = {
     "void": None,
     "int": ctypes.c_int,
@@ -19,6 +26,8 @@ _TYPES = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
 }
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+NO_OPENMP = "none: torch has loaded no OpenMP runtime"
 
 
 def read_header(text: str) -> dict[str, tuple[type | None, list[type]]]:
@@ -39,50 +48,237 @@ def _type(declaration: str) -> type | None:
     return _TYPES[words[0]]
 
 
-def bind(path: Path, header: Path, prefix: str, sources: str, command: str) -> tuple[ctypes.CDLL, dict]:
-    """Load the library at `path` with the types of `header`; return it and what it says of how it was built.
+class Loaded(NamedTuple):
+    """A loaded library; `info` says how it was built: the hash of its sources, compiler or nvcc, sets or archs."""
 
-    Raises OSError where it does not load, or is not of `sources`, the hash of the header's folder; `command` builds it.
-    """
-    text, handle = header.read_text(), ctypes.CDLL(str(path))
-    for name, (result, arguments) in read_header(text).items():
+    handle: ctypes.CDLL
+    path: Path
+    info: dict
+    openmp: str = NO_OPENMP  # cpp's: the runtime in whose threads it works
+
+    @property
+    def variant(self) -> str:
+        """The instruction set that cpp's uses."""
+        return self.handle.moert_cpu_variant().decode()
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the kernels of cuda's run on the CPU, on CPU tensors: the test emulator's library has no archs."""
+        return not self.info.get("archs")
+
+
+class Library:
+    """One library of csrc/: searched for at the first question, in the wheel and where the build command puts it."""
+
+    kind: str  # of moe_runtime.native.build
+    prefix: str  # of the functions, and the header's name
+    title: str
+
+    def __init__(self):
+        self.command = f"python -m moe_runtime.native.build {self.kind}"
+        self._found: Loaded | str | None = None  # or why there is none
+
+    def bind(self, path: Path, csrc: Path | None = None) -> Loaded:
+        """Load the library at `path` with the types of the header in `csrc`.
+
+        Raises OSError if it does not load or was built from other sources.
+        """
+        csrc = csrc or build.csrc_dir(self.kind)
+        text, handle = (csrc / f"{self.prefix}.h").read_text(), ctypes.CDLL(str(path))
+        functions, sources = read_header(text), build.source_hash(self.kind, csrc)
+        for name, (result, arguments) in functions.items():
+            if hasattr(handle, name):
+                getattr(handle, name).restype, getattr(handle, name).argtypes = result, arguments
+        missing, info = [name for name in functions if not hasattr(handle, name)], {}
+        if not missing:
+            info = json.loads(getattr(handle, f"{self.prefix}_build_info")())
+            version = re.search(rf"#define {self.prefix.upper()}_ABI_VERSION (\d+)", text)
+        if (
+            missing
+            or info.get("sources", sources) != sources  # the emulator's names none
+            or getattr(handle, f"{self.prefix}_abi_version")() != int(version[1])
+        ):
+            lacks = f" and has no {missing[0]}" if missing else ""
+            raise OSError(f"{path} was built from other sources than {csrc}{lacks}; rebuild it: {self.command}")
+        return Loaded(handle, Path(path), info)
+
+    def places(self) -> list[Path]:
+        """Return where the library may be: in the wheel, and in the cache if this user has one."""
+        places = [Path(__file__).resolve().parents[1] / "_lib" / build.NAMES[self.kind]]
+        with contextlib.suppress(OSError, RuntimeError):  # no home, as in containers that run as a number
+            places.append(build.library_path(self.kind))
+        return places
+
+    def find(self) -> Loaded | str:
+        """Return the library in use, or why there is none."""
+        if self._found is None:
+            self._found = self._search()
+        return self._found
+
+    def _search(self) -> Loaded | str:
+        reasons, header = [], build.csrc_dir(self.kind) / f"{self.prefix}.h"
         try:
-            function = getattr(handle, name)
-        except AttributeError:
-            raise OSError(f"{path} has no {name}; rebuild it: {command}") from None
-        function.restype, function.argtypes = result, arguments
-    info = json.loads(getattr(handle, f"{prefix}_build_info")())
-    version = re.search(rf"#define {prefix.upper()}_ABI_VERSION (\d+)", text)
-    if info.get("sources", sources) != sources or getattr(handle, f"{prefix}_abi_version")() != int(version[1]):
-        raise OSError(f"{path} was built from other sources than {header.parent}; rebuild it: {command}")
-    return handle, info
+            if not header.is_file():
+                return f"{header.parent} has no {header.name}; expected a checkout or an installed wheel"
+        except OSError as error:
+            return str(error)
+        for path in self.places():
+            try:
+                if path.is_file():  # raises where a folder above it may not be read
+                    return self.bind(path)
+            except (OSError, RuntimeError, ValueError) as error:
+                reasons.append(str(error))
+        return "; ".join(reasons) or f"the {self.title} library is not built; {self.command} builds it"
+
+    def use(self, library: Loaded | None) -> None:
+        """Use `library`, which `bind` loaded, from now on; None: search again."""
+        self._found = library
+
+    def library(self) -> Loaded:
+        """Return the library in use. Raises ValueError that says why there is none."""
+        found = self.find()
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def describe(self) -> str:
+        """Describe the library in use, or say why there is none."""
+        found = self.find()
+        return f"none: {found}" if isinstance(found, str) else f"{found.path}: {self._describe(found)}"
 
 
-def places(wheel: Path, cached: Callable[[], Path]) -> list[Path]:
-    """Return where a library may lie: `wheel`, in the wheel that brought it, and `cached`, where the command puts it."""
-    try:
-        return [wheel, cached()]
-    except (OSError, RuntimeError):  # no home, as in containers that run as a number
-        return [wheel]
+class CppLibrary(Library):
+    """The library of csrc/cpu."""
+
+    kind, prefix, title = "cpu", "moert_cpu", "CPU"
+    DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # as in moert_cpu.h
+    ACTS = {name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))}
+    IDX_KINDS = {torch.uint8: 1, torch.int8: -1, torch.int16: -2, torch.int32: -4, torch.int64: -8}
+
+    def bind(self, path: Path, csrc: Path | None = None) -> Loaded:
+        """Load the library at `path`, as `Library.bind` does, and give it the OpenMP runtime that torch works in."""
+        library = super().bind(path, csrc)
+        # two runtimes in one process compete for the cores
+        for runtime in _openmp_runtimes():
+            if all(hasattr(runtime, name) for name in OPENMP):
+                addresses = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in OPENMP]
+                library.handle.moert_cpu_use_openmp(*addresses)
+                return library._replace(openmp=_file_at(addresses[0].value))
+        return library
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Return why the library's kernels cannot run on `device`; None if they can."""
+        if device.type != "cpu":
+            return f"the tensor is on {device.type}; expected cpu"
+        found = self.find()
+        if isinstance(found, str):
+            return found
+        if found.openmp == NO_OPENMP and (threads := torch.get_num_threads()) > 1:
+            reason = f"the CPU library found no OpenMP runtime, torch's threads are {threads}"
+            return f"{reason}; load libgomp, or call torch.set_num_threads(1)"
+        return None
+
+    # what torch.compiler.assume_constant_result sets: loading a library would break the graph
+    why_not._dynamo_marked_constant = True
+
+    def _describe(self, found: Loaded) -> str:
+        return f"{found.variant}, {found.info['compiler']}; OpenMP {found.openmp}"
 
 
-def find(
-    places: Callable[[], list[Path]],
-    bind: Callable[[Path], Library],
-    header: Callable[[], Path],
-    missing: str,
-) -> Library | str:
-    """Return the first library that loads, or why there is none; `missing` where there is no file of one."""
-    reasons = []
-    try:
-        if not (path := header()).is_file():
-            return f"{path.parent} has no {path.name}; want a checkout or an installed wheel"
-    except OSError as error:
-        return str(error)
-    for path in places():
-        try:
-            if path.is_file():  # raises where a folder above it may not be read
-                return bind(path)
-        except (OSError, RuntimeError, ValueError) as error:
-            reasons.append(str(error))
-    return "; ".join(reasons) or missing
+def _openmp_runtimes() -> Iterator[ctypes.CDLL]:
+    """Yield where torch's OpenMP may be, the most certain first."""
+    torch_lib = Path(torch.__file__).parent / "lib"
+    if os.environ.get("LD_PRELOAD"):
+        yield ctypes.CDLL(None)  # what is preloaded comes before all else for torch too
+    # a name looked up through torch is found in what torch itself is linked with; other packages may bring their own
+    paths = [torch_lib / "libtorch_cpu.so"]
+    names = {Path(line[5]) for line in _maps() if len(line) > 5}
+    found = [path for path in names if re.match(r"lib(g|i)?omp\d*[-.]", path.name)]
+    paths += sorted(found, key=lambda path: (not path.is_relative_to(torch_lib), path))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            yield ctypes.CDLL(str(path))
+
+
+def _maps() -> list[list[str]]:
+    """Return what is mapped into this process: the addresses, four columns, and the file if there is one."""
+    maps = Path("/proc/self/maps")
+    return [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.is_file() else []
+
+
+def _file_at(address: int) -> str:
+    """Return the file that is mapped at `address`."""
+    for span, *rest in _maps():
+        first, end = (int(word, 16) for word in span.split("-"))
+        if first <= address < end and len(rest) == 5:
+            return rest[4]
+    return "of torch"
+
+
+class CudaLibrary(Library):
+    """The library of csrc/'s kernels."""
+
+    kind, prefix, title = "cuda", "moert", "CUDA"
+    DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in moert.h
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Return why the library's kernels cannot run on `device`, the CPU or a CUDA GPU; None if they can."""
+        found = self.find()
+        emulated = isinstance(found, Loaded) and found.emulated
+        if device.type == "cpu":
+            return None if emulated else "the tensor is on the CPU; expected cuda"
+        if isinstance(found, str):
+            return found
+        if emulated:
+            return "the CUDA library in use is the emulator's, for the CPU"
+        major, minor = torch.cuda.get_device_capability(device)
+        if not covers(found.info["archs"], major, minor):
+            return f"{found.path} is for {', '.join(found.info['archs'])}; expected sm_{major}{minor}; {self.command}"
+        return None
+
+    # what torch.compiler.assume_constant_result sets: loading a library would break the graph
+    why_not._dynamo_marked_constant = True
+
+    def _describe(self, found: Loaded) -> str:
+        driver, runtime, devices = (ctypes.c_int() for _ in range(3))
+        code = found.handle.moert_probe(*map(ctypes.byref, (driver, runtime, devices)))
+        state = f"; {found.handle.moert_error_string(code).decode()}" if code else ""
+        return (
+            "emulated" if found.emulated else f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}"
+        ) + state
+
+    def launch(self, name: str, tensor: torch.Tensor, *args) -> None:
+        """Call the launcher `name` on the current stream of `tensor`'s device, which becomes the current device for the call.
+
+        `args` are all arguments but the last, the stream; tensors give their pointers. Raises RuntimeError if it fails.
+        """
+        handle = self.library().handle
+        function = getattr(handle, name)
+        values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        if tensor.is_cuda:
+            with torch.cuda.device_of(tensor):
+                code = function(*values, torch.cuda.current_stream().cuda_stream)
+        else:
+            code = function(*values, None)
+        if code:
+            raise RuntimeError(f"{name} failed: {handle.moert_error_string(code).decode()} ({code})")
+
+
+def covers(archs: list[str], major: int, minor: int) -> bool:
+    """Whether code for one of `archs` runs on a GPU of this compute capability: machine code of its major version, or PTX."""
+    for arch in archs:
+        kind, _, number = arch.partition("_")
+        digits = number.rstrip("af")
+        made = int(digits[:-1]), int(digits[-1])
+        if number != digits:  # sm_90a runs on 9.0 alone
+            fits = made == (major, minor)
+        elif kind == "sm":
+            fits = made[0] == major and made[1] <= minor
+        else:
+            fits = made <= (major, minor)
+        if fits:
+            return True
+    return False
+
+
+cpp, cuda = CppLibrary(), CudaLibrary()

@@ -36,11 +36,8 @@ ACT_BACKWARD = {  # d act(x) / dx times grad
 }
 
 
-SCHEMA = "str act, bool gated, float? limit, float up_offset, bool interleaved"  # an `Activation` as the ops take it
-
-
 class Activation(NamedTuple):
-    """The form of an expert's gate, in the order of SCHEMA."""
+    """The form of an expert's gate, in the order in which the ops take it."""
 
     act: str = "silu"
     gated: bool = True
@@ -51,19 +48,16 @@ class Activation(NamedTuple):
     def check(self) -> None:
         """Raise ValueError unless the act is known and the rest fits."""
         check_choice("act", self.act, ACTIVATIONS)
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            raise ValueError(f"limit is {self.limit}; want a finite number above 0, or None for no clamp")
         # math.isfinite of a number that dynamo makes a variable would break the graph
-        if not -math.inf < self.up_offset < math.inf:
-            raise ValueError(f"up_offset is {self.up_offset}; want a finite number")
-        for name in ("limit", "up_offset", "interleaved"):
-            if not self.gated and getattr(self, name):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, gated is False; want {name} with gated experts only"
-                )
+        if (self.limit is not None and not 0 < self.limit < math.inf) or not -math.inf < self.up_offset < math.inf:
+            raise ValueError(
+                f"limit is {self.limit}, up_offset {self.up_offset}; expected a finite limit above 0 or None, and a finite up_offset"
+            )
+        if not self.gated and (self.limit or self.up_offset or self.interleaved):
+            raise ValueError(f"gated is False in {self}; limit, up_offset and interleaved are for gated experts")
 
     def gate_form(self) -> dict[str, object]:
-        """Return what the launchers take by name: limit, up_offset, interleaved."""
+        """Return all but act and gated, which the launchers take by name."""
         return dict(zip(self._fields[2:], self[2:]))
 
     def split(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -82,12 +76,8 @@ class Activation(NamedTuple):
             up = up.clamp(-self.limit, self.limit)
         return up + self.up_offset if self.up_offset else up
 
-
-def activate(
-    z: torch.Tensor, act: str, gated: bool, limit: float | None = None, up_offset: float = 0.0, interleaved=False
-) -> torch.Tensor:
-    """Apply the activation to the pre-activation `z` [..., 2I] (gate first, or in turns) or [..., I] -> [..., I]."""
-    activation = Activation(act, gated, limit, up_offset, interleaved)
-    gate, up = activation.split(z)
-    h = ACT[act](activation.below(gate))
-    return h if up is None else h * activation.shifted(up)
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """Apply the activation to the pre-activation `z` [..., 2I or I] -> [..., I]."""
+        gate, up = self.split(z)
+        h = ACT[self.act](self.below(gate))
+        return h if up is None else h * self.shifted(up)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.config import GATES
-from moe_runtime.native import cuda
+from moe_runtime.native.library import cuda
 
 MAX_EXPERTS = 1024  # that route and dispatch can tell apart
 

@@ -8,6 +8,7 @@ Weights of the experts that train may lie apart from the stack of all, as in `gr
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,24 +21,28 @@ PADDED_FROM = 4  # rows; fewer take the way of a matrix and a vector, which is f
 GROUP_ELEMENTS = 1 << 19  # rows of the experts that go together, times the columns of the widest buffer
 
 
-def check_place(trainable, trained, stack: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError unless `trainable` [E] fits `stack` [E, ...]: a mask, or int32 with `trained`, as `dtype` says."""
+def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True) -> None:
+    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, fit `stack` [E, ...], which is frozen.
+
+    Without `trained`, `trainable` is a mask [E] bool, where the op takes `masks`.
+    """
+    if trainable is None and trained is None:
+        return
+    dtype = torch.bool if trained is None and masks else torch.int32
     fits = trainable is not None and trainable.shape == stack.shape[:1] and trainable.dtype == dtype
-    if not fits or trainable.device != stack.device or (trained is None) != (dtype == torch.bool):
+    if not fits or trainable.device != stack.device or (trained is None and not masks):
         got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype} on {trainable.device}"
         wanted = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
         raise ValueError(f"trainable is {got}; want {wanted}{'' if dtype == torch.bool else ', and trained with it'}")
-
-
-def check_apart(name: str, apart: torch.Tensor, stack_name: str, stack: torch.Tensor) -> None:
-    """Raise ValueError unless `apart` [n, ...] may hold rows that train in place of the stack's."""
-    if apart.shape[1:] != stack.shape[1:] or apart.dtype != stack.dtype or apart.device != stack.device:
+    if trained is None:
+        return
+    if trained.shape[1:] != stack.shape[1:] or trained.dtype != stack.dtype or trained.device != stack.device:
         raise ValueError(
-            f"{name} is {tuple(apart.shape)} {apart.dtype} on {apart.device}; want [n, *{list(stack.shape[1:])}] "
+            f"{name} is {tuple(trained.shape)} {trained.dtype} on {trained.device}; want [n, *{list(stack.shape[1:])}] "
             f"{stack.dtype} on {stack.device}"
         )
     if stack.requires_grad:
-        raise ValueError(f"{stack_name} requires a gradient; want it frozen where `trained` holds what trains")
+        raise ValueError(f"the stack of {name} requires a gradient; freeze it: `trained` holds what trains")
 
 
 def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
@@ -54,28 +59,82 @@ def weight_at(e: int, row: int, stack: torch.Tensor, apart: torch.Tensor | None)
     return stack[e] if apart is None or row < 0 else apart[row]
 
 
+# an `Experts` as the ops take it
+SCHEMA = (
+    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained, "
+    "str act, bool gated, float? limit, float up_offset, bool interleaved, str shared"
+)
+
+
 class Experts(NamedTuple):
-    """The weights of all experts and what to do with them."""
+    """The experts of a layer: what goes from the public function through the ops to the kernels, in the order of SCHEMA."""
 
     up: torch.Tensor  # [E, 2I or I, H]
     down: torch.Tensor  # [E, H, I]
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    activation: Activation
-    shared: str = "group"  # "dense": the Triton backend leaves expert 0's matmuls to torch
-    trainable: torch.Tensor | None = (
-        None  # [E] bool, or with the two below int32: their row that is the expert's, or -1
-    )
+    up_bias: torch.Tensor | None = None  # [E, 2I or I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    trainable: torch.Tensor | None = None  # [E] bool; with the two below int32: the expert's row in them, or -1
     up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
     down_trained: torch.Tensor | None = None  # [n, H, I]
+    activation: Activation = Activation()
+    shared: str = "group"  # "dense": the Triton backend leaves expert 0's matmuls to torch
+
+    def pack(self) -> tuple:
+        """Return the op arguments of SCHEMA."""
+        *tensors, activation, shared = self
+        return *tensors, *activation, shared
+
+    @classmethod
+    def unpack(cls, arguments: Sequence) -> "Experts":
+        """Return the experts of the op arguments of SCHEMA, or what autograd says about each of these arguments."""
+        *values, shared = arguments
+        tensors = len(values) - len(Activation._fields)
+        return cls(*values[:tensors], Activation(*values[tensors:]), shared)
+
+    def requires_grad(self) -> bool:
+        """Whether any of the tensors requires a gradient."""
+        return any(isinstance(t, torch.Tensor) and t.requires_grad for t in self)
+
+    def learned(self) -> "Gradients":
+        """Return the tensors that may get a gradient: of weights stored in two places, those that train."""
+        up, down = (self.up, self.down) if self.up_trained is None else (self.up_trained, self.down_trained)
+        return Gradients(None, up, down, None, self.up_bias, self.down_bias)
+
+    def needs(self, flags: Sequence) -> "Gradients":
+        """Return which of `learned` autograd wants a gradient of, by its flag for each op argument of SCHEMA."""
+        of = Experts.unpack(flags)
+        up, down = (of.up, of.down) if self.up_trained is None else (of.up_trained, of.down_trained)
+        return Gradients(None, up, down, None, of.up_bias, of.down_bias)
+
+    def in_place(self, grads: "Gradients") -> tuple:
+        """Return `grads` as the gradients of the op arguments of SCHEMA."""
+        none = Experts(None, None, activation=Activation(*[None] * len(Activation._fields)), shared=None)
+        names = ("up", "down") if self.up_trained is None else ("up_trained", "down_trained")
+        weights = dict(zip(names, (grads.up, grads.down)))
+        return none._replace(up_bias=grads.up_bias, down_bias=grads.down_bias, **weights).pack()
 
     def rows(self) -> list[int]:
-        """Return for each expert the row of the trainable weights that it has, -1 if it is frozen."""
+        """Return each expert's row in the weights that train, -1 for a frozen expert."""
         return trained_rows(self.up.shape[0], self.trainable)
 
     def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of expert e, whose place among the trainable ones is `row`."""
+        """Return up and down of expert e, whose row in the weights that train is `row`."""
         return weight_at(e, row, self.up, self.up_trained), weight_at(e, row, self.down, self.down_trained)
+
+
+class Gradients(NamedTuple):
+    """Gradients of `moe_mlp`, None where the input is absent or needs none; as `needs`, which of them are asked for."""
+
+    x: torch.Tensor | None
+    up: torch.Tensor | None
+    down: torch.Tensor | None
+    topk_weight: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    def only(self, needs: "Gradients") -> "Gradients":
+        """Return those that `needs` asks for, None in place of the others."""
+        return Gradients(*(grad if need else None for grad, need in zip(self, needs)))
 
 
 class Member(NamedTuple):
@@ -126,36 +185,23 @@ def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
         yield Group(start, start + members[-1].padded, members, False)
 
 
-class Gradients(NamedTuple):
-    """Gradients of a backend's `forward`; None where the input has no such part or needs none."""
-
-    x: torch.Tensor | None
-    up: torch.Tensor | None
-    down: torch.Tensor | None
-    topk_weight: torch.Tensor
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-
-
-def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs) -> tuple[torch.Tensor | None, ...]:
-    """Return memory for the gradients of up, down and their biases that `needs` asks for; of who has no rows, zeros."""
-    weights = experts[:2] if experts.up_trained is None else experts[-2:]
-    up, down, _, up_bias, down_bias = (
-        # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
-        lease(tuple(t.shape), t) if t is not None and need else None
-        for t, need in zip((*weights, None, *experts[2:4]), needs[1:])
-    )
+def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs: Gradients) -> Gradients:
+    """Return memory for the gradients of the weights and biases that `needs` asks for; zeros for experts without rows."""
+    learned = experts.learned().only(needs)
+    # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
+    grads = Gradients(*(None if t is None else lease(tuple(t.shape), t) for t in learned))
     E = len(trained)
     idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
-    # of weights that lie apart, those that are no expert's get zeros too
+    # rows of weights that train which belong to no expert get zeros too
     busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
-    for grads, rows in (((up, down), set(range(weights[0].shape[0])).difference(busy)), ((up_bias, down_bias), idle)):
-        for grad, row in itertools.product((grad for grad in grads if grad is not None), rows):
-            grad[row].zero_()
-    return up, down, up_bias, down_bias
+    unused = set(range(experts.learned().up.shape[0])).difference(busy)
+    for part, rows in ((grads.up, unused), (grads.down, unused), (grads.up_bias, idle), (grads.down_bias, idle)):
+        for row in rows if part is not None else ():
+            part[row].zero_()
+    return grads
 
 
-def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows) -> None:
+def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight) -> None:
     """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
     e, dy, dz = member.expert, member.own(dy), member.own(dz)
     if grads.down is not None:
@@ -165,5 +211,5 @@ def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, row
     if grads.up_bias is not None:
         grads.up_bias[e].copy_(dz.sum(0))
     if grads.down_bias is not None:
-        weight = member.own(grads.topk_weight)
+        weight = member.own(row_weight)
         grads.down_bias[e].copy_(weight @ dy.to(weight.dtype))

@@ -10,16 +10,14 @@ and do the gradient of a token's loss times (p - onehot(y)):
   dw_s = E_p[o_s] - o_s[y] = <do W_s, h_s>      dh_s = w_s do W_s      dW_s = do^T (w_s h_s)
 
 The first form of dw is a by-product of the softmax. It is what frozen specialists' gates learn from (stage 1 of the
-paper): there is no product in the backward pass. Where specialists train, chunks of tokens go forward and backward while
-their logits are there: at once where the loss is one number, which the backward pass scales; in the backward pass if
-reduction is "none", where the forward pass does not know the gradient.
-
-Gradients of the cross-entropy of mixed logits, chunk by chunk of tokens. The equations: `moe_runtime.ops.fusion`.
-
-Plain products are the library's, whichever backend mixes the logits and turns them into their gradient.
+paper): there is no product in the backward pass. Where specialists train, chunks of tokens run forward and backward while
+their logits are in memory: at once where the loss is one number, which the backward pass scales; in the backward pass if
+reduction is "none", where the forward pass does not know the gradient. Plain matrix products are the library's, whichever
+backend mixes the logits and computes their gradient.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +29,7 @@ from moe_runtime.ops import fusion_torch
 from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 from moe_runtime.ops.workspace import scratch
 
+REDUCTIONS = ("mean", "sum", "none")
 CHUNK = 1 << 24  # logits that are in memory together on the CPU; on a GPU, whose products want more rows, 8 times that
 
 
@@ -56,64 +55,6 @@ def kernels_of(backend: str):
     from moe_runtime.kernels import fusion
 
     return fusion
-
-
-def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
-    """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's, heads'.
-
-    Empty where not needed. Those of heads are float32 where a narrow sum would be rounded more than once.
-    """
-    kernels, V, T = kernels_of(backend), common_vocabulary(heads), len(labels)
-    gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
-    nll, dgate = gate.new_empty(T), torch.empty_like(gate)
-    dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
-    chunks = list(_chunks(T, V, gate.device))
-    sums = [
-        head.new_zeros(head.shape, dtype=wide(head.dtype) if len(chunks) > 1 else kept(head.dtype))
-        if need
-        else head.new_empty(0)
-        for head, need in zip(heads, need_heads, strict=True)
-    ]
-    for rows in chunks:
-        states = [h[rows] for h in hidden]
-        nll[rows], dlogits = kernels.fused_logits_backward(
-            gate[rows], labels[rows], scale[rows], states, heads, V, ignore_index
-        )
-        for s, (h, head) in enumerate(zip(states, heads, strict=True)):
-            dx = torch.mm(dlogits, head[:V], out=_memory("fusion dx", h))
-            scaled = _memory("fusion scaled", h) if need_heads[s] else None
-            out = dhidden[s][rows] if need_hidden[s] else None
-            kernels.fused_hidden_backward(dx, h, gate[rows, s], dgate[rows, s], out, scaled)
-            if need_heads[s]:
-                _add_product(sums[s][:V], dlogits.t(), scaled)
-    return nll, dgate, dhidden, sums
-
-
-def _chunks(T: int, V: int, device: torch.device) -> Iterator[slice]:
-    """Return slices of tokens, as many each, whose mixed logits are in memory together."""
-    most = max((CHUNK if device.type == "cpu" else 8 * CHUNK) // V, 1)
-    step = -(-T // max(-(-T // most), 1))
-    return (slice(start, min(start + step, T)) for start in range(0, T, max(step, 1)))
-
-
-def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory like `like`: on the CPU the same as before."""
-    return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
-
-
-def _add_product(total, a, b) -> None:
-    """Add a b to `total`, in its dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # whose product may overflow before the loss's gradient makes it small
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    else:
-        total.add_(torch.mm(a, b, out=scratch("fusion dhead", total.shape, b)))
-
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def fuse_logits(
@@ -219,6 +160,61 @@ def _check(hidden, heads, gate_weight, labels=None) -> None:
         raise ValueError(f"hidden, heads, gate_weight and labels are on {names}; want one device; move the heads there")
 
 
+def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+    """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's, heads'.
+
+    Empty where not needed. Those of heads are float32 where a narrow sum would be rounded more than once.
+    """
+    kernels, V, T = kernels_of(backend), common_vocabulary(heads), len(labels)
+    gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
+    nll, dgate = gate.new_empty(T), torch.empty_like(gate)
+    dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
+    chunks = list(_chunks(T, V, gate.device))
+    sums = [
+        head.new_zeros(head.shape, dtype=wide(head.dtype) if len(chunks) > 1 else kept(head.dtype))
+        if need
+        else head.new_empty(0)
+        for head, need in zip(heads, need_heads, strict=True)
+    ]
+    for rows in chunks:
+        states = [h[rows] for h in hidden]
+        nll[rows], dlogits = kernels.fused_logits_backward(
+            gate[rows], labels[rows], scale[rows], states, heads, V, ignore_index
+        )
+        for s, (h, head) in enumerate(zip(states, heads, strict=True)):
+            dx = torch.mm(dlogits, head[:V], out=_memory("fusion dx", h))
+            scaled = _memory("fusion scaled", h) if need_heads[s] else None
+            out = dhidden[s][rows] if need_hidden[s] else None
+            kernels.fused_hidden_backward(dx, h, gate[rows, s], dgate[rows, s], out, scaled)
+            if need_heads[s]:
+                _add_product(sums[s][:V], dlogits.t(), scaled)
+    return nll, dgate, dhidden, sums
+
+
+def _chunks(T: int, V: int, device: torch.device) -> Iterator[slice]:
+    """Return slices of tokens, as many each, whose mixed logits are in memory together."""
+    most = max((CHUNK if device.type == "cpu" else 8 * CHUNK) // V, 1)
+    step = -(-T // max(-(-T // most), 1))
+    return (slice(start, min(start + step, T)) for start in range(0, T, max(step, 1)))
+
+
+def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized memory like `like`: on the CPU the same as before."""
+    return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
+
+
+def _add_product(total, a, b) -> None:
+    """Add a b to `total`, in its dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == torch.float16:  # whose product may overflow before the loss's gradient makes it small
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:
+        total.add_(torch.mm(a, b, out=scratch("fusion dhead", total.shape, b)))
+
+
 LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
 NEEDS = "bool[] need_hidden, bool[] need_heads, str backend"
 LIB.define(f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool need_score, str backend) -> (Tensor, Tensor)")
@@ -254,33 +250,44 @@ def _nll_fake(gate, labels, hidden, heads, ignore_index, need_score, backend):
     return gate.new_empty(gate.shape[0]), gate.new_empty(gate.shape if need_score else 0)
 
 
+class Inputs(NamedTuple):
+    """What `fused_nll` and `fused_loss` take first; of their gradients, None where there is none."""
+
+    gate: torch.Tensor | None
+    labels: torch.Tensor | None
+    hidden: Sequence[torch.Tensor | None]
+    heads: Sequence[torch.Tensor | None]
+
+    def only(self, needs: "Inputs") -> "Inputs":
+        """Return the gradients of hidden and heads that `needs` asks for."""
+        return self._replace(hidden=_only(self.hidden, needs.hidden), heads=_only(self.heads, needs.heads))
+
+
+def _only(grads, needs) -> list:
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+
+
 def _nll_setup_context(ctx, inputs, output):
-    gate, labels, hidden, heads, ctx.ignore_index, ctx.need_score, ctx.backend = inputs
+    *tensors, ctx.ignore_index, need_score, ctx.backend = inputs
+    i, score = Inputs(*tensors), output[1] if need_score else None
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.S = len(hidden)
-    ctx.save_for_backward(*(output[1], gate) if ctx.need_score else (gate, labels, *hidden, *heads))
+    ctx.S = len(i.hidden)
+    ctx.save_for_backward(i.gate, score, *() if need_score else (i.labels, *i.hidden, *i.heads))
 
 
 def _nll_autograd(ctx, dnll, _):
-    S, saved = ctx.S, ctx.saved_tensors
-    if dnll is None:
-        return None, None, [None] * S, [None] * S, None, None, None
-    if ctx.need_score:
-        dgate = torch.ops.moe_runtime.fused_nll_backward_gate(dnll, *saved, ctx.backend)
-        return dgate, None, [None] * S, [None] * S, None, None, None
-    gate, labels, *tensors = saved
-    needs = ctx.needs_input_grad[2:4]
-    dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
-        dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, *needs, ctx.backend
-    )
-    return dgate, None, *_wanted((dhidden, dheads), needs), None, None, None
-
-
-def _wanted(grads, needs) -> list[list]:
-    return [
-        [grad if need else None for grad, need in zip(*pair, strict=True)] for pair in zip(grads, needs, strict=True)
-    ]
+    S, (gate, score, *rest) = ctx.S, ctx.saved_tensors
+    grads = Inputs(None, None, [None] * S, [None] * S)
+    if dnll is not None and score is not None:
+        grads = grads._replace(gate=torch.ops.moe_runtime.fused_nll_backward_gate(dnll, score, gate, ctx.backend))
+    elif dnll is not None:
+        needs, (labels, *tensors) = Inputs(*ctx.needs_input_grad[: len(grads)]), rest
+        dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
+            dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, needs.hidden, needs.heads, ctx.backend
+        )
+        grads = Inputs(dgate, None, dhidden, dheads).only(needs)
+    return *grads, None, None, None
 
 
 def _nll_backward(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
@@ -318,29 +325,28 @@ def _loss_fake(gate, labels, hidden, heads, ignore_index, need_hidden, need_head
 
 
 def _loss_setup_context(ctx, inputs, output):
-    gate, _, hidden, heads = inputs[:4]
-    _, dgate, dhidden, dheads = output
-    ctx.needs, ctx.S, ctx.backend = inputs[5:7], len(hidden), inputs[7]
+    *tensors, _, need_hidden, need_heads, ctx.backend = inputs
+    i, (_, dgate, dhidden, dheads) = Inputs(*tensors), output
+    ctx.needs, ctx.S = Inputs(True, False, need_hidden, need_heads), len(i.hidden)
     ctx.mark_non_differentiable(dgate, *dhidden, *dheads)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dgate, *dhidden, *dheads, gate, *hidden, *heads)
+    ctx.save_for_backward(dgate, i.gate, *dhidden, *dheads, *i.hidden, *i.heads)
 
 
 def _loss_autograd(ctx, dloss, *_):
     S = ctx.S
-    none = [None] * S
     if dloss is None:
-        return None, None, none, none, None, None, None, None
-    saved = list(ctx.saved_tensors)
-    grads, (gate, *inputs) = saved[: 1 + 2 * S], saved[1 + 2 * S :]
+        return None, None, [None] * S, [None] * S, None, None, None, None
+    dgate, gate, *lists = ctx.saved_tensors
+    dhidden, dheads, hidden, heads = (lists[at : at + S] for at in range(0, 4 * S, S))
     if torch.is_grad_enabled() or _is_traced() or _graph_is_kept():
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
-            dloss, gate, inputs[:S], inputs[S:], grads[0], grads[1 : 1 + S], grads[1 + S :], ctx.backend
+            dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
         )
     else:  # nobody asks again: the heads' gradients need not be in memory twice
-        dgate, *rest = (_scale_in_place(grad, dloss) for grad in grads)
-        dhidden, dheads = rest[:S], [grad.to(head.dtype) for grad, head in zip(rest[S:], inputs[S:], strict=True)]
-    return dgate, None, *_wanted((dhidden, dheads), ctx.needs), None, None, None, None
+        dgate, *dhidden = (_scale_in_place(grad, dloss) for grad in (dgate, *dhidden))
+        dheads = [_scale_in_place(grad, dloss).to(head.dtype) for grad, head in zip(dheads, heads, strict=True)]
+    return *Inputs(dgate, None, dhidden, dheads).only(ctx.needs), None, None, None, None
 
 
 def _scale_in_place(grad, dloss):

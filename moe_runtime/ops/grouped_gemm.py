@@ -7,11 +7,12 @@ that train may lie apart: trained[trainable[e]] is then the weight of e where tr
 """
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
 from moe_runtime import backends
-from moe_runtime.ops.expert_rows import check_apart, check_place, trained_rows, weight_at
+from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
 from moe_runtime.ops.library import LIB, register, register_backward
 
 
@@ -42,17 +43,10 @@ def grouped_gemm(
         )
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
         raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}; want {tuple(weight.shape[:2])} {x.dtype}")
-    _check_trained(weight, trainable, trained)
+    check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
     )
-
-
-def _check_trained(weight, trainable, trained) -> None:
-    if trainable is None and trained is None:
-        return
-    check_place(trainable, trained, weight, torch.int32)
-    check_apart("trained", trained, "weight", weight)
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
@@ -124,12 +118,13 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     place, n = (None, None) if apart is None else (apart.place, trained.shape[0])
     dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
-    if needs[0]:
+    need_x, need_weight, need_bias = needs
+    if need_x:
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)
         dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, apart, y=torch.zeros_like(x))
-    if needs[1]:
+    if need_weight:
         dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n)
-    if needs[2]:
+    if need_bias:
         dbias = bias_backward(dy, None, None, offsets, 1, False, place)
     return dx, dweight, dbias
 
@@ -157,6 +152,7 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     """Gradients of x [R, in], weight [E, out, in] (or trained's) and bias [E, out]; an empty tensor where `needs` says no."""
     if backend == "triton":
         return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
+    need_x, need_weight, need_bias = needs
     segments, end = _segments(expert_offsets, x.shape[0])
     shapes, rows = _shapes(x, weight, trained), trained_rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
@@ -164,13 +160,13 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]
-        if needs[0] and a < b:
+        if need_x and a < b:
             torch.mm(dy[a:b], weight_at(e, row, weight, trained), out=dx[a:b])
-        if needs[1] and row >= 0:
+        if need_weight and row >= 0:
             dweight[row].zero_() if a == b else torch.mm(dy[a:b].t(), x[a:b], out=dweight[row])
-        if needs[2]:
+        if need_bias:
             dbias[e].zero_() if row < 0 else dbias[e].copy_(dy[a:b].sum(0))
-    if needs[0]:
+    if need_x:
         dx[end:].zero_()
     return dx, dweight, dbias
 
@@ -180,21 +176,30 @@ def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, bac
     return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
 
 
+class Inputs(NamedTuple):
+    """What the op takes, in the order of its schema; of its gradients, None where there is none."""
+
+    x: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    expert_offsets: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    trainable: torch.Tensor | None = None
+    trained: torch.Tensor | None = None
+    backend: str | None = None
+
+
 def _setup_context(ctx, inputs, output):
-    x, weight, expert_offsets, _, trainable, trained, ctx.backend = inputs
-    ctx.apart = trained is not None
-    ctx.save_for_backward(x, weight, expert_offsets, trainable, trained)
+    i = Inputs(*inputs)
+    ctx.backend = i.backend
+    ctx.save_for_backward(i.x, i.weight, i.expert_offsets, i.trainable, i.trained)
 
 
 def _autograd(ctx, dy):
-    # where in the op's arguments the weight is that may get a gradient
-    place = 5 if ctx.apart else 1
-    needs = [ctx.needs_input_grad[i] for i in (0, place, 3)]
-    found = torch.ops.moe_runtime.grouped_gemm_backward(dy, *ctx.saved_tensors, needs, ctx.backend)
-    grads = [None] * 7
-    for i, need, grad in zip((0, place, 3), needs, found, strict=True):
-        grads[i] = grad if need else None
-    return tuple(grads)
+    saved, needs = ctx.saved_tensors, Inputs(*ctx.needs_input_grad)
+    learned = "weight" if saved[-1] is None else "trained"
+    wanted = {name: getattr(needs, name) for name in ("x", learned, "bias")}
+    grads = torch.ops.moe_runtime.grouped_gemm_backward(dy, *saved, list(wanted.values()), ctx.backend)
+    return tuple(Inputs(**{name: grad for (name, need), grad in zip(wanted.items(), grads) if need}))
 
 
 def _fake(x, weight, expert_offsets, bias, trainable, trained, backend):

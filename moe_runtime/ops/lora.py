@@ -19,9 +19,11 @@ import torch.nn.functional as F
 
 from moe_runtime import backends
 from moe_runtime.config import ACTIVATIONS, check_choice
+from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
 class LoRA(NamedTuple):
@@ -73,15 +75,6 @@ def lora_mlp(
     if down_bias is not None:
         out = out + mixed_weight(topk_weight, topk_idx, E).sum(1, keepdim=True).to(x.dtype) * down_bias
     return out
-
-
-def mixed_weight(topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> torch.Tensor:
-    """Return w [T, E], what each token weighs each expert with: a sum over its slots, 0 without one."""
-    if topk_idx is None:
-        return topk_weight
-    experts = torch.arange(num_experts, device=topk_idx.device)
-    # where, not a product with zero: a weight that is not used may be anything
-    return torch.where(topk_idx[:, :, None] == experts, topk_weight[:, :, None], 0).sum(1)
 
 
 def _check_base(x, base) -> None:
@@ -157,128 +150,123 @@ def lora_mlp_reference(
     return out
 
 
-class Base(NamedTuple):
-    """The frozen MLP, but for the bias of its down projection."""
+class Inputs(NamedTuple):
+    """What the op `lora_mlp` takes, in the order of its schema; of its gradients, None where there is none."""
 
-    gate: torch.Tensor  # [I, H]
-    up: torch.Tensor  # [I, H]
-    down: torch.Tensor  # [H, I]
-    gate_bias: torch.Tensor | None
-    up_bias: torch.Tensor | None
+    x: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    topk_weight: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
+    gate_a: torch.Tensor | None = None
+    gate_b: torch.Tensor | None = None
+    up_a: torch.Tensor | None = None
+    up_b: torch.Tensor | None = None
+    down_a: torch.Tensor | None = None
+    down_b: torch.Tensor | None = None
+    E: int | None = None
+    scaling: float | None = None
+    act: str | None = None
+    save: bool | None = None
+    backend: str | None = None
 
-    def first(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Fill z [T, 2I] with z0 = [gate; up], and return it."""
-        I = self.gate.shape[0]
-        for half, weight, bias in ((z[:, :I], self.gate, self.gate_bias), (z[:, I:], self.up, self.up_bias)):
-            torch.mm(x, weight.t(), out=half) if bias is None else torch.addmm(bias, x, weight.t(), out=half)
-        return z
+    def base(self) -> Base:
+        """Return the frozen MLP."""
+        return Base(self.gate, self.up, self.down, self.gate_bias, self.up_bias)
 
-    def first_backward(self, dz: torch.Tensor) -> torch.Tensor:
-        """Return dx [T, H] of `first`."""
-        I = self.gate.shape[0]
-        return torch.mm(dz[:, :I], self.gate).addmm_(dz[:, I:], self.up)
-
-
-class Pairs(NamedTuple):
-    """The experts' own halves in the order of the op; a projection without any has None twice."""
-
-    gate_a: torch.Tensor | None  # [E, r, H]
-    gate_b: torch.Tensor | None  # [E, r, I]
-    up_a: torch.Tensor | None  # [E, r, H]
-    up_b: torch.Tensor | None  # [E, r, I]
-    down_a: torch.Tensor | None  # [E, r, I]
-    down_b: torch.Tensor | None  # [E, r, H]
-
-    def low(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [3, T, E r]: x A^T of gate and of up, and zeros where q will be or a projection has no pairs."""
-        some = next(t for t in self if t is not None)
-        low = x.new_zeros(3, x.shape[0], some.shape[0] * some.shape[1])
-        for plane, a in zip(low, (self.gate_a, self.up_a)):
-            if a is not None:
-                torch.mm(x, flat(a).t(), out=plane)
-        return low
-
-    def in_order(self) -> "Pairs":
-        """Return them contiguous."""
-        return Pairs(*(None if t is None else t.contiguous() for t in self))
+    def pairs(self) -> Pairs:
+        """Return the experts' halves, or what autograd says about each."""
+        return Pairs(self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
 
 
-def flat(half: torch.Tensor) -> torch.Tensor:
-    """[E, r, n] -> [E r, n]: all experts in one product."""
-    return half.view(-1, half.shape[2])
-
-
-def kernels_of(backend: str):
-    """The module whose `mixed` and `mixed_backward` run; Triton is imported where it is used."""
-    if backend == "triton":
-        from moe_runtime.ops import lora_triton
-
-        return lora_triton
-    from moe_runtime.ops import lora_torch
-
-    return lora_torch
-
-
-_BASE = "Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias"
-_PAIRS = "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b"
-LIB.define(
-    f"lora_mlp(Tensor x, {_BASE}, Tensor topk_weight, Tensor? topk_idx, {_PAIRS}, int E, float scaling, str act, bool save, "
-    "str backend) -> (Tensor, Tensor, Tensor)"
+_SCHEMA = (
+    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor topk_weight, Tensor? topk_idx, "
+    "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, int E, float scaling, str act, "
+    "bool save, str backend"
 )
+LIB.define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 LIB.define(
-    f"lora_mlp_backward(Tensor dout, Tensor x, {_BASE}, Tensor topk_weight, Tensor? topk_idx, {_PAIRS}, Tensor z, Tensor low, "
-    "bool[8] needs, int E, float scaling, str act, str backend) "
+    f"lora_mlp_backward(Tensor dout, Tensor z, Tensor low, bool need_x, bool[6] needs, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _forward(
-    x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    E, scaling, act, save, backend,
-):  # fmt: skip
-    base, x = Base(gate, up, down, gate_bias, up_bias), x.contiguous()
-    pairs = Pairs(gate_a, gate_b, up_a, up_b, down_a, down_b).in_order()
+def _forward(*arguments):
+    i = Inputs(*arguments)
+    pairs, x = i.pairs().in_order(), i.x.contiguous()
     low = pairs.low(x)
-    z, h = kernels_of(backend).mixed(x, base, pairs, low, topk_weight, topk_idx, E, scaling, act, save)
-    out = h @ down.t()
-    if down_b is not None:
-        out.addmm_(low[2], flat(pairs.down_b), alpha=scaling)
+    mixed = _mixed_triton if i.backend == "triton" else lora_torch.mixed
+    z, h = mixed(x, i.base(), pairs, low, i.topk_weight, i.topk_idx, i.E, i.scaling, i.act, i.save)
+    out = h @ i.down.t()
+    if pairs.down_b is not None:
+        out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
     return out, z, low
 
 
-def _forward_fake(
-    x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    E, scaling, act, save, backend,
-):  # fmt: skip
-    T, rank = x.shape[0], next(t for t in (gate_a, up_a, down_a) if t is not None).shape[1]
-    return x.new_empty(x.shape), x.new_empty(T if save else 0, 2 * gate.shape[0]), x.new_empty(3, T, E * rank)
+def _mixed_triton(
+    x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool
+):
+    """As `lora_torch.mixed`: the base's product is the library's, the rest one kernel; no row of a single expert in memory."""
+    from moe_runtime.kernels.lora import lora_forward
+
+    z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
+    weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
+    h = lora_forward(z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a, act, scaling)
+    return (z if save else z.new_empty(0, z.shape[1])), h
 
 
-def _backward(
-    dout, x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    z, low, needs, E, scaling, act, backend,
-):  # fmt: skip
-    base, x, dout = Base(gate, up, down, gate_bias, up_bias), x.contiguous(), dout.contiguous()
-    pairs = Pairs(gate_a, gate_b, up_a, up_b, down_a, down_b).in_order()
+def _forward_fake(*arguments):
+    i = Inputs(*arguments)
+    T, rank = i.x.shape[0], next(t for t in i.pairs() if t is not None).shape[1]
+    z = i.x.new_empty(T if i.save else 0, 2 * i.gate.shape[0])
+    return i.x.new_empty(i.x.shape), z, i.x.new_empty(3, T, i.E * rank)
+
+
+def _backward(dout, z, low, need_x, needs, *arguments):
+    i, needs, dout = Inputs(*arguments), Pairs(*needs), dout.contiguous()
+    base, pairs, x = i.base(), i.pairs().in_order(), i.x.contiguous()
     if z.shape[0] != x.shape[0]:
-        z = base.first(x, x.new_empty(x.shape[0], 2 * gate.shape[0]))
-    dq = None if down_b is None else torch.mm(dout, flat(pairs.down_b).t()).mul_(scaling)
-    mixed = kernels_of(backend).mixed_backward(
-        dout @ down, dq, z, pairs, low, topk_weight, topk_idx, needs, E, scaling, act
+        z = base.first(x, x.new_empty(x.shape[0], 2 * i.gate.shape[0]))
+    dq = None if pairs.down_b is None else torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
+    mixed_backward = _mixed_backward_triton if i.backend == "triton" else lora_torch.mixed_backward
+    mixed = mixed_backward(dout @ i.down, dq, z, pairs, low, i.topk_weight, i.topk_idx, needs, i.E, i.scaling, i.act)
+    dgate, dup = mixed.dlow
+    dx = base.first_backward(mixed.dz) if need_x else None
+    if dx is not None:
+        for dplane, a in ((dgate, pairs.gate_a), (dup, pairs.up_a)):
+            if a is not None:
+                dx.addmm_(dplane, flat(a))
+    grads = Pairs(
+        gate_a=torch.mm(dgate.t(), x).view(pairs.gate_a.shape) if needs.gate_a and pairs.gate_a is not None else None,
+        gate_b=mixed.gate_b,
+        up_a=torch.mm(dup.t(), x).view(pairs.up_a.shape) if needs.up_a and pairs.up_a is not None else None,
+        up_b=mixed.up_b,
+        down_a=mixed.down_a,
+        down_b=torch.mm(low[2].t(), dout).mul_(i.scaling).view(pairs.down_b.shape)
+        if needs.down_b and dq is not None
+        else None,
     )
-    dx = base.first_backward(mixed.dz) if needs[0] else None
-    das = []
-    for dplane, a, need in ((mixed.dlow[0], pairs.gate_a, needs[2]), (mixed.dlow[1], pairs.up_a, needs[4])):
-        if a is None:
-            das.append(None)
-            continue
-        das.append(torch.mm(dplane.t(), x).view(a.shape) if need else None)
-        if dx is not None:
-            dx.addmm_(dplane, flat(a))
-    ddown_b = torch.mm(low[2].t(), dout).mul_(scaling).view(down_b.shape) if needs[7] and down_b is not None else None
-    dweight = _slots(mixed.dweight, topk_idx, E)
-    grads = (dx, dweight, das[0], mixed.gate_b, das[1], mixed.up_b, mixed.down_a, ddown_b)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
+    dweight = _slots(mixed.dweight, i.topk_idx, i.E)
+    return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
+
+
+def _mixed_backward_triton(
+    dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling, act: str
+):
+    """As `lora_torch.mixed_backward`, in three kernels."""
+    from moe_runtime.kernels import lora_backward
+
+    weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
+    shared = (dh, dq, z, low, weight, pairs.gate_b, pairs.up_b, pairs.down_a)
+    dz, dlow, dweight = lora_backward.lora_backward(*shared, act, scaling)
+    wanted = [
+        half is not None and need
+        for half, need in ((pairs.gate_b, needs.gate_b), (pairs.up_b, needs.up_b), (pairs.down_a, needs.down_a))
+    ]
+    return Gradients(dz, dlow, dweight, *lora_backward.lora_backward_w(*shared, wanted, act, scaling))
 
 
 def _slots(dweight, topk_idx, E: int):
@@ -289,47 +277,30 @@ def _slots(dweight, topk_idx, E: int):
     return torch.where((idx >= 0) & (idx < E), dweight.gather(1, idx.clamp(0, E - 1)), 0)
 
 
-class Gradients(NamedTuple):
-    """What `mixed_backward` returns, from the gradients of h and q; None where nothing is asked for."""
-
-    dz: torch.Tensor  # [T, 2I] of z0
-    dlow: torch.Tensor  # [2, T, E r] of x A^T of gate, of up
-    dweight: torch.Tensor  # [T, E] of w
-    gate_b: torch.Tensor | None  # [E, r, I]
-    up_b: torch.Tensor | None
-    down_a: torch.Tensor | None
-
-
-def _backward_fake(
-    dout, x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    z, low, needs, *_,
-):  # fmt: skip
-    inputs = (x, topk_weight, gate_a, gate_b, up_a, up_b, down_a, down_b)
-    wanted = (needs[0], True, *needs[2:])
-    return tuple(x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(inputs, wanted))
-
-
-PLACES = (0, 6, 8, 9, 10, 11, 12, 13)  # of what may get a gradient among the op's arguments
+def _backward_fake(dout, z, low, need_x, needs, *arguments):
+    i = Inputs(*arguments)
+    wanted = zip((i.x, i.topk_weight, *i.pairs()), (need_x, True, *needs))
+    return tuple(i.x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, (ctx.E, ctx.scaling, ctx.act, _, ctx.backend) = inputs[:14], inputs[14:]
-    _, z, low = output
+    i, (_, z, low) = Inputs(*inputs), output
     ctx.mark_non_differentiable(z, low)
     ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
-    ctx.save_for_backward(*tensors, z, low)
+    ctx.settings = (i.E, i.scaling, i.act, i.save, i.backend)
+    ctx.save_for_backward(z, low, *inputs[: -len(ctx.settings)])
 
 
 def _autograd(ctx, dout, *_):
-    grads = [None] * 19
+    needs = Inputs(*ctx.needs_input_grad)
     if dout is None:
-        return tuple(grads)
-    needs = [ctx.needs_input_grad[i] for i in PLACES]
-    op = torch.ops.moe_runtime.lora_mlp_backward
-    found = op(dout, *ctx.saved_tensors, needs, ctx.E, ctx.scaling, ctx.act, ctx.backend)
-    for i, need, grad in zip(PLACES, needs, found):
-        grads[i] = grad if need else None
-    return tuple(grads)
+        return tuple(Inputs())
+    z, low, *tensors = ctx.saved_tensors
+    dx, dweight, *dpairs = torch.ops.moe_runtime.lora_mlp_backward(
+        dout, z, low, needs.x, needs.pairs(), *tensors, *ctx.settings
+    )
+    wanted = {name: grad for name, grad in zip(Pairs._fields, dpairs) if getattr(needs, name)}
+    return tuple(Inputs(x=dx if needs.x else None, topk_weight=dweight if needs.topk_weight else None, **wanted))
 
 
 register("lora_mlp", _forward, _forward_fake, _autograd, _setup_context)

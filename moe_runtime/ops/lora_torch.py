@@ -13,12 +13,82 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
-from moe_runtime.ops.lora import Base, Gradients, Pairs, mixed_weight
 from moe_runtime.ops.workspace import lease, scratch
 
 # rows of one expert in a block, times I: fewer cost more in calls than the cache saves; one core with 2 MB of L2, 2026-11-21
 EXPERT_ELEMENTS = 1 << 19
 BLOCK_ELEMENTS = 1 << 22  # rows of a block times I, at most
+
+
+class Base(NamedTuple):
+    """The frozen MLP, but for the bias of its down projection."""
+
+    gate: torch.Tensor  # [I, H]
+    up: torch.Tensor  # [I, H]
+    down: torch.Tensor  # [H, I]
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+
+    def first(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Fill z [T, 2I] with z0 = [gate; up], and return it."""
+        I = self.gate.shape[0]
+        for half, weight, bias in ((z[:, :I], self.gate, self.gate_bias), (z[:, I:], self.up, self.up_bias)):
+            torch.mm(x, weight.t(), out=half) if bias is None else torch.addmm(bias, x, weight.t(), out=half)
+        return z
+
+    def first_backward(self, dz: torch.Tensor) -> torch.Tensor:
+        """Return dx [T, H] of `first`."""
+        I = self.gate.shape[0]
+        return torch.mm(dz[:, :I], self.gate).addmm_(dz[:, I:], self.up)
+
+
+class Pairs(NamedTuple):
+    """The experts' own halves in the order of the op; a projection without any has None twice."""
+
+    gate_a: torch.Tensor | None  # [E, r, H]
+    gate_b: torch.Tensor | None  # [E, r, I]
+    up_a: torch.Tensor | None  # [E, r, H]
+    up_b: torch.Tensor | None  # [E, r, I]
+    down_a: torch.Tensor | None  # [E, r, I]
+    down_b: torch.Tensor | None  # [E, r, H]
+
+    def low(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [3, T, E r]: x A^T of gate and of up, and zeros where q will be or a projection has no pairs."""
+        some = next(t for t in self if t is not None)
+        low = x.new_zeros(3, x.shape[0], some.shape[0] * some.shape[1])
+        for plane, a in zip(low, (self.gate_a, self.up_a)):
+            if a is not None:
+                torch.mm(x, flat(a).t(), out=plane)
+        return low
+
+    def in_order(self) -> "Pairs":
+        """Return them contiguous."""
+        return Pairs(*(None if t is None else t.contiguous() for t in self))
+
+
+def flat(half: torch.Tensor) -> torch.Tensor:
+    """[E, r, n] -> [E r, n]: all experts in one product."""
+    return half.view(-1, half.shape[2])
+
+
+def mixed_weight(topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> torch.Tensor:
+    """Return w [T, E], what each token weighs each expert with: a sum over its slots, 0 without one."""
+    if topk_idx is None:
+        return topk_weight
+    experts = torch.arange(num_experts, device=topk_idx.device)
+    # where, not a product with zero: a weight that is not used may be anything
+    return torch.where(topk_idx[:, :, None] == experts, topk_weight[:, :, None], 0).sum(1)
+
+
+class Gradients(NamedTuple):
+    """What `mixed_backward` returns, from the gradients of h and q; None where nothing is asked for."""
+
+    dz: torch.Tensor  # [T, 2I] of z0
+    dlow: torch.Tensor  # [2, T, E r] of x A^T of gate, of up
+    dweight: torch.Tensor  # [T, E] of w
+    gate_b: torch.Tensor | None  # [E, r, I]
+    up_b: torch.Tensor | None
+    down_a: torch.Tensor | None
 
 
 class Block(NamedTuple):
@@ -105,7 +175,7 @@ def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scali
     return (z if save else x.new_empty(0, 2 * I)), h
 
 
-def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs, E: int, scaling: float, act: str):
+def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling: float, act: str):
     """Gradients from `dh` [T, I] and `dq` [T, E r], scaling included, of h and q."""
     T, I, wide = dh.shape[0], dh.shape[1], _wide(dh.dtype)
     weight = mixed_weight(topk_weight, topk_idx, E)
@@ -114,7 +184,7 @@ def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs, E
     halves = (pairs.gate_b, pairs.up_b, pairs.down_a)
     grads = [
         torch.zeros(half.shape, dtype=wide, device=z.device) if half is not None and need else None
-        for half, need in zip(halves, (needs[3], needs[5], needs[6]))
+        for half, need in zip(halves, (needs.gate_b, needs.up_b, needs.down_a))
     ]
     for block in _blocks(topk_idx, T, E, I, z.device):
         at, n = (block.token, block.expert), block.token.numel()

@@ -7,8 +7,6 @@ XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiabl
 
 `merged_linear` computes y = x W^T + b with W as given, so that one W serves many calls: dx = dy W, and
 dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never holds more than a tile.
-
-The cpp backend of `merge_experts`: csrc/cpu/merging.h, which reads each expert once, in the order of memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,46 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.config import check_shared_rate
-from moe_runtime.native import cpp
+from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
 from moe_runtime.ops.workspace import scratch
-
-
-def forward(weight, alpha):
-    """Return sum_e alpha[e] weight[e], `weight` [E, ...], `alpha` [E] float32 -> [...]; the bits of the torch backend."""
-    stack, order = _as_stored(weight)
-    alpha, out = alpha.contiguous(), stack.new_empty(stack.shape[1:])
-    cpp.library().handle.moert_cpu_merge(
-        cpp.DTYPES[weight.dtype], stack.data_ptr(), stack.stride(0), alpha.data_ptr(), stack.shape[0], out.numel(),
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out.permute(sorted(range(out.dim()), key=order.__getitem__)).contiguous()
-
-
-def backward_alpha(dout, weight):
-    """Return <dout, weight[e]> [E] float32 for `dout` [...], `weight` [E, ...]."""
-    stack, order = _as_stored(weight)
-    dout = dout.permute(order).contiguous()
-    dout = dout if dout.dtype in cpp.DTYPES else dout.float()
-    E, P, calls = stack.shape[0], dout.numel(), cpp.library().handle
-    dalpha = dout.new_empty(E, dtype=torch.float32)
-    space = scratch("dalpha", (calls.moert_cpu_merge_gradient_bytes(E, P),), dout, torch.uint8)
-    calls.moert_cpu_merge_gradient(
-        cpp.DTYPES[weight.dtype], cpp.DTYPES[dout.dtype], dout.data_ptr(), stack.data_ptr(), stack.stride(0), E, P,
-        space.data_ptr(), dalpha.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return dalpha
-
-
-def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
-    """Return the experts with their dims in the order of memory, each in one piece, and which dims those were."""
-    order = sorted(range(1, weight.dim()), key=weight.stride, reverse=True)
-    stack = weight.permute(0, *order)
-    if not stack[0].is_contiguous():
-        stack = stack.contiguous()
-    return stack, [dim - 1 for dim in order]
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
@@ -82,6 +45,42 @@ def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
     rest = (1 - shared_rate) / (num_experts - 1)
     alpha = torch.tensor([shared_rate] + [rest] * (num_experts - 1), dtype=torch.float64)
     return alpha.clamp_min(torch.finfo(torch.float32).tiny).log().float()
+
+
+def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
+    """Return alpha [E] float32 of the uniform mean."""
+    return torch.full((num_experts,), 1 / num_experts, dtype=torch.float32, device=device)
+
+
+def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
+    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
+    if not config.has_shared_expert:
+        raise ValueError(f"gate is {config.gate!r}, which has no shared expert; want alpha, or to_mergeable(soup=True)")
+    return mixing(torch.ones(config.num_experts - 1), shared_rate)
+
+
+def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
+    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
+    if not alpha.isfinite().all():
+        raise ValueError(
+            f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
+        )
+    return alpha
+
+
+def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
+    """Return one alpha [E] float32 for each layer, of alpha [E], [L, E] or "uniform"; ValueError unless each sums to 1."""
+    if isinstance(alpha, str):
+        check_choice("alpha", alpha, ("uniform",))
+        alpha = uniform_mixture(num_experts)
+    alpha = torch.as_tensor(alpha, dtype=torch.float32)
+    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
+    if alpha.shape != (num_layers, num_experts):
+        raise ValueError(f"alpha is {tuple(alpha.shape)}; want [{num_experts}] or [{num_layers}, {num_experts}]")
+    off = (alpha.sum(1) - 1).abs().max().item()
+    if not off < 1e-4:
+        raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
+    return list(alpha)
 
 
 def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -181,7 +180,7 @@ def _merge(weight, alpha, backend):
     if backend == "cuda":
         return cuda_kernels.merge_experts_forward(weight, alpha)
     if backend == "cpp":
-        return forward(weight, alpha)
+        return _merge_cpp(weight, alpha)
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
     rows, flat = weight.reshape(weight.shape[0], out.numel()), out.view(-1)
     total, term = torch.empty(2, block_size(out), dtype=alpha.dtype, device=weight.device)
@@ -209,6 +208,41 @@ def blocks(one: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
+def _merge_cpp(weight, alpha):
+    """`merge_experts` by csrc/cpu/merging.h, which reads each expert once, in the order of memory; the torch backend's bits."""
+    stack, order = _as_stored(weight)
+    alpha, out = alpha.contiguous(), stack.new_empty(stack.shape[1:])
+    cpp.library().handle.moert_cpu_merge(
+        cpp.DTYPES[weight.dtype], stack.data_ptr(), stack.stride(0), alpha.data_ptr(), stack.shape[0], out.numel(),
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out.permute(sorted(range(out.dim()), key=order.__getitem__)).contiguous()
+
+
+def _merge_backward_alpha_cpp(dout, weight):
+    """Return <dout, weight[e]> [E] float32 for `dout` [...], `weight` [E, ...]."""
+    stack, order = _as_stored(weight)
+    dout = dout.permute(order).contiguous()
+    dout = dout if dout.dtype in cpp.DTYPES else dout.float()
+    E, P, calls = stack.shape[0], dout.numel(), cpp.library().handle
+    dalpha = dout.new_empty(E, dtype=torch.float32)
+    space = scratch("dalpha", (calls.moert_cpu_merge_gradient_bytes(E, P),), dout, torch.uint8)
+    calls.moert_cpu_merge_gradient(
+        cpp.DTYPES[weight.dtype], cpp.DTYPES[dout.dtype], dout.data_ptr(), stack.data_ptr(), stack.stride(0), E, P,
+        space.data_ptr(), dalpha.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return dalpha
+
+
+def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
+    """Return the experts with their dims in the order of memory, each in one piece, and which dims those were."""
+    order = sorted(range(1, weight.dim()), key=weight.stride, reverse=True)
+    stack = weight.permute(0, *order)
+    if not stack[0].is_contiguous():
+        stack = stack.contiguous()
+    return stack, [dim - 1 for dim in order]
+
+
 def _merge_backward_alpha(dout, weight, backend):
     if backend == "triton":
         from moe_runtime.kernels.merging import merge_experts_backward_alpha
@@ -217,7 +251,7 @@ def _merge_backward_alpha(dout, weight, backend):
     if backend == "cuda":
         return cuda_kernels.merge_experts_backward_alpha(dout, weight)
     if backend == "cpp":
-        return backward_alpha(dout, weight)
+        return _merge_backward_alpha_cpp(dout, weight)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
         dout = dout.reshape(-1).to(dtype)
@@ -228,11 +262,11 @@ def _merge_backward_alpha(dout, weight, backend):
     dalpha = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device)
     # a block of all experts at a time: no float32 copy of the stack
     step = max(block_size(dout) // weight.shape[0], 1)
-    scratch = torch.empty(weight.shape[0], step, dtype=dtype, device=weight.device)
+    wide = torch.empty(weight.shape[0], step, dtype=dtype, device=weight.device)
     for start in range(0, dout.numel(), step):
         block = slice(start, start + step)
         part = rows[:, block]
-        dalpha.addmv_(scratch[:, : part.shape[1]].copy_(part), dout[block])
+        dalpha.addmv_(wide[:, : part.shape[1]].copy_(part), dout[block])
     return dalpha
 
 
@@ -244,9 +278,10 @@ def _setup_context(ctx, inputs, output):
 def _autograd(ctx, dout):
     weight, alpha = ctx.saved_tensors
     dweight = dalpha = None
-    if ctx.needs_input_grad[0]:
+    need_weight, need_alpha, _ = ctx.needs_input_grad
+    if need_weight:
         dweight = (alpha.view(-1, *[1] * dout.dim()) * dout.to(alpha.dtype)).to(weight.dtype)
-    if ctx.needs_input_grad[1]:
+    if need_alpha:
         if torch.is_grad_enabled():  # create_graph=True: the op has no gradient of its own
             dalpha = _merge_backward_alpha(dout, weight, "torch")
         else:
@@ -309,7 +344,7 @@ def _linear_backward_fake(dout, x, weight, merged, bias, backend):
 
 def _linear_setup_context(ctx, inputs, output):
     x, weight, alpha, merged, _, ctx.backend = inputs
-    need_x, need_alpha, ctx.need_bias = (ctx.needs_input_grad[i] for i in (0, 2, 4))
+    need_x, _, need_alpha, _, ctx.need_bias, _ = ctx.needs_input_grad
     ctx.x_shape = x.shape
     ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
 

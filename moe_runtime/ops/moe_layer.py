@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import GATES, SHARED_GATES, SHARED_MODES, check_choice
+from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
-from moe_runtime.ops.activation import SCHEMA, Activation
-from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients
 from moe_runtime.ops.library import LIB, register, register_backward
-from moe_runtime.ops.moe_mlp import check_weights, kernels_of, pick
+from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick
 
 
 class MoEOutput(NamedTuple):
@@ -31,59 +30,45 @@ class MoEOutput(NamedTuple):
 def moe_layer(
     x: torch.Tensor,
     router_weight: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
+    experts: Experts,
     top_k: int,
     gate: str = "xft",
     *,
-    act: str = "silu",
-    gated: bool = True,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    shared: str = "group",
     recompute: bool = False,
     backend: str | None = None,
 ) -> MoEOutput:
-    """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through its experts.
+    """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through `experts`, which train whole.
 
     The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype. Raises ValueError for shapes,
     dtypes or devices that do not fit.
     """
     check_choice("gate", gate, GATES)
-    check_choice("shared", shared, SHARED_MODES)
-    activation = Activation(act, gated, limit, up_offset, interleaved)
-    check_weights(x, gate_up_proj, down_proj, activation, gate_up_bias, down_bias)
-    wanted = (gate_up_proj.shape[0] - (gate in SHARED_GATES), x.shape[1])
+    check_experts(x, experts)
+    wanted = (experts.up.shape[0] - (gate in SHARED_GATES), x.shape[1])
     if router_weight.shape != wanted or router_weight.dtype != x.dtype or router_weight.device != x.device:
         got = f"{tuple(router_weight.shape)} {router_weight.dtype} on {router_weight.device}"
         raise ValueError(f"router_weight is {got}; want {wanted} {x.dtype} on {x.device}")
     routing.check_top_k(top_k, wanted[0], gate)
-    if shared == "dense" and gate not in SHARED_GATES:
+    if experts.shared == "dense" and gate not in SHARED_GATES:
         raise ValueError(
             f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}"
         )
-    inputs = (x, router_weight, gate_up_proj, down_proj, gate_up_bias, down_bias)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    outputs = torch.ops.moe_runtime.moe_layer(
-        *inputs, top_k, gate, *activation, shared, needs_grad and not recompute,
-        pick(x, gate_up_proj.shape[0], backend, ("route", "dispatch", "combine")),
-    )  # fmt: skip
+    learns = x.requires_grad or router_weight.requires_grad or experts.requires_grad()
+    save = learns and torch.is_grad_enabled() and not recompute
+    backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
+    outputs = torch.ops.moe_runtime.moe_layer(x, router_weight, *experts.pack(), top_k, gate, save, backend)
     return MoEOutput(*outputs[:4])
 
 
 LIB.define(
-    "moe_layer(Tensor x, Tensor router_weight, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, int top_k, "
-    f"str gate, {SCHEMA}, str shared, bool save, str backend) "
+    f"moe_layer(Tensor x, Tensor router_weight, {SCHEMA}, int top_k, str gate, bool save, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    "moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor router_weight, Tensor up, Tensor down, "
-    "Tensor? up_bias, Tensor? down_bias, Tensor router_logits, Tensor topk_weight, Tensor topk_idx, Tensor z, "
-    f"Tensor expert_offsets, Tensor row_slot, bool[6] needs, str gate, {SCHEMA}, str shared, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor router_weight, {SCHEMA}, "
+    "Tensor router_logits, Tensor topk_weight, Tensor topk_idx, Tensor z, Tensor expert_offsets, Tensor row_slot, "
+    "bool need_router, bool[6] needs, str gate, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -92,41 +77,34 @@ def _router(backend: str) -> str:
     return "torch" if backend == "cpp" else backend
 
 
-def _forward(
-    x, router_weight, up, down, up_bias, down_bias, top_k, gate,
-    act, gated, limit, up_offset, interleaved, shared, save, backend,
-):  # fmt: skip
-    activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = Experts(up, down, up_bias, down_bias, activation, shared)
+def _forward(x, router_weight, *arguments):
+    *experts, top_k, gate, save, backend = arguments
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
     weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
-    out, z, offsets, row_slot = kernels_of(backend).forward(x, experts, weight, idx, save)
+    run = kernels_of(backend).forward
+    out, z, offsets, row_slot = run(x, Experts.unpack(experts), weight, idx, save)
     return out, logits, weight, idx, z, offsets, row_slot
 
 
-def _forward_fake(
-    x, router_weight, up, down, up_bias, down_bias, top_k, gate,
-    act, gated, limit, up_offset, interleaved, shared, save, backend,
-):  # fmt: skip
-    T, R = x.shape[0], x.shape[0] * top_k
-    indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (up.shape[0] + 1,), (R,))]
+def _forward_fake(x, router_weight, *arguments):
+    *experts, top_k, _, save, _ = arguments
+    (E, Z, _), T, R = experts[0].shape, x.shape[0], x.shape[0] * top_k
+    indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (E + 1,), (R,))]
     return (
         x.new_empty(x.shape),
         x.new_empty(T, router_weight.shape[0]),
         x.new_empty(T, top_k, dtype=torch.promote_types(x.dtype, torch.float32)),
         indices[0],
-        x.new_empty(R if save else 0, up.shape[1]),
+        x.new_empty(R if save else 0, Z),
         *indices[1:],
     )
 
 
-def _backward(
-    dout, dlogits, dweight, x, router_weight, up, down, up_bias, down_bias, router_logits, topk_weight, topk_idx,
-    z, expert_offsets, row_slot, needs, gate, act, gated, limit, up_offset, interleaved, shared, backend,
-):  # fmt: skip
-    activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = Experts(up, down, up_bias, down_bias, activation, shared)
+def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
+    *experts, router_logits, topk_weight, topk_idx, z, expert_offsets, row_slot, need_router, needs, gate, backend = (
+        arguments
+    )
     x, total = x.contiguous(), None
 
     def router(drow_weight):
@@ -136,38 +114,51 @@ def _backward(
         total = total if dlogits is None else total + dlogits
         return total, router_weight
 
-    needs_experts = [needs[0], needs[2], needs[3], True, needs[4], needs[5]]
     grads = kernels_of(backend).backward(
-        dout.contiguous(), x, experts, topk_weight, z, expert_offsets, row_slot, needs_experts, router
+        dout.contiguous(),
+        x,
+        Experts.unpack(experts),
+        topk_weight,
+        z,
+        expert_offsets,
+        row_slot,
+        Gradients(*needs),
+        router,
     )
-    drouter = torch.mm(total.t(), x) if needs[1] else None
-    parts = (grads.x, drouter, grads.up, grads.down, grads.up_bias, grads.down_bias)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in parts)
+    drouter = torch.mm(total.t(), x) if need_router else None
+    return absent_as_empty((drouter, *grads._replace(topk_weight=None)), x)
 
 
-def _backward_fake(dout, dlogits, dweight, x, router_weight, up, down, up_bias, down_bias, *rest):
-    needs = rest[6]
-    inputs = (x, router_weight, up, down, up_bias, down_bias)
-    return tuple(x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(inputs, needs))
+def _backward_fake(dout, dlogits, dweight, x, router_weight, *arguments):
+    *experts, _, _, _, _, _, _, need_router, needs, _, _ = arguments
+    inputs = Experts.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
+    grads = (None if t is None else t.new_empty(t.shape) for t in (router_weight if need_router else None, *inputs))
+    return absent_as_empty(grads, x)
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, (ctx.gate, *ctx.activation, ctx.shared, _, ctx.backend) = inputs[:6], inputs[7:]
+    x, router_weight, *experts, _, ctx.gate, _, ctx.backend = inputs
     out, logits, weight, idx, z, offsets, row_slot = output
     ctx.mark_non_differentiable(idx, z, offsets, row_slot)
     ctx.set_materialize_grads(False)
     ctx.shape = out.shape
-    ctx.save_for_backward(*tensors, logits, weight, idx, z, offsets, row_slot)
+    *tensors, ctx.activation, ctx.shared = Experts.unpack(experts)
+    ctx.save_for_backward(x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot)
 
 
 def _autograd(ctx, dout, dlogits, dweight, *_):
-    saved = ctx.saved_tensors
+    x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot = ctx.saved_tensors
     if dout is None:  # only a loss on the logits or the weights
-        dout = saved[0].new_zeros(ctx.shape)
-    needs = list(ctx.needs_input_grad[:6])
-    op = torch.ops.moe_runtime.moe_layer_backward
-    grads = op(dout, dlogits, dweight, *saved, needs, ctx.gate, *ctx.activation, ctx.shared, ctx.backend)
-    return *(grad if need else None for grad, need in zip(grads, needs)), *[None] * 10
+        dout = x.new_zeros(ctx.shape)
+    experts = Experts(*tensors, ctx.activation, ctx.shared)
+    need_x, need_router, *flags, _, _, _, _ = ctx.needs_input_grad
+    needs = experts.needs(flags)._replace(x=need_x, topk_weight=False)
+    drouter, *grads = torch.ops.moe_runtime.moe_layer_backward(
+        dout, dlogits, dweight, x, router_weight, *experts.pack(), logits, weight, idx, z, offsets, row_slot, need_router,
+        needs, ctx.gate, ctx.backend,
+    )  # fmt: skip
+    grads = Gradients(*grads).only(needs)
+    return grads.x, drouter if need_router else None, *experts.in_place(grads), None, None, None, None
 
 
 register("moe_layer", _forward, _forward_fake, _autograd, _setup_context)

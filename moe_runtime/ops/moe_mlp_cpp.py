@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from moe_runtime.native import cpp
-from moe_runtime.ops.expert_rows import Experts, Gradients, groups, new_gradients, weight_gradients
+from moe_runtime.native.library import cpp
+from moe_runtime.ops.expert_rows import Experts, Gradients, groups, new_gradients, weight_at, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
@@ -78,8 +78,9 @@ class _Plan:
 
 def form_of(experts: Experts) -> tuple[int, int, float, float]:
     """Return act, form, limit and up_offset as moert_cpu.h wants them."""
-    act, gated, limit, up_offset, interleaved = experts.activation
-    return cpp.ACTS[act], gated + interleaved, math.inf if limit is None else limit, up_offset
+    form = experts.activation
+    limit = math.inf if form.limit is None else form.limit
+    return cpp.ACTS[form.act], form.gated + form.interleaved, limit, form.up_offset
 
 
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
@@ -97,7 +98,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         return out, z_all, offsets, row_slot
     plan = _Plan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
-    up, down = _transposed(experts, 0), _transposed(experts, 1)
+    up, down = _transposed(experts, "up"), _transposed(experts, "down")
     for group in plan.groups:
         a, b = group.start, group.end
         rows = plan.gather("x", x, group)
@@ -139,17 +140,18 @@ def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[i
     )  # fmt: skip
 
 
-def _weights(experts: Experts, part: int) -> list[torch.Tensor]:
-    """Return up (0) or down (1) of each expert."""
-    if experts.up_trained is None:
-        return experts[part].unbind(0)
-    return [experts.at(e, row)[part] for e, row in enumerate(experts.rows())]
+def _weights(experts: Experts, name: str) -> list[torch.Tensor]:
+    """Return the stack `name`, "up" or "down", expert by expert."""
+    stack, trained = getattr(experts, name), getattr(experts, f"{name}_trained")
+    if trained is None:
+        return stack.unbind(0)
+    return [weight_at(e, row, stack, trained) for e, row in enumerate(experts.rows())]
 
 
-def _transposed(experts: Experts, part: int) -> list[torch.Tensor]:
+def _transposed(experts: Experts, name: str) -> list[torch.Tensor]:
     if experts.up_trained is None:
-        return experts[part].transpose(1, 2).unbind(0)
-    return [weight.t() for weight in _weights(experts, part)]
+        return getattr(experts, name).transpose(1, 2).unbind(0)
+    return [weight.t() for weight in _weights(experts, name)]
 
 
 def _mm(rows, weight, bias, e: int, out) -> None:
@@ -162,22 +164,26 @@ def _up(group, experts: Experts, up: list, rows, z) -> None:
         _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs, router=None) -> Gradients:
+def backward(
+    dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None
+) -> Gradients:
     """As `moe_mlp_torch.backward`."""
     plan = _Plan(experts, x, topk_weight, offsets, row_slot)
     T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
     trained, dweight = experts.rows(), topk_weight.new_empty(R)
     if plan.rows < R:
         dweight.zero_()
-    up, down, up_bias, down_bias = new_gradients(experts, plan.bounds, trained, needs)
-    each = [None if grad is None else grad.unbind(0) for grad in (up, down)]
-    row_weight = None if down_bias is None else topk_weight.reshape(-1)[row_slot]
-    weights = [_weights(experts, part) for part in (0, 1)]
+    grads = new_gradients(experts, plan.bounds, trained, needs)
+    each = grads._replace(
+        **{name: grad.unbind(0) for name in ("up", "down") if (grad := getattr(grads, name)) is not None}
+    )
+    row_weight = None if grads.down_bias is None else topk_weight.reshape(-1)[row_slot]
+    up, down = _weights(experts, "up"), _weights(experts, "down")
     saved = z_all.shape[0] > 0
     most = max((b - a for a, b in itertools.pairwise(plan.bounds)), default=0)
     one_call = not saved and _in_one_call(experts, most)
-    transposed = None if saved or one_call else _transposed(experts, 0)
-    dx = scratch("y", (R, H), x) if needs[0] else None
+    transposed = None if saved or one_call else _transposed(experts, "up")
+    dx = scratch("y", (R, H), x) if needs.x else None
     for group in plan.groups:
         a, b = group.start, group.end
         dy, rows = plan.gather("dy", dout, group), plan.gather("x", x, group)
@@ -189,15 +195,15 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
             _up(group, experts, transposed, rows, z)
         dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
         for member in group.members:
-            torch.mm(member.wide(dy), weights[1][member.expert], out=member.wide(dh))
+            torch.mm(member.wide(dy), down[member.expert], out=member.wide(dh))
         plan.activate_backward(group, z, dh, dz, wh, dweight)
         for member in group.members:
             e = member.expert
             if dx is not None:
-                torch.mm(member.wide(dz), weights[0][e], out=member.wide(dx[a:b]))
+                torch.mm(member.wide(dz), up[e], out=member.wide(dx[a:b]))
             if trained[e] >= 0:
                 own = None if row_weight is None else row_weight[a:b]
-                weight_gradients(Gradients(None, *each, own, up_bias, down_bias), member, trained[e], dy, wh, dz, rows)
+                weight_gradients(each, member, trained[e], dy, wh, dz, rows, own)
             if experts.down_bias is not None:
                 slots = plan.row_slot[a + member.start : a + member.end]
                 dweight.index_add_(0, slots, (member.own(dy).float() * experts.down_bias[e].float()).sum(1))
@@ -206,4 +212,4 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     if router is not None:
         dlogits, weight = router(dweight)
         dx = None if dx is None else dx.addmm_(dlogits, weight)
-    return Gradients(dx, up, down, dweight, up_bias, down_bias)
+    return grads._replace(x=dx, topk_weight=dweight)

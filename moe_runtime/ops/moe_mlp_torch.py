@@ -146,8 +146,10 @@ def _combine(y, row_slot, topk_weight, folded: bool):
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs, router=None) -> Gradients:
-    """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for.
+def backward(
+    dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None
+) -> Gradients:
+    """Gradients from `dout` [T, H], those that `needs` asks for.
 
     `z_all` [0, ...] is computed again. Frozen experts cost nothing and get zeros; where the trainable weights are apart, the
     gradients of up and down are theirs. `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product
@@ -161,10 +163,10 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     row_weight = topk_weight.reshape(-1)[row_slot]
     drow_weight = torch.zeros_like(row_weight)
     trained = experts.rows()
-    up, down, up_bias, down_bias = new_gradients(experts, bounds, trained, needs)
+    grads = new_gradients(experts, bounds, trained, needs)
     if not z_all.shape[0] and _grouped(experts, x, R):  # as the forward pass, to the last bit
         z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
-    dx = scratch("y", (R, H), x) if needs[0] else None
+    dx = scratch("y", (R, H), x) if needs.x else None
     for group in groups(bounds, _everyone(bounds, row_token, T), R, max(Z, H)):
         a, b = group.start, group.end
         dy = _gather("dy", dout, row_token[a:b], group.everyone)
@@ -175,7 +177,6 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
             e = member.expert
             torch.mm(member.wide(dy), experts.at(e, trained[e])[1], out=member.wide(dh))
         _activation_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
-        grads = Gradients(None, up, down, row_weight[a:b], up_bias, down_bias)
         for member in group.members:
             e = member.expert
             if dx is not None:
@@ -184,7 +185,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
                 bias = experts.down_bias[e].to(drow_weight.dtype)
                 member.own(drow_weight[a:b]).add_((member.own(dy).to(drow_weight.dtype) * bias).sum(1))
             if trained[e] >= 0:
-                weight_gradients(grads, member, trained[e], dy, wh, dz, rows)
+                weight_gradients(grads, member, trained[e], dy, wh, dz, rows, row_weight[a:b])
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()
@@ -193,7 +194,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     if router is not None:
         dlogits, weight = router(dweight)
         dx = None if dx is None else dx.addmm_(dlogits, weight)
-    return Gradients(dx, up, down, dweight, up_bias, down_bias)
+    return grads._replace(x=dx, topk_weight=dweight)
 
 
 def _up(group: Group, experts: Experts, trained: list[int], rows, z):

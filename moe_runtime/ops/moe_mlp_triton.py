@@ -25,9 +25,9 @@ class _Layer:
         self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
         self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
         self.T = self.R // max(slots, 1)
-        place, up, down = self.experts[-3:]
-        self.up_trained = None if up is None else grouped_gemm.Trained(place, up)
-        self.down_trained = None if down is None else grouped_gemm.Trained(place, down)
+        e = self.experts
+        self.up_trained = None if e.up_trained is None else grouped_gemm.Trained(e.trainable, e.up_trained)
+        self.down_trained = None if e.down_trained is None else grouped_gemm.Trained(e.trainable, e.down_trained)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
         return _choose(self.experts, self.R, kernel, x, N, K)
@@ -154,8 +154,8 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
     return cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]), z, offsets, row_slot
 
 
-def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs, router=None) -> Gradients:
-    """Gradients from `dout` [T, H], those that `needs` (in Gradients' order) asks for; `z` [0, ...] is computed again.
+def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
+    """Gradients from `dout` [T, H], those that `needs` asks for; `z` [0, ...] is computed again.
 
     Frozen experts cost nothing and get zeros; where the trainable weights are apart, the gradients of up and down are theirs.
     `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product joins dx where its rows are summed.
@@ -164,9 +164,9 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
     layer = _Layer(experts, offsets, row_slot, K)
     if z.shape[0] != layer.R:
         z, _ = layer.up(x, save=True)
-    dz, wh, partial = layer.dz(dout, z, topk_weight, needs[2])
+    dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down)
     del z
-    rows = layer.dx(dz) if needs[0] else None
+    rows = layer.dx(dz) if needs.x else None
     dx, dweight = _sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
     del rows, partial
     trained = layer.experts.trainable
@@ -174,12 +174,12 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)
     return Gradients(
-        dx,
-        layer.dw(dz, x, "x", trained) if needs[1] else None,
-        layer.dw(dout, wh, "dy", trained) if needs[2] else None,
-        dweight,
-        backwards.bias_backward(dz, None, *order, False, trained) if needs[4] else None,
-        backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs[5] else None,
+        x=dx,
+        up=layer.dw(dz, x, "x", trained) if needs.up else None,
+        down=layer.dw(dout, wh, "dy", trained) if needs.down else None,
+        topk_weight=dweight,
+        up_bias=backwards.bias_backward(dz, None, *order, False, trained) if needs.up_bias else None,
+        down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs.down_bias else None,
     )
 
 

@@ -88,12 +88,12 @@ def package(name: str, spec: str, mend: str) -> str:
 
 def compiler() -> str:
     """Return the C++ compiler that a build of the CPU library takes, $CXX before others."""
-    from moe_runtime.native import build_cpu
+    from moe_runtime.native import build
 
     try:
-        command, version = build_cpu.find_compiler()
-    except build_cpu.BuildError as error:
-        return f"none: {first_line(error)}; only python -m moe_runtime.native.build_cpu needs one"
+        command, version = build.find_compiler()
+    except build.BuildError as error:
+        return f"none: {first_line(error)}; only python -m moe_runtime.native.build cpu needs one"
     return f"{shlex.join(command)}: {version}"
 
 
@@ -226,7 +226,7 @@ def report() -> dict[str, dict[str, str]]:
             "python": platform.python_version,
             "platform": platform.platform,
             "driver": driver,
-            "nvcc": lambda: shutil.which("nvcc") or "none; only python -m moe_runtime.native.build_cuda needs it",
+            "nvcc": lambda: shutil.which("nvcc") or "none; only python -m moe_runtime.native.build cuda needs it",
             "compiler": compiler,
             "cuda library": lambda: library("cuda"),
             "cpu library": lambda: library("cpp"),

@@ -374,13 +374,13 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
 def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     """The benchmarks themselves, by the command a user types; and --json of the same."""
     done = subprocess.run(
-        command("--only", "averaging", "--tiny", "--out", tmp_path), capture_output=True, text=True, cwd=tmp_path,
+        command("--only", "merging", "--tiny", "--out", tmp_path), capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / ".benchmarks").exists()
     path = next(tmp_path.glob("*.json"))
     assert (
-        "| bench_average_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout
+        "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout
     )
     assert report.text([path]) in done.stdout and [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []

@@ -1,5 +1,6 @@
 """moe-runtime, the command, as a user runs it: what it prints, its exit code, and that bad input writes nothing."""
 
+import importlib
 import json
 import pwd
 import subprocess
@@ -11,6 +12,7 @@ import torch
 
 from moe_runtime import cli
 from moe_runtime.backends import OPS
+from moe_runtime.cli import tables
 from moe_runtime.config import PRESETS
 from moe_runtime.io import console
 from tests.hf.tiny import dense
@@ -40,8 +42,9 @@ def run(monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_a_real_process(tmp_path):
-    command = [sys.executable, "-m", "moe_runtime.cli", "upcycle", str(tmp_path), str(tmp_path / "out")]
+@pytest.mark.parametrize("module", ["moe_runtime", "moe_runtime.cli"])
+def test_a_real_process(tmp_path, module):
+    command = [sys.executable, "-m", module, "xft", "upcycle", str(tmp_path), str(tmp_path / "out")]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 1 and out.stdout == ""
     assert out.stderr.strip().splitlines()[-1].startswith("error: model is ") and "Traceback" not in out.stderr
@@ -57,13 +60,13 @@ def base(tmp_path_factory):
 def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
-    out = run("upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3, "--check")
+    out = run("xft", "upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3, "--check")
     assert out.returncode == 0, out.stderr
     assert "relative error" in out.stdout and "next: moe-runtime train" in out.stdout
     assert "checking: 50% of 2 models" in out.stderr and "upcycling: 100% of " in out.stderr
-    out = run("to-mergeable", tmp_path / "moe", tmp_path / "mix", "--shared-rate", 0.6)
+    out = run("xft", "to-mergeable", tmp_path / "moe", tmp_path / "mix", "--shared-rate", 0.6)
     assert out.returncode == 0, out.stderr
-    out = run("merge", tmp_path / "mix", tmp_path / "merged")
+    out = run("xft", "merge", tmp_path / "mix", tmp_path / "merged")
     assert out.returncode == 0 and "layer 1: alpha 0.6000" in out.stdout, out.stderr
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["model_type"] == "llama" and config["rope_theta"] == 1e5 and "moe_runtime" not in config
@@ -71,10 +74,19 @@ def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
 
 def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
     sizes = ("--num-experts", 4, "--top-k", 3)
-    out = run("upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
+    out = run("xft", "upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
     assert out.returncode == 0, out.stderr
     out = run(
-        "upcycle", base, tmp_path / "b", *sizes, "--preset", "xft-official", "--router", "linear", "--no-noisy-gate"
+        "xft",
+        "upcycle",
+        base,
+        tmp_path / "b",
+        *sizes,
+        "--preset",
+        "xft-official",
+        "--router",
+        "linear",
+        "--no-noisy-gate",
     )
     assert out.returncode == 0, out.stderr
     official, ours = (
@@ -101,7 +113,7 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
 def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments, match):
     names = {"base": base, "out": tmp_path / "out", "tmp": tmp_path}
     before = sorted(base.iterdir())
-    out = run("upcycle", *(str(argument).format(**names) for argument in arguments))
+    out = run("xft", "upcycle", *(str(argument).format(**names) for argument in arguments))
     assert out.returncode == 1 and match in out.stderr
     assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1
     assert sorted(base.iterdir()) == before and not list(tmp_path.iterdir())
@@ -110,13 +122,27 @@ def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments
 def test_unknown_architecture_is_refused_with_the_reason(run, tmp_path):
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    out = run("upcycle", tmp_path / "opt", tmp_path / "out")
+    out = run("xft", "upcycle", tmp_path / "opt", tmp_path / "out")
     assert out.returncode == 1 and "opt has no MLP module of its own" in out.stderr and not (tmp_path / "out").exists()
 
 
 def test_merge_of_a_dense_folder_is_refused(run, base, tmp_path):
-    out = run("merge", base, tmp_path / "out")
+    out = run("xft", "merge", base, tmp_path / "out")
     assert out.returncode == 1 and "want an upcycled model's folder" in out.stderr
+
+
+@pytest.mark.parametrize(
+    "recipe, method",
+    [("tiny", "xft"), ("esft/tiny", "esft"), ("deepseek-v2-lite", "esft"), ("sheared-llama-2.7b", "upit")],
+)
+def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, recipe, method):
+    calls = []
+    for name in tables.PAPERS:
+        study = importlib.import_module(f"moe_runtime.methods.{name}.study")
+        monkeypatch.setattr(study, "run", lambda *args, name=name, **options: calls.append((name, *args)))
+    assert run("run", recipe, "--out", tmp_path).returncode == 0
+    ((name, path, out),) = calls
+    assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
 
 
 def test_doctor_names_every_op_and_why(run):
@@ -134,12 +160,6 @@ def test_doctor_says_that_an_asked_backend_cannot_run(run):
     assert "backend is 'fast'; want one of torch, triton, cuda" in out.stdout
 
 
-@pytest.mark.parametrize("verb", ["", "demo", "upcycle", "to-mergeable", "merge", "doctor", "tune"])
-def test_help_has_an_example(run, verb):
-    out = run(*filter(None, [verb]), "--help")
-    assert out.returncode == 0 and (not verb or f"Example: moe-runtime {verb}" in out.stdout)
-
-
 def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
     out = run(
         "train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out"
@@ -148,26 +168,20 @@ def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_help_is_quick():
-    code = "import sys; from moe_runtime import cli; print([m for m in ('torch', 'transformers', 'trl') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.strip() == "[]", out.stderr
-
-
 SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--top-k", 2, "--tokens", "16")
 
 
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        pytest.param((), "no layer is named; want --shape, --model, or --hidden-size", id="no layer"),
-        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; want the layer's four sizes", id="half a layer"),
+        pytest.param((), "pass either --shape, or --model and sizes of your own", id="no layer"),
+        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass the layer's four sizes", id="half a layer"),
         pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
-        pytest.param(("--shape", "olmoe", *SIZES), "shape stands beside --model or sizes", id="shape and sizes"),
+        pytest.param(("--shape", "olmoe", *SIZES), "pass either --shape, or --model", id="shape and sizes"),
         pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
         pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
-        pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; want integers of at least 1", id="bad tokens"),
-        pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; want integers of at least 1", id="no tokens"),
+        pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; pass integers of at least 1", id="bad tokens"),
+        pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; pass integers of at least 1", id="no tokens"),
         pytest.param((*SIZES, "--dtype", "int8"), "dtype is 'int8'; want one of bfloat16", id="bad dtype"),
         pytest.param((*SIZES, "--top-k", 4), "top_k is 4, num_experts is 3", id="K > E"),
     ],
@@ -251,7 +265,7 @@ def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path)
 
 
 def test_tune_reads_sizes_from_a_model_and_writes_elsewhere(run, clock, base, tmp_path):
-    run("upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
+    run("xft", "upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
     out = run("tune", "--model", tmp_path / "moe", "--tokens", "16", "--out", tmp_path / "t.json", "--top-k", 2)
     assert out.returncode == 0 and "moe, 16 tokens, bfloat16: down" in out.stdout, out.stderr
     entry = next(iter(json.loads((tmp_path / "t.json").read_text())["devices"]["interpreter"]["tiles"].values()))

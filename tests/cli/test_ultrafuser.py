@@ -1,4 +1,4 @@
-"""moe-runtime fuser and fuse as a user types them: help, what reaches the methods, one clear error for bad input."""
+"""moe-runtime ultrafuser as a user types it: what reaches the method, one clear error for bad input."""
 
 import re
 from pathlib import Path
@@ -10,54 +10,17 @@ from moe_runtime.cli.app import app as main_app
 from moe_runtime.io import console
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import study as ultrafuser_study
-from moe_runtime.methods.ultrafuser import tables as ultrafuser_tables
 from tests.methods.ultrafuser import fusers
-from tests.support import cli_tables
-
-TABLES = tuple(ultrafuser_tables.COMMANDS)
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(main_app, [str(argument) for argument in arguments])
-
-
-@pytest.mark.parametrize("verb", [*(("fuser", name) for name in (*TABLES, "train", "generate")), ("fuse",)])
-def test_help_has_an_example(verb):
-    out = invoke(*verb, "--help")
-    # a long example is folded where the page ends
-    assert out.exit_code == 0 and f"Example: moe-runtime {' '.join(verb)}" in " ".join(out.output.split())
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The calls that reach the tables."""
-    return cli_tables.watch(monkeypatch, ultrafuser_tables)
-
-
-@pytest.mark.parametrize(
-    "arguments, options",
-    [
-        pytest.param(("ablate",), {}, id="ablate"),
-        pytest.param(("weights",), {}, id="weights"),
-        pytest.param(("weights", "--rows", 100), {"rows": 100}, id="rows"),
-        pytest.param(("stability",), {"checkpoints": 12}, id="stability"),
-        pytest.param(("stability", "--checkpoints", 6), {"checkpoints": 6}, id="checkpoints"),
-    ],
-)
-def test_a_command_reaches_its_table(seen, tmp_path, arguments, options):
-    out = invoke("fuser", *arguments, "--out", tmp_path, "--seeds", 2)
-    cli_tables.check_call(seen, out, arguments, tmp_path, options)
-
-
-def test_a_recipe_file_takes_the_presets_place(seen):
-    assert invoke("fuser", "ablate", "--recipe", "mine.yaml", "--overwrite").exit_code == 0
-    assert seen[0][1] == "mine.yaml" and seen[0][3]["overwrite"] is True
+    return CliRunner().invoke(main_app, ["ultrafuser", *(str(argument) for argument in arguments)])
 
 
 def test_train_runs_the_recipe(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(ultrafuser_study, "run", lambda *arguments, **options: calls.append((*arguments, options)))
-    assert invoke("fuser", "train", "--config", "mine.yaml", "--out", tmp_path, "--seed", 3).exit_code == 0
+    assert invoke("train", "--config", "mine.yaml", "--out", tmp_path, "--seed", 3).exit_code == 0
     assert calls == [(Path("mine.yaml"), tmp_path, {"seed": 3})]
 
 
@@ -90,7 +53,7 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     assert list(fuser.templates) == ["User: {prompt}\nAssistant: ", "{prompt}: "] and fuser.gate.kind == "linear"
     assert not any((tmp_path / "f").rglob("model.safetensors"))
     prompts = ("--prompt", "1 + 1", "--prompt", "def add")
-    out = invoke("fuser", "generate", tmp_path / "f", *prompts, "--max-new-tokens", 4)
+    out = invoke("generate", tmp_path / "f", *prompts, "--max-new-tokens", 4)
     assert out.exit_code == 0, out.exception
     want = fuser.complete(["1 + 1", "def add"], max_new_tokens=4, do_sample=False)
     assert out.stdout == "".join(f"{text}\n" for text in want)
@@ -110,16 +73,10 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        pytest.param(("fuser", "ablate", "--seeds", 0), "seeds is 0; want an integer of at least 1", id="no seeds"),
-        pytest.param(("fuser", "ablate", "--preset", "huge"), "want one of tiny, ultrafuser-13b", id="preset"),
-        pytest.param(("fuser", "weights", "--rows", 0), "rows is 0; want", id="rows"),
-        pytest.param(("fuser", "stability", "--checkpoints", 999), "checkpoints is 999, stage 2 has", id="checkpoints"),
-        pytest.param(("fuser", "train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
+        pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
+        pytest.param(("generate", "{here}", "--prompt", "a"), "which has no fuser_config.json", id="no folder"),
         pytest.param(
-            ("fuser", "generate", "{here}", "--prompt", "a"), "which has no fuser_config.json", id="no folder"
-        ),
-        pytest.param(
-            ("fuser", "generate", "{here}", "--prompt", "a", "--temperature", -1),
+            ("generate", "{here}", "--prompt", "a", "--temperature", -1),
             "temperature is -1.0; want",
             id="cold",
         ),
@@ -134,7 +91,7 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
 def test_bad_input_fails_at_once(sources, tmp_path, arguments, match):
     places = {"{here}": str(tmp_path), "{a}": str(sources[0]), "{b}": str(sources[1])}
     arguments = [_filled(str(one), places) for one in arguments]
-    out = invoke(*arguments, *(("--out", tmp_path / "out") if arguments[1] in (*TABLES, "train") else ()))
+    out = invoke(*arguments, *(("--out", tmp_path / "out") if arguments[0] == "train" else ()))
     assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception
     assert not list(tmp_path.iterdir())
 

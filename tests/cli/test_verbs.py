@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from moe_runtime import config
 from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.cli.verbs import Ends, Kept, choices, verb
+from moe_runtime.cli.verbs import Ends, Kept, verb
 from moe_runtime.experiments.recipe import shipped_recipes
 from moe_runtime.io.console import jsonable, print_table
 from moe_runtime.io.prompts import PROMPTS
@@ -35,27 +35,17 @@ def walk(command, words=()) -> dict[tuple[str, ...], object]:
 
 ALL = walk(TREE)
 VERBS = {words: command for words, command in ALL.items() if not hasattr(command, "commands")}
+METHODS = ("xft", "esft", "upit", "ultrafuser")
 NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in ALL]
 
 
-def test_the_tree_is_whole():
-    groups = {words for words in ALL if words not in VERBS}
-    assert groups == {(), ("xft",), ("esft",), ("upit",), ("fuser",)}
-    verbs = [
-        "demo",
-        "upcycle",
-        "to-mergeable",
-        "merge",
-        "export",
-        "train",
-        "stats",
-        "run",
-        "doctor",
-        "tune",
-        "fuse",
-        "bench",
-    ]
-    assert {words[0] for words in VERBS if len(words) == 1} == set(verbs) and len(VERBS) > 40
+def test_the_tree():
+    """The same shape for every method; at the top what belongs to none."""
+    top = {words[0] for words in ALL if len(words) == 1}
+    assert top == {"demo", "run", "train", "stats", "bench", "tune", "doctor", "paper", *METHODS}
+    assert {words for words in ALL if words not in VERBS} == {
+        (), ("paper",), *((method,) for method in METHODS), *(("paper", method) for method in METHODS)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", NAMES)
@@ -106,7 +96,7 @@ def app(monkeypatch):
                 raise result
             return result
 
-        verb(app, example="one", kept=kept)(one)
+        verb(app, "", kept)(one)
         return app
 
     monkeypatch.delenv("RANK", raising=False)
@@ -128,7 +118,7 @@ def test_json_is_alone_whoever_writes():
         "import os, subprocess, typer\n"
         "from moe_runtime.cli.verbs import verb\n"
         "app = typer.Typer()\n"
-        "@verb(app, example='x')\n"
+        "@verb(app, '')\n"
         "def loud():\n"
         "    os.write(1, b'from C\\n')\n"
         "    subprocess.run(['echo', 'from a program'])\n"
@@ -213,16 +203,16 @@ def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
 @pytest.mark.parametrize(
     "line, offered",
     [
-        pytest.param("moe-runtime to", ["to-mergeable"], id="verb"),
+        pytest.param("moe-runtime tu", ["tune"], id="verb"),
         pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
         pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
-        pytest.param("moe-runtime upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
-        pytest.param("moe-runtime upcycle a b --router ", ["linear", "mlp"], id="router"),
+        pytest.param("moe-runtime xft upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
+        pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
         pytest.param(
             "moe-runtime run upit/", ["upit/llama-2-7b-lora", "upit/sheared-llama-2.7b", "upit/tiny"], id="recipe"
         ),
-        pytest.param("moe-runtime xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
-        pytest.param("moe-runtime upit ckpt b", ["back"], id="a table's strategy"),
+        pytest.param("moe-runtime paper xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
+        pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
         pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
         pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
     ],
@@ -250,14 +240,16 @@ def test_words_that_are_offered_are_those_that_are_taken():
     from moe_runtime.methods.ultrafuser import recipe as ultrafuser_recipe
     from moe_runtime.methods.upit import recipe as upit_recipe
 
-    assert sorted(choices(cli_verbs.recipes("xft"))("")) == sorted(shipped_recipes())
+    assert sorted(cli_verbs.recipes("xft")) == sorted(shipped_recipes())
     for method, module in (("esft", esft_recipe), ("upit", upit_recipe), ("ultrafuser", ultrafuser_recipe)):
-        assert sorted(cli_verbs.recipes(method)()) == sorted(module.shipped_recipes())
+        assert sorted(cli_verbs.recipes(method)) == sorted(module.shipped_recipes())
     assert sorted(demo.PRESETS) == sorted(completed("moe-runtime demo --preset ")[0])
-    assert set(config.GATES) == set(completed("moe-runtime upcycle a b --gate ")[0])
+    assert set(config.GATES) == set(completed("moe-runtime xft upcycle a b --gate ")[0])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["upcycle", "--help"], ["esft", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["xft", "upcycle", "--help"], ["paper", "esft", "--help"]]
+)
 def test_help_and_version_start_without_torch(arguments):
     code = (
         "import resource, sys\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.native import build_cuda
+from moe_runtime.native.build import cache_dir, prune
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CHECK = Path(__file__).with_name("check.py")
@@ -37,7 +37,7 @@ needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = None) -> Path:
     """Return the library that `flags` make, `edit` = (file, text, its replacement) applied to one place of one source."""
-    folder = build_cuda.cache_dir() / "emulator"
+    folder = cache_dir("cuda") / "emulator"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -45,7 +45,7 @@ def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = Non
         library = folder / f"libmoert_emu-{_digest(''.join(path.name for path in objects))}.so"
         if not library.exists():
             _run(["g++", "-shared", *flags, *objects], library)
-            build_cuda.prune(folder)
+            prune(folder)
     return library
 
 

@@ -71,7 +71,7 @@ def test_what_falls_under_the_list(line, want):
 
 def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for line in ("moe-runtime upcycle nowhere moe", "python -m moe_runtime.native.hub ."):
+    for line in ("moe-runtime xft upcycle nowhere moe", "python -m moe_runtime.native.hub ."):
         (words,) = statements(line)
         (tmp_path / "there").touch()
         with pytest.raises(AssertionError, match=r"ended with [12]: .*error: "):

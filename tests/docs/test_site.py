@@ -79,7 +79,7 @@ def test_every_verb_and_option_is_on_its_page(site):
     assert len(verbs) > 40 and "moe-runtime upit init-routers" in verbs
     for verb in verbs:
         assert verb in page, verb
-    assert "--shared-rate" in page and "Example: moe-runtime merge mixed dense" in page
+    assert "--shared-rate" in page and "Example: moe-runtime xft merge mixed dense" in page
 
 
 def test_every_public_name_is_on_its_page(site):

@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-from moe_runtime.native import cuda
+from moe_runtime.native.library import cuda
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support.fences import ROOT, Fence, fences, run_cli
@@ -100,7 +100,7 @@ def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
     *lines, says = fence.text.splitlines()
     assert all(line.startswith(">>> ") for line in lines)
     monkeypatch.setattr(cuda, "places", list)  # a machine where nobody has built it
-    cuda._find.cache_clear()
+    cuda.use(None)
     names: dict = {}
     try:
         for line in lines[:-1]:
@@ -108,7 +108,7 @@ def test_python_ends_as_the_page_says(fence: Fence, folder, monkeypatch):
         with pytest.raises(Exception) as caught:
             exec(lines[-1].removeprefix(">>> "), names)
     finally:
-        cuda._find.cache_clear()
+        cuda.use(None)
     assert "".join(traceback.format_exception_only(caught.value)).strip() == says
 
 

@@ -13,7 +13,7 @@ from moe_runtime.cli.app import app as main_app
 from moe_runtime.hf.models.tiny import train_tokenizer
 from tests.hf.tiny import dense
 from tests.methods.ultrafuser import fusers
-from tests.support import esft_study, fuser_study, official_xft, upit_study
+from tests.support import esft_study, fuser_study, upit_study
 from tests.support.esft_adapter import random_adapter
 
 ROWS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 5) + f" = {i}"} for i in range(12)]
@@ -43,9 +43,8 @@ def _xft(folder: Path) -> None:
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 290)
     dense("llama", vocab_size=len(tokenizer), mlp_bias=None).save_pretrained(folder / "dense")
     tokenizer.save_pretrained(folder / "dense")
-    _verb("upcycle", folder / "dense", folder / "moe", "--num-experts", 4, "--top-k", 2)
-    _verb("to-mergeable", folder / "moe", folder / "mergeable")
-    official_xft.write_moe(folder / "theirs")
+    _verb("xft", "upcycle", folder / "dense", folder / "moe", "--num-experts", 4, "--top-k", 2)
+    _verb("xft", "to-mergeable", folder / "moe", folder / "mergeable")
     recipe = {
         "method": "xft", "base_model": "../dense", "experts": {"num_experts": 4, "top_k": 3}, "evaluations": 1,
         "data": {"train": "../rows.jsonl", "held_out_rows": 4, "prompt": "plain", "max_length": 64},
@@ -65,7 +64,7 @@ def _esft(folder: Path) -> None:
     _moved(esft_study.write_study(folder))
     base = folder / "base"
     sample = ("--data", folder / "sums.jsonl", "--n-tokens", 64, "--max-length", 32)
-    _verb("esft", "score", base, *sample, "--out", folder / "summary.json", "--logs", folder / "logs")
+    _verb("esft", "score", base, *sample, "--out", folder / "summary.json")
     _verb("esft", "select", "--summary", folder / "summary.json", "--p", 0.4, "--out", folder / "config.json")
     random_adapter(AutoModelForCausalLM.from_pretrained(base)).save(folder / "adapter")
 
@@ -80,12 +79,6 @@ def _upit(folder: Path) -> None:
     _moved(upit_study.write_study(folder))
     for i in range(2):
         _expert(folder, i)
-    made = [folder / "saved" / f"step-{i + 1}" for i in range(2)]
-    _verb(
-        "upit", "init-routers", *made, "--data", folder / "sums.jsonl", "--out", folder / "routers", "--base",
-        folder / "base", "--share", 0.3, "--at-least", 4, "--epochs", 1, "--batch-size", 4, "--max-length", 32,
-    )  # fmt: skip
-    _verb("upit", "assemble", *made, "--base", folder / "base", "--out", folder / "moe", "--top-k", 2)
 
 
 def _expert(folder: Path, i: int) -> None:
@@ -106,4 +99,3 @@ def _fuser(folder: Path) -> None:
     for name, model in zip(("a", "b"), fusers.specialists(2), strict=True):
         model.save_pretrained(folder / name)
         fusers.tokenizer().save_pretrained(folder / name)
-    _verb("fuse", folder / "a", folder / "b", "--copy", "--out", folder / "fused")

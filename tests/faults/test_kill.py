@@ -2,7 +2,7 @@
 
 Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes fewer than are asked for, at all
 of them, and at some with more than one part. What stands then must be what stood before or what an
-undisturbed run makes, byte for byte; the same command then goes on, or starts anew, and ends with those bytes too.
+undisturbed run makes, byte for byte; the same command then resumes, or starts anew, and ends with those bytes too.
 """
 
 import json
@@ -60,7 +60,7 @@ class Killed:
         shutil.rmtree(self.folder / place)
 
 
-WHOLE = ("upcycle", "merge", "esft merge", "fuse", "esft select")
+WHOLE = ("xft upcycle", "xft merge", "esft merge", "ultrafuser fuse", "esft select")
 
 
 @pytest.mark.parametrize("name", share(WHOLE, 0))
@@ -98,14 +98,14 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
         killed.forget("old")
 
 
-# of what goes on: these are what it is for, and the same in every run
+# of what resumes: these are what it is for, and the same in every run
 GOES_ON = {
     "train": (".safetensors", "out/config.json"),
     "esft train": (".safetensors", "out/expert_cfg.json"),
     "run": (".safetensors", "model/config.json"),
     "upit init-routers": (".safetensors",),
     "upit grow": (".safetensors", ".json"),
-    "fuser train": (".safetensors",),
+    "ultrafuser train": (".safetensors",),
     "demo": (".safetensors", "config.json"),
     "esft score": ("out", ".txt"),
     "stats": (".csv", ".png"),

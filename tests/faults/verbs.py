@@ -1,44 +1,29 @@
-"""Every verb of the command line on tiny inputs; a verb that is new fails the tests until it is here."""
+"""The verbs that write a user's files, on tiny inputs."""
 
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
-
-from moe_runtime.cli.app import app as main_app
-
-TRAIN = ("--batch-size", "4", "--max-length", "32", "--per-device-batch-size", "4")
-
 
 class Verb(NamedTuple):
     """A command; {in} is the inputs' folder, and what it writes is `out`, below the folder that it runs in."""
 
     argv: tuple[str, ...]
-    out: str | None = "out"  # None: it writes nothing
-    whole: bool = True  # `out` appears at once, whole or not at all; else the verb goes on there
+    out: str = "out"
+    whole: bool = True  # `out` appears at once, complete or absent; else the verb resumes there
     beside: tuple[str, ...] = ()  # what else it writes, beside `out`
     before: str = ""
     volatile: tuple[str, ...] = ()  # ends of the names of files whose bytes tell the time
     reads: str | None = None  # a file of its inputs without which it cannot do its work
-    by_clock: str = ""  # start of the stages that are as long as another one was measured to take
 
     def arguments(self, inputs) -> list[str]:
         """Return the command line."""
         return [part.replace("{in}", str(inputs)) for part in self.argv]
 
-    def repeats(self, name: str) -> bool:
-        """Whether the file of that path is the same in every run."""
-        return not self.by_clock or f"/{self.by_clock}" not in name
-
 
 def _verb(text: str, **more) -> Verb:
     return Verb(tuple(text.split()), **more)
-
-
-def _table(text: str, study: str) -> Verb:
-    return _verb(f"{text} --recipe {{in}}/{study}/study.yaml --seeds 1 --out out", whole=False)
 
 
 WEIGHTS = "model.safetensors"
@@ -46,10 +31,11 @@ VERBS: dict[str, Verb] = {
     "demo": _verb(
         "demo --preset tiny --out out", volatile=("results.json", ".png"), before="tests.faults.verbs:short_demo"
     ),
-    "upcycle": _verb("upcycle {in}/dense out --num-experts 4 --top-k 2 --max-shard-size 50KB", reads=f"dense/{WEIGHTS}"),
-    "to-mergeable": _verb("to-mergeable {in}/moe out --max-shard-size 50KB", reads=f"moe/{WEIGHTS}"),
-    "merge": _verb("merge {in}/mergeable out --max-shard-size 50KB", reads=f"mergeable/{WEIGHTS}"),
-    "export": _verb("export {in}/upit/moe out", reads=f"upit/moe/{WEIGHTS}"),
+    "xft upcycle": _verb(
+        "xft upcycle {in}/dense out --num-experts 4 --top-k 2 --max-shard-size 50KB", reads=f"dense/{WEIGHTS}"
+    ),
+    "xft merge": _verb("xft merge {in}/mergeable out --max-shard-size 50KB", reads=f"mergeable/{WEIGHTS}"),
+    "xft export": _verb("xft export {in}/moe out --to official --keep-rope", reads=f"moe/{WEIGHTS}"),
     "train": _verb(
         "train --model {in}/moe --data {in}/rows.jsonl --output_dir out --max_steps 4 --save_steps 2 --max_length 32 "
         "--per_device_train_batch_size 2 --logging_steps 1 --seed 3",
@@ -57,7 +43,7 @@ VERBS: dict[str, Verb] = {
     ),
     "stats": _verb("stats {in}/moe --data {in}/rows.jsonl --out out --max-length 32", whole=False, reads=f"moe/{WEIGHTS}"),
     "run": _verb("run {in}/xft/study.yaml --out out", whole=False, reads=f"dense/{WEIGHTS}"),
-    "doctor": _verb("doctor", out=None),
+    "paper": _verb("paper xft table1 --recipe {in}/xft/study.yaml --seeds 1 --out out", whole=False, reads=f"dense/{WEIGHTS}"),
     "tune": _verb(
         "tune --hidden-size 40 --intermediate-size 32 --num-experts 3 --top-k 2 --tokens 16 --dtype float32 --out out",
         whole=False, before="tests.faults.verbs:fake_gpu",
@@ -66,15 +52,6 @@ VERBS: dict[str, Verb] = {
         "bench --tiny --only merging --out out.json", out="out.json", whole=False, beside=("out.jsonl",),
         before="tests.faults.verbs:short_bench",
     ),
-    "fuse": _verb("fuse {in}/fuser/a {in}/fuser/b --copy --out out", reads=f"fuser/a/{WEIGHTS}"),
-    **{
-        f"xft {name}": _table(f"xft {name}", "xft")
-        for name in ("table1", "ablate-gate", "ablate-merge", "ewa-schedule", "sweep-lambda", "routing-stats")
-    },
-    "xft budget": _table("xft budget", "xft")._replace(by_clock="sft-"),
-    "xft sweep-topk": _table("xft sweep-topk 2 3", "xft"),
-    "xft import-official": _verb("xft import-official {in}/theirs out", reads=f"theirs/{WEIGHTS}"),
-    "xft export-official": _verb("xft export-official {in}/moe out --keep-rope", reads=f"moe/{WEIGHTS}"),
     "esft score": _verb(
         "esft score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 --out out --logs logs",
         beside=("logs",), reads=f"esft/base/{WEIGHTS}",
@@ -82,18 +59,10 @@ VERBS: dict[str, Verb] = {
     "esft select": _verb("esft select --summary {in}/esft/summary.json --p 0.4 --out out", reads="esft/summary.json"),
     "esft train": _verb(
         "esft train {in}/esft/base --config {in}/esft/config.json --data {in}/esft/sums.jsonl --out out --steps 4 "
-        "--save-steps 2 --learning-rate 1e-2 " + " ".join(TRAIN),
+        "--save-steps 2 --learning-rate 1e-2 --batch-size 4 --max-length 32 --per-device-batch-size 4",
         beside=("out-checkpoints",), reads=f"esft/base/{WEIGHTS}",
     ),
-    "esft apply": _verb("esft apply {in}/esft/base {in}/esft/adapter", out=None, reads=f"esft/base/{WEIGHTS}"),
     "esft merge": _verb("esft merge {in}/esft/base {in}/esft/adapter out", reads=f"esft/base/{WEIGHTS}"),
-    **{
-        f"esft {name}": _table(f"esft {name}", "esft")
-        for name in (
-            "main", "random-experts", "counts", "sweep-p", "shared-grid", "group-size", "overlap", "mix-data",
-        )
-    },
-    "upit choose": _verb("upit choose {in}/upit/saved --count 2", out=None),
     "upit grow": _verb(
         "upit grow {in}/upit/saved/step-1 {in}/upit/saved/step-2 --count 3 --base {in}/upit/base --out out",
         whole=False, reads=f"upit/saved/step-2/{WEIGHTS}",
@@ -103,37 +72,14 @@ VERBS: dict[str, Verb] = {
         "--out out --share 0.3 --at-least 4 --epochs 1 --batch-size 4 --max-length 32",
         whole=False, reads=f"upit/saved/step-2/{WEIGHTS}",
     ),
-    "upit assemble": _verb("upit assemble --routers {in}/upit/routers --out out"),
-    "upit export-mixtral": _verb("upit export-mixtral {in}/upit/moe out", reads=f"upit/moe/{WEIGHTS}"),
-    **{
-        f"upit {name}": _table(f"upit {name}", "upit")
-        for name in ("main", "ckpt", "expand", "router", "experts", "epochs")
-    },
-    # of so few rows and steps no more
-    "esft sample-size": _table("esft sample-size 64 128", "esft"),
-    "upit data": _table("upit data 0.5 1", "upit"),
-    "fuser stability": _table("fuser stability --checkpoints 2", "fuser"),
-    **{f"fuser {name}": _table(f"fuser {name}", "fuser") for name in ("ablate", "weights")},
-    "fuser train": _verb("fuser train --config {in}/fuser/study.yaml --out out", whole=False),
-    "fuser generate": _verb("fuser generate {in}/fuser/fused --prompt 1+1 --max-new-tokens 2", out=None),
+    "ultrafuser fuse": _verb(
+        "ultrafuser fuse {in}/fuser/a {in}/fuser/b --copy --out out", reads=f"fuser/a/{WEIGHTS}"
+    ),
+    "ultrafuser train": _verb("ultrafuser train --config {in}/fuser/study.yaml --out out", whole=False),
 }  # fmt: skip
 
-# of many tables that share their machinery, those that stand for it in `make test`
-TABLES = {name for name, verb in VERBS.items() if "--seeds" in verb.argv}
-SLOW = {"demo", "fuser train"}
-QUICK = [name for name in VERBS if name not in TABLES | SLOW]
-
-
-def shipped() -> list[str]:
-    """Return all verbs of the command line."""
-
-    def walk(command, path: tuple[str, ...]) -> list[str]:
-        below = getattr(command, "commands", None)
-        if below is None:
-            return [" ".join(path)]
-        return [name for key, one in below.items() for name in walk(one, (*path, key))]
-
-    return walk(typer.main.get_command(main_app), ())
+SLOW = {"demo", "paper", "ultrafuser train"}  # not in `make test`
+QUICK = [name for name in VERBS if name not in SLOW]
 
 
 class _Clock:

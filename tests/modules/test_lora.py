@@ -382,13 +382,11 @@ def test_files_that_do_not_fit_are_refused_before_a_write(mixtral, tmp_path):
     _, other = with_lora(mixtral, 2)
     before = copy.deepcopy(other["model.layers.0.mlp"].state_dict())
     one = {"model.layers.0.mlp": other["model.layers.0.mlp"]}
-    with pytest.raises(ValueError, match=r"has base_model.model.model.layers.1.* more tensors"):
+    with pytest.raises(ValueError, match=r"unexpected: base_model.model.model.layers.1"):
         lora_adapters.load_stacked(one, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="is None; want"):
+    with pytest.raises(ValueError, match="missing: base_model.model.model.layers.2"):
         lora_adapters.load_stacked(other | {"model.layers.2.mlp": other["model.layers.0.mlp"]}, tmp_path / "adapter")
     assert all(torch.equal(before[key], value) for key, value in one["model.layers.0.mlp"].state_dict().items())
-    with pytest.raises(ValueError, match="want one setting for all"):
-        lora_adapters.save_stacked(layers | {"x": LoRAExperts(MLP(), 4, 2)}, tmp_path / "other", base_model="base")
     with pytest.raises(ValueError, match="expert is 3"):
         lora_adapters.save_single(layers, tmp_path / "other", 3, base_model="base")
     with pytest.raises(ValueError, match="which exists"):

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime import backends
 from moe_runtime.modules import merged
+from moe_runtime.ops.activation import Activation
 from tests.modules.test_merged import make
 from tests.support import dist_merged
 from tests.support.dist_launch import launch
@@ -49,7 +50,7 @@ def plain(layer, x):
     """The layer with every forward pass's merging in the graph: what it was before anything was kept."""
     w, up = layer.merged_weights(), layer.experts.up_name
     z = nn.functional.linear(x, w[up], w.get(f"{up}_bias"))
-    h = merged.activate(z, layer.config.hidden_act, layer.config.gated)
+    h = Activation(layer.config.hidden_act, layer.config.gated).apply(z)
     return nn.functional.linear(h, w["down_proj"], w.get("down_proj_bias"))
 
 

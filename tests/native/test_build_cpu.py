@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.native import build_cpu, cpp
-from moe_runtime.native.build_cpu import BuildError
-from moe_runtime.native.library import read_header
+from moe_runtime.native import build
+from moe_runtime.native import library as library_module
+from moe_runtime.native.build import BuildError
+from moe_runtime.native.library import cpp, read_header
 from tests.support import cpu_build
 
 
@@ -37,7 +38,7 @@ def small(tmp_path, library):
 
 def run(*arguments, **variables):
     return subprocess.run(
-        [sys.executable, "-m", "moe_runtime.native.build_cpu", *map(str, arguments)], capture_output=True, text=True,
+        [sys.executable, "-m", "moe_runtime.native.build", "cpu", *map(str, arguments)], capture_output=True, text=True,
         env=os.environ | variables,
     )  # fmt: skip
 
@@ -50,7 +51,7 @@ def test_the_command_says_where_and_builds_once(tmp_path, small):
     )
     when = out.stat().st_mtime_ns
     again = run("--csrc", small, "--out", out)
-    assert "there already, built by" in again.stdout and out.stat().st_mtime_ns == when
+    assert "up to date, built by" in again.stdout and out.stat().st_mtime_ns == when
     assert run("--csrc", small, "--out", out, "--force").returncode == 0 and out.stat().st_mtime_ns > when
     (small / "moert_cpu.cpp").write_text((small / "moert_cpu.cpp").read_text() + "// other sources\n")
     assert ": built by" in run("--csrc", small, "--out", out).stdout
@@ -59,9 +60,9 @@ def test_the_command_says_where_and_builds_once(tmp_path, small):
 
 def test_it_goes_into_the_cache_by_sources_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = build_cpu.library_path()
+    path = build.library_path("cpu")
     assert path.parts[-4:-2] == ("moe_runtime", "cpu") and path.is_relative_to(tmp_path)
-    assert path.parent.name == f"{build_cpu.source_hash(build_cpu.csrc_dir())}-{os.uname().machine}"
+    assert path.parent.name == f"{build.source_hash('cpu', build.csrc_dir('cpu'))}-{os.uname().machine}"
     assert path in cpp.places()
 
 
@@ -70,26 +71,26 @@ def test_old_libraries_of_other_sources_go(tmp_path, small):
     ages = {"0123456789abcdef-x86_64": 31, "fedcba9876543210-x86_64": 29, "mine": 99}
     for name, days in ages.items():
         (cache / name).mkdir(parents=True)
-        (cache / name / build_cpu.NAME).write_text("")
+        (cache / name / build.NAMES["cpu"]).write_text("")
         when = time.time() - days * 24 * 3600
         os.utime(cache / name, (when, when))
     assert run("--csrc", small, "--out", tmp_path / "lib.so", XDG_CACHE_HOME=str(tmp_path)).returncode == 0
     assert len(list(cache.iterdir())) == 3
     assert run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    here = f"{build_cpu.source_hash(small)}-{os.uname().machine}"
+    here = f"{build.source_hash('cpu', small)}-{os.uname().machine}"
     assert {path.name for path in cache.iterdir()} == {here, "fedcba9876543210-x86_64", "mine"}
     os.utime(cache / here, (0, 0))
-    assert "there already" in run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).stdout
+    assert "up to date" in run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).stdout
     assert time.time() - (cache / here).stat().st_mtime < 3600  # asked for
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("target", ["demo", "test", "bench"])
 def test_make_builds_after_the_sources_change(target, tmp_path):
-    makefile = build_cpu.csrc_dir().parents[1] / "Makefile"
+    makefile = build.csrc_dir("cpu").parents[1] / "Makefile"
     if not makefile.is_file():
         pytest.skip("not a checkout")
-    sources = ["pyproject.toml", "setup.py", "constraints.txt", "csrc/cpu/vector.h", "moe_runtime/native/build_cpu.py"]
+    sources = ["pyproject.toml", "setup.py", "constraints.txt", "csrc/cpu/vector.h", "moe_runtime/native/build.py"]
     for name in sources:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -99,7 +100,7 @@ def test_make_builds_after_the_sources_change(target, tmp_path):
     (tmp_path / ".venv" / ".installed").write_text("")
     for name in ("python", "moe-runtime"):
         path = tmp_path / ".venv" / "bin" / name
-        path.write_text('#!/bin/sh\necho "$@" >> said; case "$*" in *build_cpu*) test ! -e no-compiler;; esac\n')
+        path.write_text('#!/bin/sh\necho "$@" >> said; case "$*" in *native.build*) test ! -e no-compiler;; esac\n')
         path.chmod(0o755)
 
     def builds():
@@ -110,8 +111,8 @@ def test_make_builds_after_the_sources_change(target, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / "said").read_text().splitlines()
-        assert lines.pop() != "-m moe_runtime.native.build_cpu"  # the target's own command, last
-        return lines == ["-m moe_runtime.native.build_cpu"], "the experts run in PyTorch" in done.stderr
+        assert lines.pop() != "-m moe_runtime.native.build cpu"  # the target's own command, last
+        return lines == ["-m moe_runtime.native.build cpu"], "the experts run in PyTorch" in done.stderr
 
     (tmp_path / "no-compiler").write_text("")
     assert [builds(), builds()] == [(True, True)] * 2
@@ -153,18 +154,18 @@ def no_home():
 @pytest.fixture
 def searched():
     """The search for the library starts anew, before and after."""
-    cpp._find.cache_clear()
+    cpp.use(None)
     yield
-    cpp._find.cache_clear()
+    cpp.use(None)
 
 
 def test_without_a_home_there_is_no_library(tmp_path, monkeypatch, searched):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(cpp, "__file__", str(tmp_path / "cpp.py"))  # nor one of a wheel
+    monkeypatch.setattr(library_module, "__file__", str(tmp_path / "library.py"))  # nor one of a wheel
     assert (
         cpp.why_not(torch.device("cpu"))
-        == "the CPU library is not built; python -m moe_runtime.native.build_cpu builds it"
+        == "the CPU library is not built; python -m moe_runtime.native.build cpu builds it"
     )
     assert cpp.describe().startswith("none: the CPU library is not built")
 
@@ -173,25 +174,24 @@ def test_a_home_that_may_not_be_read_has_no_library(monkeypatch, searched):
     real = Path.is_file
 
     def is_file(path):
-        if path.name == build_cpu.NAME:
+        if path.name == build.NAMES["cpu"]:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
     monkeypatch.setattr(Path, "is_file", is_file)
     assert "Permission denied" in cpp.why_not(torch.device("cpu"))
-    assert cpp.describe().startswith("none: ") and str(build_cpu.library_path()) in cpp.describe()
+    assert cpp.describe().startswith("none: ") and str(build.library_path("cpu")) in cpp.describe()
 
 
 def test_the_command_without_a_home(monkeypatch, capsys):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(build_cpu, "check", lambda csrc: None)
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(SystemExit) as left:
-        build_cpu.main(["--help"])
+        build.main(["cpu", "--help"])
     assert left.value.code == 0 and "XDG_CACHE_HOME" in capsys.readouterr().out
     monkeypatch.setenv("HOME", "")
-    assert build_cpu.main([]) == 2
-    says = "error: HOME is '', and this user has no other; set XDG_CACHE_HOME or --out to what can be written\n"
+    assert build.main(["cpu"]) == 2
+    says = "error: HOME is '', and this user has no home folder; set XDG_CACHE_HOME to a writable folder\n"
     assert capsys.readouterr().err == says
 
 
@@ -200,9 +200,9 @@ def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
     done = run("--csrc", small, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/") and done.stderr.count("\n") == 1
-    assert "cannot be written (Not a directory); set XDG_CACHE_HOME or --out" in done.stderr
+    assert "cannot be read or written (Not a directory); set XDG_CACHE_HOME or --out" in done.stderr
     done = run("--csrc", small, "--out", tmp_path)  # a folder is there
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} cannot be written (")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} cannot be read or written (")
 
 
 @pytest.fixture
@@ -232,9 +232,9 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not i
     "flags, left", [(["-mavx512bf16"], ["generic", "avx2", "avx512"]), (["-mavx512f"], ["generic", "avx2"])], ids=str
 )
 def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path, library, old, monkeypatch):
-    monkeypatch.setattr(build_cpu, "FLAGS", ("-O0", *build_cpu.FLAGS[1:]))  # an eighth of the compiler's time
+    monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))  # an eighth of the compiler's time
     monkeypatch.setenv("CXX", old(*flags))
-    build_cpu.build(tmp_path / "lib.so")
+    build.build_cpu(tmp_path / "lib.so")
     made = cpp.bind(tmp_path / "lib.so")
     assert made.info["sets"] == left and made.variant in left
     assert not made.handle.moert_cpu_limit(b"avx512_bf16") and made.handle.moert_cpu_limit(b"generic")
@@ -244,29 +244,29 @@ def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path
 def test_a_compiler_that_is_too_old_is_an_error(tmp_path, old):
     done = run("--out", tmp_path / "lib.so", CXX=old("-std=c++17"))
     assert done.returncode == 2 and done.stderr.startswith("error: the compiler is ") and done.stderr.count("\n") == 1
-    assert "; want g++ >= 9, or as new a clang++; install g++ or clang++, or set CXX to one" in done.stderr
+    assert "; expected g++ 9 or newer, or a clang++ as new; install g++ or clang++, or set CXX to one" in done.stderr
     assert run("--out", tmp_path / "lib.so", CXX=old("__builtin_convertvector")).stderr == done.stderr
 
 
 def test_the_sources_want_nothing_of_g_plus_plus_12():
-    text = "".join(path.read_text() for path in build_cpu.csrc_dir().glob("*.[ch]*"))
+    text = "".join(path.read_text() for path in build.csrc_dir("cpu").glob("*.[ch]*"))
     assert set(re.findall(r"__builtin_\w+", text.replace("has no __builtin_shufflevector", ""))) == {
         "__builtin_convertvector", "__builtin_cpu_supports", "__builtin_prefetch",
     }  # fmt: skip
 
 
 def test_no_sources_is_an_error(tmp_path):
-    assert "which has no kernels.cpp" in run("--csrc", tmp_path / "none").stderr
-    with pytest.raises(BuildError, match="which has no kernels.cpp; want a checkout"):
-        build_cpu.check(tmp_path)
+    assert "has no *.cpp file" in run("--csrc", tmp_path / "none").stderr
+    with pytest.raises(BuildError, match=r"has no \*\.cpp file; expected the sources"):
+        build.check_cpu(tmp_path)
 
 
 def test_the_library_says_what_it_is_made_of(library):
     info = json.loads(library.handle.moert_cpu_build_info())
-    assert info["sources"] == build_cpu.source_hash(build_cpu.csrc_dir()) and info["compiler"] == build_cpu.built_by(
+    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu")) and info["compiler"] == build.built_by(
         library.path
     )
-    x86 = list(build_cpu.X86_SETS) if os.uname().machine == "x86_64" else []
+    x86 = list(build.X86_SETS) if os.uname().machine == "x86_64" else []
     assert info["sets"] == ["generic", *x86] and library.variant in info["sets"]
 
 
@@ -274,33 +274,33 @@ def test_the_library_says_what_it_is_made_of(library):
 def test_it_exports_its_interface_and_needs_libc_alone(library):
     symbols = subprocess.run(["nm", "-D", "--defined-only", library.path], capture_output=True, text=True).stdout
     exported = {line.split()[-1] for line in symbols.splitlines()}
-    assert exported == set(read_header((build_cpu.csrc_dir() / "moert_cpu.h").read_text()))
+    assert exported == set(read_header((build.csrc_dir("cpu") / "moert_cpu.h").read_text()))
     needed = subprocess.run(["readelf", "-d", library.path], capture_output=True, text=True).stdout
     assert set(re.findall(r"NEEDED.*\[(.*)\]", needed)) <= {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path, library):
     csrc = tmp_path / "csrc"
-    shutil.copytree(build_cpu.csrc_dir(), csrc)
+    shutil.copytree(build.csrc_dir("cpu"), csrc)
     (csrc / "vector.h").write_text((csrc / "vector.h").read_text() + "// changed\n")
     with pytest.raises(
-        OSError, match="was built from other sources than .*; rebuild it: python -m moe_runtime.native.build_cpu"
+        OSError, match="was built from other sources than .*; rebuild it: python -m moe_runtime.native.build cpu"
     ):
         cpp.bind(library.path, csrc)
 
 
 def test_a_library_without_a_function_is_refused(tmp_path, small):
-    build_cpu.build(tmp_path / "lib.so", csrc=small)
-    with pytest.raises(OSError, match=r"lib\.so has no moert_cpu_\w+; rebuild it"):
+    build.build_cpu(tmp_path / "lib.so", csrc=small)
+    with pytest.raises(OSError, match=r"and has no moert_cpu_\w+; rebuild it"):
         cpp.bind(tmp_path / "lib.so")
 
 
 def test_setup_refuses_what_it_does_not_know(tmp_path):
-    root = build_cpu.csrc_dir().parents[1]
+    root = build.csrc_dir("cpu").parents[1]
     if not (root / "setup.py").is_file():
         pytest.skip("not a checkout")
     for asked, variables, says in (
-        ("yes", {}, "want 0 or 1"),
+        ("yes", {}, "expected 0 or 1"),
         ("1", {"CXX": "no-such-compiler"}, "'no-such-compiler'"),
     ):
         done = subprocess.run(

@@ -13,9 +13,10 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.kernels import tiles
-from moe_runtime.native import build_cuda, cuda
+from moe_runtime.native import build
 from moe_runtime.native import library as native
-from moe_runtime.native.build_cuda import BuildError, Usage
+from moe_runtime.native.build import BuildError, Usage
+from moe_runtime.native.library import cuda
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.merging import merge_experts
@@ -31,7 +32,6 @@ def _alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield
     cuda.use(None)
-    cuda._find.cache_clear()
 
 
 @pytest.fixture
@@ -52,32 +52,32 @@ def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or pip install"
     ):
-        build_cuda.find_toolkit()
+        build.find_toolkit()
 
 
 def test_no_nvcc_anywhere(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(build_cuda, "USUAL", tmp_path / "nvcc")
+    monkeypatch.setattr(build, "DEFAULT_NVCC", tmp_path / "nvcc")
     monkeypatch.setattr("site.getsitepackages", lambda: [])
     monkeypatch.setattr("site.getusersitepackages", lambda: str(tmp_path))
     with pytest.raises(BuildError, match="nvcc is missing in PATH, /usr/local/cuda and pip's nvidia packages; install"):
-        build_cuda.find_toolkit()
+        build.find_toolkit()
     fake_toolkit(tmp_path / "nvidia" / "cu13")
-    assert build_cuda.find_toolkit().nvcc == tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    assert build.find_toolkit().nvcc == tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
 
 
 def test_an_old_nvcc_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "old", version="12.6")))
-    with pytest.raises(BuildError, match=r"nvcc is nvcc 12\.6; want 12\.8 or newer"):
-        build_cuda.find_toolkit()
+    with pytest.raises(BuildError, match=r"nvcc is nvcc 12\.6; expected 12\.8 or newer"):
+        build.find_toolkit()
 
 
 def test_a_toolkit_without_its_runtime_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "half", runtime=False)))
-    with pytest.raises(BuildError, match=r"libcudart_static\.a is missing in .*half; want the toolkit's runtime"):
-        build_cuda.find_toolkit()
+    with pytest.raises(BuildError, match=r"libcudart_static\.a is missing in .*half; expected the toolkit's runtime"):
+        build.find_toolkit()
 
 
 def test_an_nvcc_that_does_not_run_is_named(tmp_path, monkeypatch):
@@ -85,40 +85,40 @@ def test_an_nvcc_that_does_not_run_is_named(tmp_path, monkeypatch):
     (home / "bin" / "nvcc").chmod(0o644)
     monkeypatch.setenv("CUDA_HOME", str(home))
     with pytest.raises(BuildError, match=r"bin/nvcc cannot be run \(Permission denied\)"):
-        build_cuda.find_toolkit()
+        build.find_toolkit()
 
 
 def test_a_missing_host_compiler_is_named(toolkit, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-g++ -m64")
-    with pytest.raises(BuildError, match="the host compiler 'no-such-g\\+\\+' is missing; install g\\+\\+, or set CXX"):
-        build_cuda.check(toolkit / "csrc")
+    with pytest.raises(BuildError, match="CXX is 'no-such-g\\+\\+', which is missing; install g\\+\\+"):
+        build.check_cuda(toolkit / "csrc")
 
 
 @needs_cxx
 @pytest.mark.parametrize(
     "archs, says",
     [
-        pytest.param("90;75", "does not know 75; want some of 80, 90", id="unknown to nvcc"),
-        pytest.param("native", "want a list such as", id="a GPU would be asked"),
-        pytest.param("90+SASS", "want a list such as", id="a word of nobody's"),
-        pytest.param(" ; ", "want a list such as", id="empty"),
+        pytest.param("90;75", "expected a list such as .* knows: 80, 90", id="unknown to nvcc"),
+        pytest.param("native", "expected a list such as", id="a GPU would be asked"),
+        pytest.param("90+SASS", "expected a list such as", id="a word of nobody's"),
+        pytest.param(" ; ", "expected a list such as", id="empty"),
     ],
 )
 def test_architectures_are_named_and_known(toolkit, archs, says):
     with pytest.raises(BuildError, match=f"architectures are '{re.escape(archs)}'.*{says}"):
-        build_cuda.check(toolkit / "csrc", archs)
+        build.check_cuda(toolkit / "csrc", archs)
 
 
 def test_docs_list_the_default_architectures():
     text = (ROOT / "docs" / "build.md").read_text()
-    assert ";".join(re.findall(r"^\| `(\d+(?:\+PTX)?)` \|", text, re.M)) == build_cuda.ARCHS
+    assert ";".join(re.findall(r"^\| `(\d+(?:\+PTX)?)` \|", text, re.M)) == build.ARCHS
 
 
 @needs_cxx
 def test_architectures_become_flags(toolkit):
-    *_, flags, names = build_cuda.check(toolkit / "csrc", "80, sm_90a;90+PTX")
+    *_, flags, names = build.check_cuda(toolkit / "csrc", "80, sm_90a;90+PTX")
     assert names == ["sm_80", "sm_90a", "sm_90", "compute_90"]
-    *_, shared, _ = build_cuda.check(toolkit / "csrc", "80;90")
+    *_, shared, _ = build.check_cuda(toolkit / "csrc", "80;90")
     assert shared[1::2] == [
         "arch=compute_80,code=sm_80",
         "arch=compute_80,code=sm_90",
@@ -132,8 +132,8 @@ def test_architectures_become_flags(toolkit):
 
 
 def test_a_folder_without_sources_is_named(tmp_path):
-    with pytest.raises(BuildError, match=f"csrc is {tmp_path}, which has no .cu file"):
-        build_cuda.check(tmp_path)
+    with pytest.raises(BuildError, match=rf"{tmp_path} has no \*\.cu file"):
+        build.check_cuda(tmp_path)
 
 
 # the build
@@ -142,10 +142,10 @@ def test_a_folder_without_sources_is_named(tmp_path):
 @needs_cxx
 def test_build_and_launch(toolkit):
     csrc, out = toolkit / "csrc", toolkit / "lib" / "out.so"
-    usages = build_cuda.build(out, csrc=csrc, archs="80;90")
+    usages = build.build_cuda(out, csrc=csrc, archs="80;90")
     assert usages == [Usage("kernel", "sm_90", registers=21, shared=400)] * 2  # one of each source
     library = cuda.bind(out, csrc)
-    assert library.info == {"sources": build_cuda.source_hash(csrc), "nvcc": "13.0", "archs": ["sm_80", "sm_90"]}
+    assert library.info == {"sources": build.source_hash("cuda", csrc), "nvcc": "13.0", "archs": ["sm_80", "sm_90"]}
     assert not library.emulated and not hasattr(library.handle, "moert_local")
     cuda.use(library)
     assert cuda.describe() == f"{out}: nvcc 13.0 for sm_80, sm_90"
@@ -166,27 +166,27 @@ def compiled(toolkit: Path) -> list[str]:
 def test_only_what_changed_is_compiled_again(toolkit):
     csrc, out = toolkit / "csrc", toolkit / "out.so"
 
-    def build():
-        build_cuda.build(out, csrc=csrc, archs="90")
+    def built():
+        build.build_cuda(out, csrc=csrc, archs="90")
         return sorted(compiled(toolkit))
 
-    assert build() == ["info", "twice"] == build()
+    assert built() == ["info", "twice"] == built()
     (csrc / "twice.cu").write_text((csrc / "twice.cu").read_text() + "\n")
     # info holds the hash of all sources
-    assert build() == ["info", "info", "twice", "twice"]
+    assert built() == ["info", "info", "twice", "twice"]
     (csrc / "moert.h").write_text((csrc / "moert.h").read_text() + "\n")
-    assert build() == ["info"] * 3 + ["twice"] * 3
+    assert built() == ["info"] * 3 + ["twice"] * 3
 
 
 @needs_cxx
 def test_objects_that_no_build_uses_are_deleted(toolkit):
     csrc, objects = toolkit / "csrc", toolkit / "cache" / "moe_runtime" / "cuda" / "objects"
-    build_cuda.build(toolkit / "out.so", csrc=csrc, archs="90")
+    build.build_cuda(toolkit / "out.so", csrc=csrc, archs="90")
     used = set(objects.iterdir())
     for path in [*used, objects / "old.o", objects / "old.ptxas", objects / "other"]:
         path.touch()
         os.utime(path, (0, 0))
-    build_cuda.build(toolkit / "out.so", csrc=csrc, archs="90")
+    build.build_cuda(toolkit / "out.so", csrc=csrc, archs="90")
     assert set(objects.iterdir()) == used | {objects / "other"}
     assert sorted(compiled(toolkit)) == ["info", "twice"]
 
@@ -197,7 +197,7 @@ def test_a_source_that_does_not_compile_leaves_what_was_there(toolkit):
     out.write_text("old")
     (csrc / "twice.cu").write_text("int f() { return nonsense; }\n")
     with pytest.raises(BuildError, match=r"(?s)nvcc .*twice\.cu.*failed with 1:.*nonsense"):
-        build_cuda.build(out, csrc=csrc, archs="90")
+        build.build_cuda(out, csrc=csrc, archs="90")
     assert out.read_text() == "old" and not list(toolkit.glob(".build-*"))
     assert not list((toolkit / "cache" / "moe_runtime" / "cuda" / "objects").glob("twice*"))
 
@@ -205,25 +205,24 @@ def test_a_source_that_does_not_compile_leaves_what_was_there(toolkit):
 @needs_cxx
 def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys):
     csrc = toolkit / "csrc"
-    for module in (cuda, build_cuda):
-        monkeypatch.setattr(module, "csrc_dir", lambda: csrc)
-    monkeypatch.setattr(cuda, "places", lambda: [build_cuda.library_path()])
-    assert cuda.describe() == "none: the CUDA library is not built; python -m moe_runtime.native.build_cuda builds it"
+    monkeypatch.setattr(build, "csrc_dir", lambda kind: csrc)
+    monkeypatch.setattr(cuda, "places", lambda: [build.library_path("cuda")])
+    assert cuda.describe() == "none: the CUDA library is not built; python -m moe_runtime.native.build cuda builds it"
     with pytest.raises(ValueError, match="not built; python -m"):
         cuda.library()
-    cuda._find.cache_clear()
-    assert build_cuda.main(["--archs", "90"]) == 0
-    assert str(build_cuda.library_path()) in capsys.readouterr().out
-    assert cuda.library().path == build_cuda.library_path()
+    cuda.use(None)
+    assert build.main(["cuda", "--archs", "90"]) == 0
+    assert str(build.library_path("cuda")) in capsys.readouterr().out
+    assert cuda.library().path == build.library_path("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert cuda.why_not(torch.device("cuda")) is None and "the CPU" in cuda.why_not(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert f"{build_cuda.library_path()} is for sm_90; want sm_80; python -m" in cuda.why_not(torch.device("cuda"))
-    assert build_cuda.main(["--archs", "90", "--max-registers", "20", "--report"]) == 1
+    assert f"{build.library_path('cuda')} is for sm_90; expected sm_80; python -m" in cuda.why_not(torch.device("cuda"))
+    assert build.main(["cuda", "--archs", "90", "--max-registers", "20", "--report"]) == 1
     said = capsys.readouterr()
-    assert "kernel on sm_90 takes 21 registers; want at most 20" in said.err
+    assert "kernel on sm_90 uses 21 registers; expected at most 20" in said.err
     assert said.out.count("21 registers    400 bytes shared     0 spilled sm_90   kernel\n") == 2
-    assert build_cuda.main(["--archs", "75"]) == 2
+    assert build.main(["cuda", "--archs", "75"]) == 2
     assert "error: architectures are '75'" in capsys.readouterr().err
 
 
@@ -237,8 +236,8 @@ def homeless(tmp_path, monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
-    monkeypatch.setattr(cuda, "__file__", str(tmp_path / "cuda.py"))
-    cuda._find.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "library.py"))
+    cuda.use(None)
     tiles.read_tuned.cache_clear()
     yield
     tiles.read_tuned.cache_clear()
@@ -247,35 +246,35 @@ def homeless(tmp_path, monkeypatch):
 def test_without_a_home_there_is_no_library_and_no_measured_config(homeless):
     with pytest.raises(RuntimeError):
         Path.home()
-    missing = "the CUDA library is not built; python -m moe_runtime.native.build_cuda builds it"
+    missing = "the CUDA library is not built; python -m moe_runtime.native.build cuda builds it"
     assert cuda.why_not(torch.device("cuda")) == missing and cuda.describe() == f"none: {missing}"
     with pytest.raises(ValueError, match="'cuda' for route, but"):
         backends.pick("route", torch.zeros(1), "cuda")
     assert tiles.read_tuned() == {}
-    with pytest.raises(ValueError, match="^HOME is None, .*; set XDG_CACHE_HOME to what can be written"):
+    with pytest.raises(ValueError, match="^HOME is None, .*; set XDG_CACHE_HOME"):
         tiles.tuned_path()
 
 
 def test_the_command_without_a_home(homeless, capsys):
     with pytest.raises(SystemExit) as left:
-        build_cuda.main(["--help"])
+        build.main(["cuda", "--help"])
     assert left.value.code == 0 and "XDG_CACHE_HOME" in capsys.readouterr().out
-    says = "error: HOME is None, and this user has no other; set XDG_CACHE_HOME to what can be written\n"
-    for arguments in ([], ["--out", "library.so"]):  # the objects of a library want a place too
-        assert build_cuda.main(arguments) == 2
+    says = "error: HOME is None, and this user has no home folder; set XDG_CACHE_HOME to a writable folder\n"
+    for arguments in (["cuda"], ["cuda", "--out", "library.so"]):  # the objects of a library want a place too
+        assert build.main(arguments) == 2
         assert capsys.readouterr().err == says
 
 
 @pytest.mark.parametrize("place", ["cache", "out"])
 def test_a_place_that_cannot_be_written_is_one_line(toolkit, monkeypatch, capsys, place):
     (toolkit / "file").touch()
-    under, asked = toolkit / "file" / "below", ["--csrc", str(toolkit / "csrc"), "--archs", "90"]
+    under, asked = toolkit / "file" / "below", ["cuda", "--csrc", str(toolkit / "csrc"), "--archs", "90"]
     if place == "cache":
         monkeypatch.setenv("XDG_CACHE_HOME", str(under))
     else:
-        monkeypatch.setattr(build_cuda, "_compile", lambda *_: (toolkit / "no.o", []))
+        monkeypatch.setattr(build, "_compile", lambda *_: (toolkit / "no.o", []))
         asked += ["--out", str(under / "library.so")]
-    assert build_cuda.main(asked) == 2
+    assert build.main(asked) == 2
     said = capsys.readouterr()
     assert re.fullmatch(rf"error: {under}\S* cannot be read or written \(Not a directory\); set XDG.*\n", said.err), (
         said
@@ -287,13 +286,13 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(build_cuda, "build", full)
-    assert build_cuda.main(["--out", str(tmp_path / "library.so")]) == 2
+    monkeypatch.setattr(build, "build_cuda", full)
+    assert build.main(["cuda", "--out", str(tmp_path / "library.so")]) == 2
     want = f"error: {tmp_path}/library.so cannot be read or written (No space left on device); set XDG"
     assert capsys.readouterr().err.startswith(want)
 
 
-@pytest.mark.parametrize("name", [build_cuda.NAME, "moert.h"])
+@pytest.mark.parametrize("name", [build.NAMES["cuda"], "moert.h"])
 def test_a_folder_that_may_not_be_read_has_no_library(name, monkeypatch):
     real = Path.is_file
 
@@ -302,7 +301,7 @@ def test_a_folder_that_may_not_be_read_has_no_library(name, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    cuda._find.cache_clear()
+    cuda.use(None)
     monkeypatch.setattr(Path, "is_file", is_file)
     assert "Permission denied" in cuda.why_not(torch.device("cuda"))
     assert cuda.describe().startswith("none: ") and name in cuda.describe()
@@ -311,13 +310,13 @@ def test_a_folder_that_may_not_be_read_has_no_library(name, monkeypatch):
 @needs_cxx
 def test_a_library_of_other_sources_is_refused(toolkit):
     csrc, out = toolkit / "csrc", toolkit / "out.so"
-    build_cuda.build(out, csrc=csrc, archs="90")
+    build.build_cuda(out, csrc=csrc, archs="90")
     text = (csrc / "moert.h").read_text()
     (csrc / "moert.h").write_text(text + "// changed\n")
-    with pytest.raises(OSError, match="was built from other sources.*python -m moe_runtime.native.build_cuda"):
+    with pytest.raises(OSError, match="was built from other sources.*python -m moe_runtime.native.build cuda"):
         cuda.bind(out, csrc)
     (csrc / "moert.h").write_text(text + "MOERT_API int moert_new(int x);\n")
-    with pytest.raises(OSError, match="has no moert_new; rebuild it"):
+    with pytest.raises(OSError, match="and has no moert_new; rebuild it"):
         cuda.bind(out, csrc)
 
 
@@ -331,7 +330,7 @@ def test_a_library_of_other_sources_is_refused(toolkit):
     ],
 )
 def test_code_runs_where_it_can(archs, gpus, others):
-    assert all(cuda.covers(archs, *gpu) for gpu in gpus) and not any(cuda.covers(archs, *gpu) for gpu in others)
+    assert all(native.covers(archs, *gpu) for gpu in gpus) and not any(native.covers(archs, *gpu) for gpu in others)
 
 
 # ptxas' report
@@ -348,13 +347,13 @@ ptxas info    : Used 40 registers
 
 
 def test_the_gate_sees_spills_and_registers():
-    usages = build_cuda.read_ptxas(REPORT)
+    usages = build.read_ptxas(REPORT)
     assert usages == [Usage("a", "sm_90", 255, 416, 804, 824, 64), Usage("b", "sm_80", 40)]
-    assert build_cuda.complaints(usages) == [
-        "a on sm_90 spills 1628 bytes, stack frame 416; want none",
-        "a on sm_90 takes 255 registers; want at most 128",
+    assert build.complaints(usages) == [
+        "a on sm_90 spills 1628 bytes, stack frame 416; expected none",
+        "a on sm_90 uses 255 registers; expected at most 128",
     ]
-    assert build_cuda.complaints(usages[1:], max_registers=40) == []
+    assert build.complaints(usages[1:], max_registers=40) == []
 
 
 # the header
@@ -453,14 +452,14 @@ def test_ops_compile_without_a_break(emulated):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """csrc/ for every architecture; compiled once, whichever test worker asks first."""
-    out = tmp_path_factory.mktemp("library") / build_cuda.NAME
-    return out, build_cuda.build(out, csrc=CSRC)
+    out = tmp_path_factory.mktemp("library") / build.NAMES["cuda"]
+    return out, build.build_cuda(out, csrc=CSRC)
 
 
 @pytest.mark.slow
 @needs_nvcc
 def test_machine_code_for_every_architecture(library):
-    _, _, _, _, names = build_cuda.check(CSRC)
+    _, _, _, _, names = build.check_cuda(CSRC)
     machine, ptx = cubins(library[0])
     assert [f"sm_{number}" for number in machine] == sorted(
         (n for n in names if n[:3] == "sm_"), key=lambda n: int(n[3:])
@@ -472,7 +471,7 @@ def test_machine_code_for_every_architecture(library):
 @needs_nvcc
 def test_no_kernel_spills(library):
     out, usages = library
-    assert build_cuda.complaints(usages) == []
+    assert build.complaints(usages) == []
     kernels = {usage.kernel for usage in usages}
     assert len(usages) == len(kernels) * 6 and len(kernels) >= 5
     # the same of what is in the file
@@ -495,8 +494,8 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x, int n) {
 @needs_nvcc
 def test_the_gate_sees_a_real_spill(tmp_path):
     (tmp_path / "spiller.cu").write_text(SPILLER)
-    usages = build_cuda.build(tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90")
-    assert usages[0].spill_stores > 0 and "spiller on sm_90 spills" in build_cuda.complaints(usages)[0]
+    usages = build.build_cuda(tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90")
+    assert usages[0].spill_stores > 0 and "spiller on sm_90 spills" in build.complaints(usages)[0]
 
 
 @needs_nvcc
@@ -518,7 +517,7 @@ import json, sys
 from pathlib import Path
 import torch
 from moe_runtime import backends
-from moe_runtime.native import cuda
+from moe_runtime.native.library import cuda
 cuda.use(cuda.bind(Path(sys.argv[1])))
 idx = torch.zeros(3, 2, dtype=torch.int32)
 try:
@@ -539,4 +538,6 @@ def test_it_loads_without_a_driver(library):
     said, refused, default = json.loads(done.stdout)
     assert said.startswith(f"{library[0]}: nvcc ") and "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
     assert torch.cuda.is_available() or "; " in said  # what the driver, or its absence, says
-    assert refused == "backend is 'cuda' for dispatch, but the tensor is on the CPU; want cuda" and default == "torch"
+    assert (
+        refused == "backend is 'cuda' for dispatch, but the tensor is on the CPU; expected cuda" and default == "torch"
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.config import ACTIVATIONS
-from moe_runtime.ops.activation import ACT, ACT_BACKWARD, activate
+from moe_runtime.ops.activation import ACT, ACT_BACKWARD, Activation
 from tests.support import oracle
 
 
@@ -35,18 +35,19 @@ def test_kink_has_the_derivative_zero(act):
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_gate_is_the_first_half_and_goes_through_the_activation(act):
     gate, up = torch.randn(5, 17, dtype=torch.float64), torch.randn(5, 17, dtype=torch.float64)
-    got = activate(torch.cat([gate, up], -1), act, gated=True)
+    got = Activation(act).apply(torch.cat([gate, up], -1))
     torch.testing.assert_close(got, oracle.ACT[act](gate) * up, rtol=1e-12, atol=1e-14)
 
 
 def test_ungated_has_no_second_half():
     z = torch.randn(5, 17, dtype=torch.float64)
-    torch.testing.assert_close(activate(z, "silu", gated=False), oracle.ACT["silu"](z), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(Activation("silu", gated=False).apply(z), oracle.ACT["silu"](z), rtol=1e-12, atol=1e-14)
 
 
 def test_any_leading_shape():
     z = torch.randn(2, 3, 34)
-    assert torch.equal(activate(z, "gelu", True).flatten(0, 1), activate(z.flatten(0, 1), "gelu", True))
+    gelu = Activation("gelu")
+    assert torch.equal(gelu.apply(z).flatten(0, 1), gelu.apply(z.flatten(0, 1)))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

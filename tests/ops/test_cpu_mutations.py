@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from moe_runtime.native import build_cpu, cpp
+from moe_runtime.native import build
+from moe_runtime.native.library import Loaded, cpp
 from moe_runtime.ops import moe_mlp_cpp
 from tests.support import cpu_build
 from tests.support.layer import moe_layer
@@ -66,9 +67,9 @@ NEEDS = {
 pytestmark = pytest.mark.stress
 
 
-def found(library: cpp.Library, monkeypatch, tolerance) -> list[str]:
+def found(library: Loaded, monkeypatch, tolerance) -> list[str]:
     """Where a layer on this library, or a merge, is not the equation: few tokens and many, every form, activation and way."""
-    monkeypatch.setattr(cpp, "_find", lambda: library)
+    monkeypatch.setattr(cpp, "_found", library)
     torch.manual_seed(0)
     bad, best = [], library.variant
     for variant in dict.fromkeys((best, "generic")):
@@ -91,7 +92,7 @@ def found(library: cpp.Library, monkeypatch, tolerance) -> list[str]:
 def planted(folder, file: str, old: str, new: str):
     """The sources in `folder` with the change in one of them."""
     csrc = folder / "cpu"
-    shutil.copytree(build_cpu.csrc_dir(), csrc)
+    shutil.copytree(build.csrc_dir("cpu"), csrc)
     text = (csrc / file).read_text()
     assert old in text, f"csrc/cpu/{file} has no {old!r} any more; plant this mutant elsewhere"
     (csrc / file).write_text(text.replace(old, new))
@@ -111,9 +112,9 @@ def test_mutant_is_caught(file, old, new, monkeypatch, tolerance, tmp_path):
         return  # that it still applies is known
     if variant not in NEEDS.get(new, (variant,)):
         pytest.skip(f"{variant} has no code that this changes")
-    sets = {name: flags for name, flags in build_cpu.X86_SETS.items() if variant.startswith(name)}
-    monkeypatch.setattr(build_cpu, "X86_SETS", sets)
+    sets = {name: flags for name, flags in build.X86_SETS.items() if variant.startswith(name)}
+    monkeypatch.setattr(build, "X86_SETS", sets)
     if not STRESS:  # less than half of the compiler's time
-        monkeypatch.setattr(build_cpu, "FLAGS", ("-O1", *build_cpu.FLAGS[1:]))
-    build_cpu.build(tmp_path / build_cpu.NAME, csrc=csrc)
-    assert found(cpp.bind(tmp_path / build_cpu.NAME, csrc), monkeypatch, tolerance)
+        monkeypatch.setattr(build, "CPU_FLAGS", ("-O1", *build.CPU_FLAGS[1:]))
+    build.build_cpu(tmp_path / build.NAMES["cpu"], csrc=csrc)
+    assert found(cpp.bind(tmp_path / build.NAMES["cpu"], csrc), monkeypatch, tolerance)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.expert_rows import Experts
 from tests.support.aot import ROOT, record
 
 for path in (ROOT / "moe_runtime" / "ops").glob("*.py"):  # each registers its ops
@@ -32,13 +33,9 @@ def layer(gated=True, bias=False, trainable=False, apart=False, shared="group", 
     biases = (meta(E, up.shape[1]), meta(E, H)) if bias else (None, None)
     place = meta(E, dtype=torch.int32 if apart else torch.bool) if trainable or apart else None
     trained = (meta(2, *up.shape[1:]), meta(2, H, I)) if apart else (None, None)
-    weights = (up, down, weight)
-    options = (*Activation("silu", gated), shared)
-    out, z, offsets, row_slot = triton("moe_mlp", meta(T, H), *weights, meta(T, K, dtype=torch.int32), *biases, place, *trained,
-                                       *options, save)  # fmt: skip
-    triton(
-        "moe_mlp_backward", out, meta(T, H), *weights, *biases, place, *trained, z, offsets, row_slot, needs, *options
-    )
+    experts = Experts(up, down, *biases, place, *trained, Activation("silu", gated), shared).pack()
+    out, *kept = triton("moe_mlp", meta(T, H), weight, meta(T, K, dtype=torch.int32), *experts, save)
+    triton("moe_mlp_backward", out, meta(T, H), weight, *experts, *kept, needs)
 
 
 def steps() -> None:
@@ -57,7 +54,6 @@ def steps() -> None:
         triton("grouped_gemm_backward", meta(80, 48), rows, stack, offsets, *apart, (True,) * 3)
     triton("merge_experts", stack, alpha)
     triton("merge_experts_backward_alpha", meta(48, 64), stack)
-    triton("average_experts_", stack, 0.34)
     triton("merged_linear", rows, stack, alpha, meta(48, 64), None)
     triton("merged_linear_backward", meta(80, 48), rows, stack, meta(48, 64), False)
     lora_and_expansion()
@@ -69,8 +65,9 @@ def lora_and_expansion() -> None:
     base = (meta(I, H), meta(I, H), meta(H, I), None, None)
     pairs = [meta(E, rank, n) for n in (H, I, H, I, I, H)]
     shared = (meta(T, H), *base, meta(T, 2, dtype=torch.float32), meta(T, 2, dtype=torch.int32), *pairs)
-    out, z, low = triton("lora_mlp", *shared, E, 2.0, "silu", True)
-    triton("lora_mlp_backward", out, *shared, z, low, (True,) * 8, E, 2.0, "silu")
+    settings = (E, 2.0, "silu", True)
+    out, z, low = triton("lora_mlp", *shared, *settings)
+    triton("lora_mlp_backward", out, z, low, True, (True,) * 6, *shared, *settings)
     triton("gram", meta(4, 3072), meta(3072))
     triton("dare_merge", base[0], base[1], base[0], 1, 2, 1 << 31, 0.5, 0.5)
 
@@ -89,11 +86,10 @@ def fused_loss() -> None:
 def whole_layer(shared: str) -> None:
     T, H, I, E, K = 40, 64, 48, 4, 2
     x, router, up, down = meta(T, H), meta(E - 1, H), meta(E, 2 * I, H), meta(E, H, I)
-    biases = (meta(E, 2 * I), meta(E, H))
-    options = ("xft", *Activation(), shared)
-    out, logits, weight, *kept = triton("moe_layer", x, router, up, down, *biases, K, *options, True)
-    tensors = (x, router, up, down, *biases, logits, weight, *kept)
-    triton("moe_layer_backward", out, logits, weight, *tensors, (True,) * 6, *options)
+    experts = Experts(up, down, meta(E, 2 * I), meta(E, H), shared=shared).pack()
+    out, logits, weight, *kept = triton("moe_layer", x, router, *experts, K, "xft", True)
+    tensors = (x, router, *experts, logits, weight, *kept)
+    triton("moe_layer_backward", out, logits, weight, *tensors, True, (True,) * 6, "xft")
 
 
 LAYERS = {

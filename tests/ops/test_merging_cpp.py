@@ -7,7 +7,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import merging
 from moe_runtime.ops.merging import merge_experts, merge_rows, merged_linear, mixing
 from tests.ops.test_merged_linear import doubled, equation, sample

@@ -7,6 +7,7 @@ from moe_runtime import MoEConfig
 from moe_runtime.backends import interpreted
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
@@ -29,9 +30,14 @@ def leaves(gate="xft", dtype=torch.float32, tokens=T, gated=True, bias=False, e=
     return {name: (torch.randn(size) * scale[name]).to(device, dtype).requires_grad_() for name, size in sizes.items()}
 
 
-def whole(v, gate, backend, **options):
-    biases = {"gate_up_bias": v.get("up_bias"), "down_bias": v.get("down_bias")}
-    return moe_layer(v["x"], v["router"], v["up"], v["down"], K, gate, **biases, **options, backend=backend)
+def whole(v, gate, backend, recompute=False, **options):
+    return moe_layer(v["x"], v["router"], experts_of(v, **options), K, gate, recompute=recompute, backend=backend)
+
+
+def experts_of(v, gated=True, shared="group"):
+    return Experts(
+        v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(gated=gated), shared=shared
+    )
 
 
 def halves(v, gate, backend, **options):
@@ -120,7 +126,7 @@ def test_few_tokens(tokens, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_shared_expert_is_the_dense_mlp(backend):
     v = leaves(e=1)
-    out, logits, weight, idx = moe_layer(v["x"], v["router"], v["up"], v["down"], 1, "xft", backend=backend)
+    out, logits, weight, idx = moe_layer(v["x"], v["router"], experts_of(v), 1, "xft", backend=backend)
     z = v["x"] @ v["up"][0].t()
     want = (torch.nn.functional.silu(z[:, :I]) * z[:, I:]) @ v["down"][0].t()
     torch.testing.assert_close(out, want)
@@ -153,27 +159,15 @@ def test_recompute_is_bit_equal(backend):
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_opcheck(bias, backend):
     v = leaves(bias=bias, tokens=5)
-    tensors = (v["x"], v["router"], v["up"], v["down"], v.get("up_bias"), v.get("down_bias"))
+    inputs = (v["x"], v["router"], *experts_of(v).pack())
     is_traced = backend == "torch" or bias
-    opcheck(torch.ops.moe_runtime.moe_layer, (*tensors, K, "xft", *Activation(), "group", True, backend), is_traced)
-    plain = [None if t is None else t.detach() for t in tensors]
-    saved = torch.ops.moe_runtime.moe_layer(*plain, K, "xft", *Activation(), "group", True, backend)
-    out, *saved = saved
+    opcheck(torch.ops.moe_runtime.moe_layer, (*inputs, K, "xft", True, backend), is_traced)
+    inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
+    out, *saved = torch.ops.moe_runtime.moe_layer(*inputs, K, "xft", True, backend)
     extra = [torch.randn_like(saved[0]), torch.randn_like(saved[1])]
-    for needs in ([t is not None for t in plain], [False] * 6):
+    for needs in ([True, True, True, False, bias, bias], [False] * 6):
         for dlogits, dweight in ([None, None], extra):
-            args = (
-                torch.randn_like(out),
-                dlogits,
-                dweight,
-                *plain,
-                *saved,
-                needs,
-                "xft",
-                *Activation(),
-                "group",
-                backend,
-            )
+            args = (torch.randn_like(out), dlogits, dweight, *inputs, *saved, any(needs), needs, "xft", backend)
             opcheck(torch.ops.moe_runtime.moe_layer_backward, args, is_traced)
 
 
@@ -183,7 +177,7 @@ def test_compiles_without_a_graph_break(backend):
     v = leaves()
 
     def f(x, router, up, down):
-        return tuple(moe_layer(x, router, up, down, K, "xft", backend=backend))
+        return tuple(moe_layer(x, router, Experts(up, down), K, "xft", backend=backend))
 
     assert torch._dynamo.explain(f)(*v.values()).graph_break_count == 0
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
@@ -207,7 +201,7 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
     with pytest.raises(ValueError, match="shared is 'dense', gate is 'topk_softmax'"):
         whole(v, "topk_softmax", "torch", shared="dense")
     idx = torch.tensor([[1, 0], [0, 2]])
-    with pytest.raises(ValueError, match="shared is 'dense', topk_idx has expert 0"):
+    with pytest.raises(ValueError, match="shared is 'dense', topk_idx .* does not have expert 0"):
         moe_mlp(v["x"][:2], v["up"], v["down"], torch.rand(2, 2), idx, shared="dense")
     with pytest.raises(ValueError, match="shared is 'both'"):
         whole(v, "topk_softmax", "torch", shared="both")
@@ -229,10 +223,15 @@ def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
         whole(leaves(device="cpu") | change, "xft", None)
     assert words in str(error.value)
+    v = leaves()
+
+    def whole_of(top_k, gate="xft"):
+        return moe_layer(v["x"], v["router"], experts_of(v), top_k, gate)
+
     with pytest.raises(ValueError, match="top_k is 9"):
-        moe_layer(*leaves().values(), 9)
+        whole_of(9)
     with pytest.raises(ValueError, match="gate is 'best'"):
-        moe_layer(*leaves().values(), 2, "best")
+        whole_of(2, "best")
 
 
 # the module uses it

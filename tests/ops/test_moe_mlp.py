@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.config import ACTIVATIONS
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import expert_rows, moe_mlp_torch
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference
 from tests.ops.test_grouped_gemm import filled_memory
@@ -15,7 +15,7 @@ from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_o
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
     """The torch backend; test_moe_mlp_cpp.py runs the same tests with csrc/cpu's library."""
-    monkeypatch.setattr(cpp, "_find", lambda: "the CPU library is not built")
+    monkeypatch.setattr(cpp, "_found", "the CPU library is not built")
 
 
 LOW = [torch.float16, torch.bfloat16]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.native import cpp
+from moe_runtime.native import library
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import expert_rows, moe_mlp_cpp, workspace
-from moe_runtime.ops.activation import ACT
+from moe_runtime.ops.activation import ACT, Activation
 from moe_runtime.ops.expert_rows import Experts
 from tests.ops.test_moe_mlp import *  # noqa: F403  the same tests, with the library that _library brings
 from tests.ops.test_moe_mlp import SHAPES, layer
@@ -25,7 +26,7 @@ VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
     library = cpu_build.library()
-    monkeypatch.setattr(cpp, "_find", lambda: library)
+    monkeypatch.setattr(cpp, "_found", library)
     return library
 
 
@@ -141,10 +142,11 @@ def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch
 
 TEAM = """
 import os, torch
-from moe_runtime.native import build_cpu, cpp
+from moe_runtime.native import build
+from moe_runtime.native.library import cpp
 
 torch.set_num_threads(4)
-calls = cpp.bind(build_cpu.library_path()).handle
+calls = cpp.bind(build.library_path("cpu")).handle
 z, h = torch.zeros(4096, 128), torch.zeros(4096, 128)
 seen = []
 for rows in (4096, 4096, 64, 4096, 1, 48, 4096, 2, 96, 4096):
@@ -307,10 +309,9 @@ def test_opcheck(way_of, monkeypatch):
     monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: way_of)
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
-    weights = (v["up"], v["down"], v["topk_weight"], case.topk_idx, v["up_bias"], v["down_bias"])
+    experts = Experts(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
     torch.library.opcheck(
-        torch.ops.moe_runtime.moe_mlp,
-        (v["x"], *weights, None, None, None, "silu", True, None, 0.0, False, "group", True, "cpp"),
+        torch.ops.moe_runtime.moe_mlp, (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp")
     )
 
 
@@ -341,13 +342,14 @@ SECOND = """
 import ctypes, sys
 other = ctypes.CDLL(sys.argv[1])  # before torch, as scikit-learn's can be
 import torch
-from moe_runtime.native import build_cpu, cpp
+from moe_runtime.native import build, library
+from moe_runtime.native.library import cpp
 
-found = cpp.bind(build_cpu.library_path()).openmp
+found = cpp.bind(build.library_path("cpu")).openmp
 torch_own = ctypes.CDLL(torch.__path__[0] + "/lib/libtorch_cpu.so").GOMP_parallel
 address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
 same = address(ctypes.CDLL(found).GOMP_parallel) == address(torch_own) != address(other.GOMP_parallel)
-print(sum("gomp" in path.name for path in {cpp.Path(line[5]) for line in cpp._maps() if len(line) > 5}), same)
+print(sum("gomp" in path.name for path in {library.Path(line[5]) for line in library._maps() if len(line) > 5}), same)
 """
 
 
@@ -368,16 +370,16 @@ def test_of_two_openmps_it_takes_torchs(where, tmp_path):
 
 
 def test_without_an_openmp_it_says_so_where_there_are_threads(monkeypatch, _library):
-    monkeypatch.setattr(cpp, "_runtimes", lambda: iter(()))
+    monkeypatch.setattr(library, "_openmp_runtimes", lambda: iter(()))
     alone = cpp.bind(_library.path)
     try:
-        assert alone.openmp == cpp.NO_OPENMP
+        assert alone.openmp == library.NO_OPENMP
     finally:
         monkeypatch.undo()
         cpp.bind(_library.path)  # the library is one for the process: give it its threads again
-    monkeypatch.setattr(cpp, "_find", lambda: alone)
+    monkeypatch.setattr(cpp, "_found", alone)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert "no OpenMP runtime, torch's threads are 4; want libgomp" in cpp.why_not(torch.device("cpu"))
+    assert "no OpenMP runtime, torch's threads are 4; load libgomp" in cpp.why_not(torch.device("cpu"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert cpp.why_not(torch.device("cpu")) is None
 
@@ -386,17 +388,16 @@ def test_what_is_mapped_is_searched_torchs_own_first(monkeypatch, tmp_path):
     lib = tmp_path / "torch" / "lib"
     lines = [["0-1", "r", "0", "0", "0", path] for path in ("/a/libgomp-1.so", f"{lib}/libgomp.so.1", "/a/libcomp.so")]
     monkeypatch.setattr(torch, "__file__", str(lib.parent / "__init__.py"))
-    monkeypatch.setattr(cpp, "_maps", lambda: lines)
-    monkeypatch.setattr(cpp.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(library, "_maps", lambda: lines)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: path)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert list(cpp._runtimes()) == [f"{lib}/libtorch_cpu.so", f"{lib}/libgomp.so.1", "/a/libgomp-1.so"]
+    assert list(library._openmp_runtimes()) == [f"{lib}/libtorch_cpu.so", f"{lib}/libgomp.so.1", "/a/libgomp-1.so"]
 
 
 def test_acts_are_numbered_once():
-    assert list(cpp.ACTS) == list(ACT) and Experts(None, None, None, None, ("gelu", True, None, 0.0, True))
-    assert moe_mlp_cpp.form_of(Experts(None, None, None, None, ("gelu", True, None, 0.5, True))) == (
-        1, 2, float("inf"), 0.5,
-    )  # fmt: skip
+    assert list(cpp.ACTS) == list(ACT)
+    experts = Experts(None, None, activation=Activation("gelu", True, None, 0.5, True))
+    assert moe_mlp_cpp.form_of(experts) == (1, 2, float("inf"), 0.5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

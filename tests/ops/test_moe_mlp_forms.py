@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from moe_runtime.backends import interpreted
-from moe_runtime.ops.activation import ACT_BACKWARD, Activation, activate
-from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, moe_mlp_with_offsets
+from moe_runtime.ops.activation import ACT_BACKWARD, Activation
+from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, run_experts
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import assert_parity, gate_and_up, gated_product, make_case, moe_mismatches, moe_oracle, run
@@ -185,7 +186,7 @@ def test_a_value_on_the_limit_has_a_gradient_and_one_beyond_has_none(form, backe
     z = case.leaves["up"][0, :, 0].clone().requires_grad_()
     pattern = torch.cos(torch.arange(9.0))
     activation = {"act": "quick_gelu", "gated": True, **case.form}
-    (want,) = torch.autograd.grad((activate(z, **activation) * pattern).sum(), z)
+    (want,) = torch.autograd.grad((Activation(**activation).apply(z) * pattern).sum(), z)
     again = z.detach().double().requires_grad_()
     product = gated_product(again, lambda x: x * torch.sigmoid(1.702 * x), **case.form)
     (oracle,) = torch.autograd.grad((product * pattern).sum(), again)
@@ -331,7 +332,8 @@ def test_compiles_without_a_graph_break(backend, dynamic):
 def test_offsets_count_the_slots(backend):
     case, device = made(*GPT_OSS), device_of(backend)
     x, up, down, weight, *_ = (leaf.to(device) for leaf in case.leaves.values())
-    out, offsets = moe_mlp_with_offsets(x, up, down, weight, case.topk_idx.to(device), **case.form, backend=backend)
+    experts = Experts(up, down, activation=Activation(**case.form))
+    out, offsets = run_experts(x, experts, weight, case.topk_idx.to(device), backend=backend)
     counts = [(case.topk_idx == e).sum().item() for e in range(4)]
     assert offsets.diff().tolist() == counts and offsets[0] == 0 and offsets.dtype == torch.int32
     again = moe_mlp(x, up, down, weight, case.topk_idx.to(device), **case.form, backend=backend)
@@ -341,15 +343,17 @@ def test_offsets_count_the_slots(backend):
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param({"limit": 0}, "limit is 0; want a finite number above 0", id="limit 0"),
-        pytest.param({"limit": -7.0}, "limit is -7.0; want", id="negative"),
-        pytest.param({"limit": math.inf}, "limit is inf; want", id="infinite"),
-        pytest.param({"limit": math.nan}, "limit is nan; want", id="NaN"),
-        pytest.param({"up_offset": math.inf}, "up_offset is inf; want", id="infinite offset"),
-        pytest.param({"limit": 7.0, "gated": False}, "limit is 7.0, gated is False; want", id="limit without a gate"),
+        pytest.param({"limit": 0}, "limit is 0, up_offset 0.0; expected a finite limit above 0", id="limit 0"),
+        pytest.param({"limit": -7.0}, "limit is -7.0, up_offset", id="negative"),
+        pytest.param({"limit": math.inf}, "limit is inf, up_offset", id="infinite"),
+        pytest.param({"limit": math.nan}, "limit is nan, up_offset", id="NaN"),
+        pytest.param({"up_offset": math.inf}, "up_offset inf; expected", id="infinite offset"),
         pytest.param(
-            {"up_offset": 1.0, "gated": False}, "up_offset is 1.0, gated is False", id="offset without a gate"
+            {"limit": 7.0, "gated": False},
+            "gated is False in Activation(act='silu', gated=False, limit=7.0",
+            id="limit without a gate",
         ),
+        pytest.param({"up_offset": 1.0, "gated": False}, "up_offset=1.0", id="offset without a gate"),
         pytest.param(
             {"interleaved": True, "gated": False}, "interleaved is True, gated is False", id="no gate, in turns"
         ),
@@ -362,8 +366,10 @@ def test_bad_forms_are_named(change, words):
     assert words in str(error.value)
 
 
-def test_an_activation_is_what_the_schema_says():
-    schema = torch.ops.moe_runtime.moe_mlp.default._schema
-    names = [argument.name for argument in schema.arguments]
-    at = names.index("act")
-    assert tuple(names[at : at + 5]) == Activation._fields
+@pytest.mark.parametrize("op", ["moe_mlp", "moe_mlp_backward", "moe_layer", "moe_layer_backward"])
+def test_experts_are_what_the_schemas_say(op):
+    names = [argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments]
+    *tensors, _, shared = Experts._fields
+    fields, at = [*tensors, *Activation._fields, shared], names.index("up")
+    assert names[at : at + len(fields)] == fields
+    assert Experts.unpack(range(len(fields))).pack() == tuple(range(len(fields)))

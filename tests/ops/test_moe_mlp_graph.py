@@ -5,6 +5,7 @@ import torch
 
 from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support import layouts
 from tests.support.opcheck import opcheck
@@ -86,29 +87,24 @@ def test_opcheck(sizes, options, backend):
     case.form = options.get("form", {})
     leaves = case.leaves if "change" in options else {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
     v = case.view(leaves)
-    weights, biases = (v["up"], v["down"], v["topk_weight"]), (v.get("up_bias"), v.get("down_bias"))
+    weights, biases = (v["up"], v["down"]), (v.get("up_bias"), v.get("down_bias"))
     trainable, save, apart = options.get("trainable"), options.get("save", True), (None, None)
     if "apart" in options:
         trainable = torch.tensor(options["apart"], dtype=torch.int32)
         apart = [torch.randn(2, *v[name].shape[1:]).requires_grad_() for name in ("up", "down")]
-        weights = (v["up"].detach(), v["down"].detach(), v["topk_weight"])
+        weights = (v["up"].detach(), v["down"].detach())
     # test_moe_mlp_kernel_graph.py traces the other backend's
     is_traced = backend == "torch"
-    opcheck(
-        torch.ops.moe_runtime.moe_mlp,
-        (v["x"], *weights, case.topk_idx, *biases, trainable, *apart, *form(case), "group", save, backend),
-        is_traced,
+    experts = Experts(*weights, *biases, trainable, *apart, form(case)).pack()
+    op = torch.ops.moe_runtime.moe_mlp
+    opcheck(op, (v["x"], v["topk_weight"], case.topk_idx, *experts, save, backend), is_traced)
+    x, weight, *experts = (
+        t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts)
     )
-    plain = [None if t is None else t.detach() for t in (v["x"], *weights, *biases)]
-    x, up, down, weight, up_bias, down_bias = plain
-    apart = [None if t is None else t.detach() for t in apart]
-    _, z, offsets, row_slot = torch.ops.moe_runtime.moe_mlp(
-        x, up, down, weight, case.topk_idx, up_bias, down_bias, trainable, *apart, *form(case), "group",
-        save, backend,
-    )  # fmt: skip
-    for needs in ([t is not None for t in plain], [True, False, False, True, False, False], [False] * 6):
-        options = (*form(case), "group", backend)
-        args = (case.dout, *plain, trainable, *apart, z, offsets, row_slot, needs, *options)
+    _, *kept = op(x, weight, case.topk_idx, *experts, save, backend)
+    every = [True] * 4 + [bias is not None for bias in biases]
+    for needs in (every, [True, False, False, True, False, False], [False] * 6):
+        args = (case.dout, x, weight, *experts, *kept, needs, backend)
         opcheck(torch.ops.moe_runtime.moe_mlp_backward, args, is_traced)
 
 

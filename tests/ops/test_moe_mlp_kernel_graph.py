@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
 from tests.support import layouts
@@ -209,17 +210,19 @@ def test_opcheck(sizes, options, device):
         trainable = trainable.int()
         apart = tuple(v[name][:2].detach().clone().requires_grad_() for name in ("up", "down"))
         v |= {name: v[name].detach() for name in ("up", "down")}
-    inputs = (v["x"], v["up"], v["down"], v["topk_weight"])
-    weights = (v.get("up_bias"), v.get("down_bias"), trainable, *apart)
-    settings = (*Activation(case.act, case.gated), "group")
+    biases, save = (v.get("up_bias"), v.get("down_bias")), options.get("save", True)
+    activation = Activation(case.act, case.gated)
+    experts = Experts(v["up"], v["down"], *biases, trainable, *apart, activation).pack()
     with one_tile():
         forward = torch.ops.moe_runtime.moe_mlp
-        torch.library.opcheck(forward, (*inputs, idx, *weights, *settings, options.get("save", True), "triton"))
-        inputs, weights = ([None if t is None else t.detach() for t in group] for group in (inputs, weights))
-        _, *kept = forward(*inputs, idx, *weights, *settings, options.get("save", True), "triton")
-        every = [t is not None for t in (*inputs, *weights[:2])]
+        torch.library.opcheck(forward, (v["x"], v["topk_weight"], idx, *experts, save, "triton"))
+        x, weight, *experts = (
+            t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts)
+        )
+        _, *kept = forward(x, weight, idx, *experts, save, "triton")
+        every = [True] * 4 + [bias is not None for bias in biases]
         for needs in (every, [True, False, False, True, False, False])[: 1 + (sizes == {"bias": True})]:
-            args = (dout, *inputs, *weights, *kept, needs, *settings, "triton")
+            args = (dout, x, weight, *experts, *kept, needs, "triton")
             torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.ops.combine import combine
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
@@ -20,7 +21,7 @@ def call(op, x, backend):
     weight = torch.rand(3, 2, device=device)
     return {
         "moe_mlp": lambda: moe_mlp(x, up, down, weight, IDX.to(device), backend=backend),
-        "moe_layer": lambda: moe_layer(x, up[:, 0], up, down, 2, "softmax_topk", backend=backend).out,
+        "moe_layer": lambda: moe_layer(x, up[:, 0], Experts(up, down), 2, "softmax_topk", backend=backend).out,
         "grouped_gemm": lambda: grouped_gemm(x, up, torch.tensor([0, 1, 3], device=device), backend=backend),
         "combine": lambda: combine(x[:2], weight[:1], torch.tensor([1, 0], device=device), backend),
     }[op]()

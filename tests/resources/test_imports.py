@@ -32,12 +32,15 @@ def state():
         "tasks": len(os.listdir("/proc/self/task")), "hook": repr(sys.excepthook), "umask": os.umask(0o22),
         "signals": {n: repr(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)},
         "path": list(sys.path), "recursion": sys.getrecursionlimit(),
+        "finders": [repr(sys.meta_path), repr(sys.path_hooks)],
     }
     os.umask(found["umask"])
     if "logging" in sys.modules:
         import logging
         root = logging.getLogger()
         found["logging"] = [repr(root.handlers), root.level, logging.root.manager.disable]
+    if "transformers.trainer" in sys.modules:
+        found["callbacks"] = repr(sys.modules["transformers.trainer"].DEFAULT_CALLBACKS)
     if "torch" in sys.modules:
         import torch
         found["torch"] = [
@@ -105,7 +108,7 @@ torch.get_rng_state(), torch.get_num_interop_threads()
 root = pathlib.Path("moe_runtime").resolve()
 names = sorted(
     "moe_runtime" + "".join(f".{part}" for part in path.relative_to(root).with_suffix("").parts if part != "__init__")
-    for path in [*root.rglob("*.py"), *(root / "kernels").glob("*.py")] if "bench" not in path.relative_to(root).parts
+    for path in [*root.rglob("*.py"), *(root / "kernels").glob("*.py")] if path.stem != "__main__"
 )
 before = state()
 sys.addaudithook(hook)

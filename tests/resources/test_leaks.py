@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from tests.resources import steps
 from tests.support import limited
 

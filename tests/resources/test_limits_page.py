@@ -44,7 +44,7 @@ def test_every_op_s_proof_is_there():
     """Each op has a test file of its own and one of its kernel."""
     names = {path.stem for path in (ROOT / "tests" / "ops").glob("test_*.py")}
     files = {
-        "route": "routing", "merge_experts": "merging", "average_experts": "averaging", "lora_mlp": "lora", "gram": "expansion",
+        "route": "routing", "merge_experts": "merging", "lora_mlp": "lora", "gram": "expansion",
         "dare_merge": "expansion", "fused_cross_entropy": "fusion",
     }  # fmt: skip
     for op in backends.OPS:

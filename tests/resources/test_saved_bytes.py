@@ -15,7 +15,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.methods import esft, xft
 from moe_runtime.methods.esft.selection import ExpertSelection
 from moe_runtime.modules.moe import MoE
-from moe_runtime.native import cpp
+from moe_runtime.native.library import cpp
 from tests.hf import tiny
 from tests.support.oracle import SHARED, saved_bytes
 

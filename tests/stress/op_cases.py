@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from moe_runtime.modules.ewa import average_experts_
+from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import INTEGERS, dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.lora import lora_mlp
@@ -288,10 +289,8 @@ def moe_layer_case(d: Draw) -> Case:
     options = {"recompute": recompute, **form}
 
     def product(v, backend):
-        found = moe_layer(
-            v["x"], v["router"], v["up"], v["down"], top_k, gate, gate_up_bias=v.get("up_bias"),
-            down_bias=v.get("down_bias"), backend=backend, **options,
-        )  # fmt: skip
+        experts = Experts(v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(**form))
+        found = moe_layer(v["x"], v["router"], experts, top_k, gate, recompute=recompute, backend=backend)
         return found._asdict()
 
     def oracle(v, got):
@@ -340,27 +339,6 @@ def merged_linear_case(d: Draw) -> Case:
         return {"y": v["x"] @ merged.t() + v.get("bias", 0)}
 
     return Case(leaves, product, oracle, max(N * K, leaves["x"].numel()), d.unit, note=f"merged_linear {given}")
-
-
-def average_experts_case(d: Draw) -> Case:
-    """In place, where the experts lie."""
-    shape, E = d.of((7, 33), (1,), (0, 5), (2, 3, 5), (129,)), d.of(1, 2, 3, 8, 11)
-    layout, share = d.of(*(name for name in LAYOUTS if name != "expanded")), d.of(0.3, 0.0, 1e-3, 0.5, 0.9, 1.0)
-    leaves = {"weight": held(torch.randn(E, *shape).to(d.dtype), layout)}
-
-    def product(v, backend):
-        place = held(v["weight"].detach(), layout)
-        assert average_experts_(place, share, backend=backend) is place
-        return {"weight": place}
-
-    def oracle(v, got):
-        w = v["weight"].detach()
-        others = [sum((w[j] for j in range(E) if j != i), torch.zeros_like(w[i])) for i in range(E)]
-        return {
-            "weight": torch.stack([(1 - share) * w[i] + share / (E - 1) * others[i] for i in range(E)]) if E > 1 else w
-        }
-
-    return Case(leaves, product, oracle, E, note=f"average_experts {share} {layout}")
 
 
 def lora_mlp_case(d: Draw) -> Case:
@@ -496,7 +474,6 @@ CASES: dict[str, tuple[str, Callable[[Draw], Case]]] = {
     "moe_layer": ("moe_mlp", moe_layer_case),
     "merge_experts": ("merge_experts", merge_experts_case),
     "merged_linear": ("merge_experts", merged_linear_case),
-    "average_experts": ("average_experts", average_experts_case),
     "lora_mlp": ("lora_mlp", lora_mlp_case),
     "gram": ("gram", gram_case),
     "dare_merge": ("dare_merge", dare_merge_case),

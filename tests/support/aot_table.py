@@ -16,7 +16,6 @@ GPUS = {
     120: "sm_120: RTX 50", AMD: f"{AMD}: MI300",
 }  # fmt: skip
 WHAT = {
-    "averaging._average_experts_kernel": "experts drawn to their mean, in place",
     "combine._combine_fwd_kernel": "weighted sum of each token's rows",
     "combine._combine_bwd_kernel": "its gradient: rows and weights",
     "combine._sum_rows_kernel": "plain sum of each token's rows, and of the weights' partial gradients",

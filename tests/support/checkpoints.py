@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.io import files
 from moe_runtime.io.checkpoint import CheckpointWriter
 
 ROOT = Path(__file__).parents[2]
-HERE = files._host()  # what hidden folders are named by, before the process
 
 
 def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:

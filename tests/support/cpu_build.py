@@ -1,22 +1,23 @@
-"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m moe_runtime.native.build_cpu` does."""
+"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m moe_runtime.native.build cpu` does."""
 
 import functools
 
 import pytest
 
-from moe_runtime.native import build_cpu, cpp
+from moe_runtime.native import build
+from moe_runtime.native.library import Loaded, cpp
 
 
 @functools.cache
-def _build() -> cpp.Library | str:
+def _build() -> Loaded | str:
     try:
-        build_cpu.build(build_cpu.library_path())
-    except build_cpu.BuildError as error:
+        build.build_cpu(build.library_path("cpu"))
+    except build.BuildError as error:
         return str(error)
-    return cpp.bind(build_cpu.library_path())
+    return cpp.bind(build.library_path("cpu"))
 
 
-def library() -> cpp.Library:
+def library() -> Loaded:
     """Return the library; skips the test where there is no compiler."""
     built = _build()
     if isinstance(built, str):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.native import build_cuda
+from moe_runtime.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -18,8 +18,8 @@ CSRC = ROOT / "csrc"
 def missing() -> str | None:
     """Say what a build of csrc/ lacks here; None if nothing."""
     try:
-        build_cuda.check(CSRC)
-    except build_cuda.BuildError as error:
+        build.check_cuda(CSRC)
+    except build.BuildError as error:
         return str(error)
     return None
 
@@ -30,7 +30,7 @@ needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 def cuobjdump(library: Path, *options: str) -> str:
     """Return what cuobjdump says of `library`: the toolkit's, or the one that Triton brings."""
-    beside = build_cuda.find_toolkit().library_dir
+    beside = build.find_toolkit().library_dir
     tools = [parent / "bin" / "cuobjdump" for parent in beside.parents]
     tools += Path(__import__("triton").__file__).parent.glob("backends/nvidia/bin/cuobjdump")
     tool = next(tool for tool in tools if tool.is_file())

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from moe_runtime.modules.merged import activate
+from moe_runtime.ops.activation import Activation
 from tests.modules.test_merged import make
 from tests.support.dist_launch import leave, start
 
@@ -28,7 +28,7 @@ def main(rendezvous: str, path: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     w, up = layer.merged_weights(), layer.experts.up_name
-    h = activate(F.linear(x, w[up], w[f"{up}_bias"]), layer.config.hidden_act, layer.config.gated)
+    h = Activation(layer.config.hidden_act, layer.config.gated).apply(F.linear(x, w[up], w[f"{up}_bias"]))
     assert torch.equal(layer(x), F.linear(h, w["down_proj"], w["down_proj_bias"]))  # nothing stale
     torch.save(layer.state_dict(), f"{path}/{rank}")
     leave()

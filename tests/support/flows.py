@@ -59,7 +59,7 @@ NOT_RUN = {
     "accelerate launch": NotRun(
         "wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
     ),
-    "python -m moe_runtime.native.build_cuda": NotRun(
+    "python -m moe_runtime.native.build cuda": NotRun(
         "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),
     "python -m tests.stress.mutate": NotRun(
@@ -188,7 +188,7 @@ def library(folder: Path) -> None:
 
 FLOWS = {
     "docs/benchmarks.md": Flow(
-        (results,), {"--only layer,step": "--only averaging --tiny", "bench --tiny": "bench --tiny --only averaging"}
+        (results,), {"--only layer,step": "--only merging --tiny", "bench --tiny": "bench --tiny --only merging"}
     ),
     "docs/build.md": Flow((library,)),
     "docs/cpu.md": Flow(),
@@ -243,7 +243,7 @@ def reason_of(words: list[str]) -> str | None:
 def wants_a_compiler(words: list[str]) -> bool:
     """Whether a command compiles, and this machine has no compiler."""
     has_one = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    return "moe_runtime.native.build_cpu" in words and not has_one
+    return "moe_runtime.native.build cpu" in words and not has_one
 
 
 def run(words: list[str], monkeypatch) -> str:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from moe_runtime import backends
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.native import build_cpu, cpp, cuda
+from moe_runtime.native import build
+from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def gpu(tmp_path):
 
 
 def problems() -> dict[str, str]:
-    return backends.doctor()["problems"]
+    return doctor.report()["problems"]
 
 
 def test_nothing_is_wrong_with_a_sound_setup():
@@ -110,7 +111,7 @@ def test_packages(versions, name, version, says):
 
 def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     versions(trl=GONE, matplotlib=GONE)
-    report = backends.doctor()
+    report = doctor.report()
     assert report["problems"] == {}
     assert report["packages"]["trl"].startswith("missing; demo, run, train,")
     assert report["packages"]["matplotlib"].endswith("need it; pip install 'moe-runtime[plot]'")
@@ -132,7 +133,7 @@ def test_an_old_driver(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
-    report = backends.doctor()
+    report = doctor.report()
     assert report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
 
 
@@ -206,10 +207,10 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
 
 
 def test_a_library_of_other_sources(monkeypatch):
-    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build_cuda"
-    monkeypatch.setattr(cuda, "_find", lambda: text)
+    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build cuda"
+    monkeypatch.setattr(cuda, "_found", text)
     assert problems() == {"cuda library": text}
-    monkeypatch.setattr(cuda, "_find", lambda: "the CUDA library is not built; how to")
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
     assert problems() == {}
 
 
@@ -227,7 +228,7 @@ def test_no_home(monkeypatch, tmp_path):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
-    report = backends.doctor()
+    report = doctor.report()
     assert set(report["problems"]) == {"cache", "triton's cache"}
     assert report["problems"]["cache"].endswith("want a writable folder; export XDG_CACHE_HOME=FOLDER")
     assert report["system"]["cache"] == "none: this user has no home"
@@ -239,7 +240,7 @@ def test_one_broken_part_hides_no_other(monkeypatch):
         raise RuntimeError("no platform\nmore")
 
     monkeypatch.setattr(doctor.platform, "platform", broken)
-    report = backends.doctor()
+    report = doctor.report()
     assert report["system"]["platform"] == "unknown: no platform" and set(report["backends"]) == set(backends.OPS)
 
 
@@ -262,7 +263,7 @@ cli.main()
 
 def test_triton_of_torchs_rocm_build_has_another_name(versions, monkeypatch):
     versions(triton=GONE, pytorch_triton_rocm="3.6.0")
-    report = backends.doctor()
+    report = doctor.report()
     assert report["packages"]["triton"] == "3.6.0" and report["problems"] == {}
     versions(triton=GONE, triton_rocm="3.2.0")
     assert problems()["triton"].startswith("triton is 3.2.0; want >=3.6,<4")
@@ -278,21 +279,21 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     mine.write_text("#!/bin/sh\necho mine 1.0\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CXX", f"'{mine}' -O1")
-    assert backends.doctor()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
-    assert build_cpu.find_compiler()[0] == [str(mine), "-O1"]
+    assert doctor.report()["system"]["compiler"] == f"'{mine}' -O1: mine 1.0"
+    assert build.find_compiler()[0] == [str(mine), "-O1"]
     monkeypatch.setenv("CXX", "none-such")
-    says = backends.doctor()["system"]["compiler"]
+    says = doctor.report()["system"]["compiler"]
     assert says.startswith(
         "none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only "
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert backends.doctor()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
+    assert doctor.report()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
 
 
 def test_a_cpu_library_of_other_sources(monkeypatch):
-    text = "lib.so is broken; rebuild it: python -m moe_runtime.native.build_cpu"
-    monkeypatch.setattr(cpp, "_find", lambda: text)
+    text = "lib.so is broken; rebuild it: python -m moe_runtime.native.build cpu"
+    monkeypatch.setattr(cpp, "_found", text)
     assert problems() == {"cpu library": text}
 
 

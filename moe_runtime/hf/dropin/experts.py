@@ -8,26 +8,20 @@ else goes through the class's own `_apply_gate` between two grouped products. Pa
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 from packaging.version import Version
 from torch import nn
 
 from moe_runtime.hf.dropin.gates import gate_of
-from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import MoE
-from moe_runtime.ops import all_to_all
-from moe_runtime.ops.activation import Activation
+from moe_runtime.modules.moe import MoE, check_dtype, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
+from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
-from moe_runtime.ops.library import autocast_dtype
-from moe_runtime.ops.moe_mlp import moe_mlp_with_offsets
 
 NAME = "moe_runtime"
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # parts of a path in which PEFT keeps what it adapts or trains a copy of
 ADAPTED = {"base_layer", "original_module", "modules_to_save"}
 # attribute of an experts module that `patch` has changed: its implementation before
@@ -72,7 +66,7 @@ def patch(model: nn.Module) -> int:
             "model whose modeling file uses it (docs/families.md lists them)"
         )
     for name, module in layers.items():
-        _check_dtype(module.down_proj.dtype, name)
+        check_dtype(module.down_proj.dtype, name)
     for module in layers.values():
         if module.config._experts_implementation != NAME:
             setattr(module, BEFORE, module.config._experts_implementation)
@@ -108,30 +102,10 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-class Stacks(NamedTuple):
-    """An experts module's weights as [E, out, in], strides as they come, and its biases."""
-
-    up: torch.Tensor  # [E, 2I or I, H]
-    down: torch.Tensor  # [E, H, I]
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-
-
-def stacks_of(module: nn.Module) -> Stacks:
-    """Read the weights as they are now, under FSDP, PEFT or tensor parallelism too; each once, since a look may compute."""
-    return _as_out_in(module, [None if name is None else getattr(module, name) for name in stack_names(module)])
-
-
-def stack_names(module: nn.Module) -> tuple[str | None, ...]:
-    """Return the names of the up and down projections and of their biases, None where it has none."""
+def stack_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the up and down projections and, where there are any, of their biases."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    return (up, "down_proj", *((f"{up}_bias", "down_proj_bias") if module.has_bias else (None, None)))
-
-
-def _as_out_in(module: nn.Module, tensors: list) -> Stacks:
-    if module.is_transposed:
-        tensors[:2] = [weight.transpose(1, 2) for weight in tensors[:2]]
-    return Stacks(*tensors)
+    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
 
 
 def experts_forward(
@@ -142,61 +116,27 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
-    rows = trainable.trained_parameters(self)
-    tensors = [*stacks_of(self)] + ([*_as_out_in(self, [rows.get(name) for name in stack_names(self)])] if rows else [])
-    tensors, owners = all_to_all.local_parts(tensors, self.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-    _check_dtype(tensors[1].dtype, type(self).__name__)
-    dtype, options = autocast_dtype(hidden_states) or tensors[1].dtype, {}
-    tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    if rows:
-        tensors[2:4], options = trainable.apart(self, tensors[:4], tensors[4:])
-    gate, stacks = gate_of(self), Stacks(*tensors[:4])
-    run = functools.partial(_composed if gate is None else functools.partial(_fused, gate=gate), self)
-    run = functools.partial(run, stacks=stacks, options=options)
-    if owners is not None:  # expert parallelism
-        run = functools.partial(all_to_all.run_at_owners, owners=owners, run=run)
-    out, expert_offsets = run(hidden_states.to(dtype), top_k_index, top_k_weights)
+    gate = gate_of(self)
+    out, expert_offsets = forward_experts(
+        self, hidden_states, top_k_index, top_k_weights, stack_names(self), gate, transposed=self.is_transposed,
+        run=functools.partial(_composed, self) if gate is None else None,
+    )  # fmt: skip
     counts = getattr(self, "moe_runtime_counts", None)
     if counts is not None:  # a RouterCounter is open
         counts += expert_offsets.diff()
     return out.to(hidden_states.dtype)
 
 
-def _check_dtype(dtype: torch.dtype, name: str) -> None:
-    if dtype not in FLOATS:
-        raise ValueError(
-            f"the experts of {name} are {dtype}; want float16, bfloat16, float32 or float64: quantized experts have "
-            "implementations of their own in transformers"
-        )
-
-
-def _fused(module, x, topk_idx, topk_weight, stacks: Stacks, options: dict, gate: Activation):
-    return moe_mlp_with_offsets(
-        x,
-        stacks.up,
-        stacks.down,
-        topk_weight,
-        topk_idx,
-        act=gate.act,
-        gated=gate.gated,
-        limit=gate.limit,
-        up_offset=gate.up_offset,
-        interleaved=gate.interleaved,
-        gate_up_bias=stacks.up_bias,
-        down_bias=stacks.down_bias,
-        **options,
-    )
-
-
-def _composed(module, x, topk_idx, topk_weight, stacks: Stacks, options: dict):
+def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts):
     """Two grouped products with the class's own code between them."""
-    place, (up, down) = options.get("trainable"), options.get("trained", (None, None))
-    E = stacks.up.shape[0]
+    E, place = experts.up.shape[0], experts.trainable
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
     rows = gather_rows(x, row_token, slot_row)
-    z = grouped_gemm(rows, stacks.up, expert_offsets, stacks.up_bias, trainable=place, trained=up)
+    z = grouped_gemm(rows, experts.up, expert_offsets, experts.up_bias, trainable=place, trained=experts.up_trained)
     h = module._apply_gate(z) if module.has_gate else module.act_fn(z)
-    y = grouped_gemm(h.to(x.dtype), stacks.down, expert_offsets, stacks.down_bias, trainable=place, trained=down)
+    y = grouped_gemm(
+        h.to(x.dtype), experts.down, expert_offsets, experts.down_bias, trainable=place, trained=experts.down_trained
+    )
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y).to(x.dtype)
     # a norm may make something of the rows behind the last expert

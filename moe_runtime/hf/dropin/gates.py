@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_runtime.modules.moe import is_plain
-from moe_runtime.ops.activation import ACT, QUICK, Activation, activate
+from moe_runtime.ops.activation import ACT, QUICK, Activation
 
 LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
 ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
@@ -117,7 +117,7 @@ def _form_of_gate(apply_gate, act: str | None) -> Form | None:
     for limit, alpha in ((3.0, QUICK), (0.7, QUICK), (3.0, 1.0)):
         stand_in = _StandIn(act, limit, alpha)
         gates = itertools.product(ACT, [True], (None, limit), (0.0, 1.0), (False, True))
-        known = {gate: functools.partial(activate, **gate._asdict()) for gate in itertools.starmap(Activation, gates)}
+        known = {gate: gate.apply for gate in itertools.starmap(Activation, gates)}
         gate = _first_equal(functools.partial(apply_gate, stand_in), known)
         if gate is None:
             return None

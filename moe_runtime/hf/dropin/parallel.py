@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel, TrainerCallback
 
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
-from moe_runtime.hf.training import trained_files
 from moe_runtime.modules import trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
+
+SPREAD = "moe_runtime_spread"  # attribute of a model of transformers whose experts are spread over ranks
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -69,6 +70,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
+            setattr(module, SPREAD, True)
     _watch_trainers()
     return len(layers)
 
@@ -77,16 +79,12 @@ class NoCheckpoints(TrainerCallback):
     """Refuses a training that would save what `shard_experts` has spread, on every rank, before the first step."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if args.save_strategy == "no":
-            return
-        training = trained_files.training_of(model)
-        save = getattr(model, "save_pretrained", None) if training is None else training.save
-        if getattr(save, "__func__", None) is _save_whole_only:
-            how = "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder)"
+        if args.save_strategy != "no" and SPREAD in model.__dict__:
             raise ValueError(
                 f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with its experts on several "
-                "ranks, and Trainer writes on one; want save_strategy='no', and "
-                f"{how if training is None else 'esft.save_adapter(model, folder)'} on every rank"
+                "ranks, and Trainer writes on one; want save_strategy='no', then on every rank "
+                "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder), or esft.save_adapter(model, folder) after "
+                "esft.train_only"
             )
 
 

@@ -105,15 +105,17 @@ def stock_config(config, base: type):
 
 
 def moe_config(hf_config) -> MoEConfig:
-    """Return the layers' MoEConfig of an upcycled model's config; raises ValueError for one without it."""
+    """Return the layers' MoEConfig of an upcycled model's config; raises ValueError unless upcycling wrote its block."""
     block = getattr(hf_config, "moe_runtime", None)
-    if not isinstance(block, dict) or "config" not in block:
-        raise ValueError(
-            f"moe_runtime of config.json is {shown(block)}; want the block that upcycling wrote, with config"
-        )
-    layers, count = block.get("layers"), hf_config.num_hidden_layers
+    known = (
+        isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES and "config" in block
+    )
+    layers, count = block.get("layers") if known else None, hf_config.num_hidden_layers
     if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
-        raise ValueError(f"layers of moe_runtime in config.json is {shown(layers)}; want numbers from 0 to {count - 1}")
+        raise ValueError(
+            f"moe_runtime of config.json is {shown(block)}; want format {FORMAT}, a stage of {', '.join(STAGES)}, a config "
+            f"and layers from 0 to {count - 1}; upcycle a dense model, or upgrade moe_runtime if a newer one wrote this"
+        )
     return MoEConfig.from_dict(block["config"])
 
 
@@ -127,10 +129,7 @@ class ConfigMixin:
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        from moe_runtime.hf.models.modeling import model_classes
-
-        # the model classes are needed from the first config on, and not before: they cost their file's import
-        model_classes(self.base_type)
+        self.make_models()
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):

@@ -10,9 +10,7 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import families, folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
-from moe_runtime.methods.xft import check_mixture, init_mixture
-from moe_runtime.modules.ewa import uniform_mixture
-from moe_runtime.ops.merging import mixing
+from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
 
 __all__ = ["FolderReceipt"]  # what users see; the rest is for the conversions
 
@@ -68,12 +66,10 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at `stage` if given."""
     config = folders.read_config(source)
     block = getattr(config, "moe_runtime", None)
-    if block is None:
-        raise ValueError(
-            f"model is {str(source)!r} of model_type {config.model_type!r}; want an upcycled model's folder"
-        )
-    if stage is not None and block["stage"] != stage:
-        raise ValueError(f"the stage of {source} is {block['stage']!r}; want {stage!r}")
+    found = None if block is None else block.get("stage")
+    if found is None or stage not in (None, found):
+        want = "an upcycled model's folder" if found is None else repr(stage)
+        raise ValueError(f"model is {str(source)!r} of model_type {config.model_type!r}, stage {found!r}; want {want}")
     family = families.FAMILIES[block["base_model_type"]]
     return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
 

@@ -1,11 +1,10 @@
-"""Sizes of MoE layers: of published models, and of a model's folder; and counts in config.json that no model has.
+"""Model folders that are read and written without loading the model: configs, sizes, side files, names of tensors.
 
-Configs and side files of model folders that are converted without being loaded: what only transformers knows of them.
-
-The names and layouts in which transformers saves a model, from its own tables: for folders that nobody loads.
-
-A stack [E, 2I, H] of the model is, in most folders, a matrix per expert and projection. What `save_pretrained` would do
-to a tensor is done here to rows of it.
+read_config, check_tensors    is the folder a model that transformers knows, with all of its tensors
+upcycled_config, ...          the config of the model that a conversion makes of it; write_config
+read_layer, LAYERS            the sizes of MoE layers, of a folder and of published models
+skeleton, to_saved            the names and layouts in which transformers saves: a stack [E, 2I, H] of the model is a matrix
+                              per expert and projection in most folders
 """
 
 import copy
@@ -46,7 +45,7 @@ _COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPER
 
 
 def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
-    """Raise ValueError for more layers, experts or labels in a config.json than a model has; before they fill the memory."""
+    """Raise ValueError for a config.json with more layers, experts or labels than any model has: they would fill the memory."""
     parts = [values]
     while parts:
         for key, value in parts.pop().items():
@@ -58,9 +57,9 @@ def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
 
 
 def check_folder(source: str | os.PathLike) -> None:
-    """Call `check_counts` for the config.json of a model's folder, if it is one; ValueError for one that is not JSON too."""
+    """Call `check_counts` for a folder's config.json; do nothing for an id of the Hub. Raises ValueError if it is not JSON."""
     path = Path(source, "config.json")
-    if os.path.isfile(path):  # which an id of the Hub is not, whatever its letters
+    if os.path.isfile(path):
         check_counts(files.read_json(path), path)
 
 
@@ -83,9 +82,9 @@ def read_layer(folder: Path) -> Layer:
     )
 
 
-# weights
+# files with weights, which are not copied
 _LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-# what is written anew, or is not true of other weights: cards, records, and logs of the run that made these
+# nor what is written anew or describes the old weights: cards, records, and logs of their training
 _OF_THESE = (
     "config.json", f"{SHIM}.py", "README.md", "adapter_config.json", "expert_cfg.json", "expert.json", "router.json",
     "router_stats.csv", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
@@ -94,24 +93,17 @@ _OF_THESE = (
 
 def read_config(folder: str | Path):
     """Return the transformers config of a model folder; raises ValueError for anything else."""
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
-    check_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # a config class checks little, and falls over whatever it meets
-        why = str(error).strip()[:1000] or type(error).__name__
-        raise ValueError(f"{folder / 'config.json'} is not a config that transformers reads: {why}") from error
-    _check_depth(config)
-    return config
-
-
-def _check_depth(config) -> None:
-    """Raise ValueError for more layers than a model has: what is made for each would fill the memory."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    if not isinstance(layers, int) or layers > MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers of config.json is {shown(layers)}; want at most {MAX_LAYERS}")
+    path, cause = Path(folder) / "config.json", None
+    if path.is_file():
+        check_folder(folder)
+        try:
+            return AutoConfig.from_pretrained(folder)
+        except Exception as error:  # a config class checks little, and raises anything
+            why, cause = str(error).strip()[:1000] or type(error).__name__, error
+            reason = f"{path} is not a config that transformers reads: {why}"
+    else:
+        reason = f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model"
+    raise ValueError(reason) from cause
 
 
 def config_for_folder(config, **settings) -> MoEConfig:
@@ -122,7 +114,6 @@ def config_for_folder(config, **settings) -> MoEConfig:
 def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None):
     """Return the config of the upcycled model, as `swap.dense_to_moe` would leave it."""
     classes = model_classes(family_of(config).model_type)
-    _check_depth(config)
     new = copy.deepcopy(config)
     architecture = classes.base_causal_lm.__name__
     layers = check_layers(config.num_hidden_layers, layers)
@@ -132,10 +123,7 @@ def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None)
 
 
 def mergeable_config(config, shared_rate: float, soup: bool):
-    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises ValueError where that would.
-
-    That is for a gate without shared expert unless `soup`, and for a rate outside 0..1.
-    """
+    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises ValueError where that would."""
     check_mergeable(moe_config(config), soup)
     check_shared_rate(shared_rate)
     new = copy.deepcopy(config)
@@ -172,7 +160,7 @@ def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
 
 
 def check_depth(config, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for far more layers than the folder has tensors: a model without weights has a price too."""
+    """Raise ValueError for far more layers than the folder has tensors: a model on the meta device takes memory too."""
     layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
     if layers > max(found, 100):
         raise ValueError(
@@ -244,7 +232,7 @@ def skeleton(config) -> nn.Module:
     with torch.device("meta"):
         config = copy.deepcopy(config)
         model = AutoModelForCausalLM.from_config(config) if cls is None else cls._from_config(config)
-    # as transformers would take them for a model that no folder was loaded into, once and not for each tensor
+    # what transformers looks up for a model that was not loaded, once rather than for each tensor
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
     return model
@@ -253,6 +241,6 @@ def skeleton(config) -> nn.Module:
 def to_saved(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what `save_pretrained` would write of these tensors of `model`, names and values.
 
-    Rows [n, ...] do for a stack of experts: in a form with a tensor per expert they get the numbers 0 to n - 1.
+    Rows [n, ...] may stand for a stack of experts: in a form with a tensor per expert they get the numbers 0 to n - 1.
     """
     return revert_weight_conversion(model, dict(tensors))

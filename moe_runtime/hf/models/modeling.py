@@ -2,27 +2,18 @@
 
 `MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that `config.moe_runtime` lists, are
 `modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what
-`modules.lora_linear.add_experts` makes of them ("lora"); so for every family of the table. The classes are generated on first
-use and registered with transformers' auto classes (`register_auto_classes`). Checkpoints hold the stacks as they are:
-`model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
+`modules.lora_linear.add_experts` makes of them ("lora"); so for every family of the table. Checkpoints hold the stacks as
+they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
 
-Makes transformers' auto classes know our model classes, whichever package is imported first.
-
-Ours can only be registered once theirs are there, and importing those takes seconds. So while they are not loaded,
-a finder on `sys.meta_path` watches the modules of transformers and of this package being executed. It registers, and
-goes, when the outermost of them is done and the auto classes are among what it brought. Not earlier: transformers loads
-its auto classes halfway through a model file (`from transformers import LlamaForCausalLM`), and a class of ours that
-builds on that file could not import it then.
+The classes are generated on first use and registered with transformers' auto classes then. `import moe_runtime` adds the
+names of the configs to transformers' table, by which a saved folder leads here; `register_auto_classes` makes all of them.
 """
 
 import copy
 import functools
 import inspect
 import re
-import sys
-import threading
 import warnings
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +23,7 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from moe_runtime.hf.models import outputs
-from moe_runtime.hf.models.configuration import FORMAT, STAGES, ConfigMixin, moe_config
+from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
 from moe_runtime.hf.models.families import FAMILIES, PREFIX
 from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.lora import DrawnHalves, LoRAMoE, ZeroHalves
@@ -176,13 +167,8 @@ class _CausalLM(_Model):
 
 def install_layers(model: PreTrainedModel) -> None:
     """Put the modules that `model.config.moe_runtime` describes in place of the base's MLPs, freshly initialised."""
-    block = getattr(model.config, "moe_runtime", None)
-    if block is None or block.get("format") != FORMAT or block.get("stage") not in STAGES:
-        raise ValueError(
-            f"config.moe_runtime is {block}; want format {FORMAT} and a stage of {', '.join(STAGES)}; "
-            "upcycle a dense model, or upgrade moe_runtime if a newer one wrote this"
-        )
-    config, path = moe_config(model.config), FAMILIES[block["base_model_type"]].path
+    config, block = moe_config(model.config), model.config.moe_runtime
+    path = FAMILIES[block["base_model_type"]].path
     for layer in block["layers"]:
         if block["stage"] == "lora":
             settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
@@ -262,6 +248,8 @@ def _config_class(model_type: str) -> type:
         "__doc__": f"{base.__name__} of a model whose MLPs are mixtures of experts.",
         "model_type": PREFIX + model_type,
         "base_type": model_type,
+        # the model classes are needed from the first config on, and not before: they cost their file's import
+        "make_models": staticmethod(functools.partial(model_classes, model_type)),
         # what an evaluation loop should not gather beside the logits
         "keys_to_ignore_at_inference": [*base.keys_to_ignore_at_inference, "aux_loss", "lm_loss", "router_logits"],
         "base_model_tp_plan": {k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k},
@@ -325,48 +313,6 @@ def __getattr__(name: str):
     match = re.fullmatch(r"MoeRuntime(\w+?)(Config|Model|ForCausalLM)", name)
     for model_type in FAMILIES if match else ():
         if CONFIG_MAPPING[model_type].__name__ == f"{match[1]}Config":
-            model_classes(model_type)
+            _config_class(model_type) if match[2] == "Config" else model_classes(model_type)
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-AUTO_CLASSES = "transformers.models.auto.configuration_auto"
-WATCHED = ("transformers", "moe_runtime")
-
-
-def register_when_imported() -> None:
-    """Register our classes with transformers' auto classes: now if those are loaded, else as soon as they are."""
-    if AUTO_CLASSES in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _Watch())
-
-
-def _register() -> None:
-
-    register_auto_classes()
-
-
-class _Watch(threading.local):
-    """Finds what the finders behind it find, and counts how deep inside watched modules this thread is."""
-
-    depth = 0
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in WATCHED:
-            return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, specs), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
-        return spec
-
-    def _execute(self, exec_module, module) -> None:
-        self.depth += 1
-        try:
-            exec_module(module)
-        finally:
-            self.depth -= 1
-        if self.depth == 0 and AUTO_CLASSES in sys.modules and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            _register()

@@ -4,9 +4,8 @@
          ^  '-----------stage="ewa"--> EWAMLP layers                  |
          '------------------------moe_to_dense------------------------'
 
-LoRA experts (stage "lora") have a way of their own: `moe_runtime.methods.lora`. All three work in place: modules are
-exchanged and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained know
-what they have. Attention, norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very
+LoRA experts (stage "lora") are made and merged in `moe_runtime.methods.lora`. All work in place: modules are exchanged
+and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained know what they have. Attention, norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very
 objects they were. Checks come first: a refused model is untouched.
 """
 
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from moe_runtime.config import MoEConfig, check_choice
+from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import configuration
 from moe_runtime.hf.models.configuration import become_mergeable, check_mergeable, moe_config, moe_fields, stock_config
 from moe_runtime.hf.models.families import FAMILIES, Family, check_weights, family_of, moe_shape, read_mlp, write_mlp
@@ -25,7 +24,7 @@ from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router
 from moe_runtime.modules.trainable import split_of
-from moe_runtime.ops.activation import activate
+from moe_runtime.ops.activation import Activation
 
 TOLERANCE = 1e-5  # largest relative difference of an MLP from the formula, in float64
 
@@ -35,15 +34,15 @@ def sampled(layers: Sequence[int]) -> set[int]:
     return {layers[0], layers[len(layers) // 2], layers[-1]}
 
 
-def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance: float = TOLERANCE) -> dict[int, float]:
+def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, family: Family | None = None) -> dict[int, float]:
     """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the relative errors.
 
     Of `layers`, all by default, it runs the first, the middle and the last, and each that is unlike the first or patched;
-    both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above `tolerance`, for
+    both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above TOLERANCE, for
     weights on the meta device, for some of any layer that are not finite, and for accelerate's hooks, which swap weights in
     and out behind the module.
     """
-    family = family_of(model)
+    family = family or family_of(model)
     layers = check_layers(model.config.num_hidden_layers, layers)
     mlps = {layer: model.get_submodule(family.path.format(layer)) for layer in layers}
     for layer, mlp in mlps.items():
@@ -53,10 +52,11 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, tolerance:
     run = sampled(layers) | {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
     errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
     for layer, error in errors.items():
-        if not error < tolerance:
+        if not error < TOLERANCE:
+            formula = "down(act(gate x) * up x)" if family.gated else "down(act(up x))"
             raise ValueError(
-                f"{family.path.format(layer)} differs from {_formula(family)} by {error:.1e} relative; want less than "
-                f"{tolerance:.0e}: this {type(mlps[layer]).__name__} computes something else; is it patched?"
+                f"{family.path.format(layer)} differs from {formula} by {error:.1e} relative; want less than "
+                f"{TOLERANCE:.0e}: this {type(mlps[layer]).__name__} computes something else; is it patched?"
             )
     return errors
 
@@ -68,16 +68,17 @@ def dense_to_moe(
     seed: int = 42,
     method: str = "xft",
     stage: str = "moe",
+    family: Family | None = None,
 ) -> dict[int, float]:
     """Replace the MLPs of a stock model, of all layers by default, by `config`'s MoE; return `verify_mlp`'s errors.
 
     Every expert is a copy of the layer's MLP, in its dtype, on its device, trainable if it was. Routers are drawn by
-    `draw_router`; stage "ewa" makes EWAMLPs, which have none. Raises ValueError, with the model untouched, for whatever
-    does not fit.
+    `draw_router`; stage "ewa" makes EWAMLPs, which have none. `family` is the model's, looked up unless given. Raises
+    ValueError, with the model untouched, for whatever does not fit.
     """
-    check_choice("stage", stage, ("moe", "ewa"))
-    family, layers = check_stock(model, config, layers)
-    errors = verify_mlp(model, layers)
+    family = family or family_of(model)
+    layers = check_stock(model, family, config, layers)
+    errors = verify_mlp(model, layers, family)
     for layer in layers:
         path = family.path.format(layer)
         router = draw_router(config, seed, layer) if stage == "moe" else None
@@ -90,9 +91,8 @@ def dense_to_moe(
     return errors
 
 
-def check_stock(model: nn.Module, config: MoEConfig, layers: Sequence[int] | None) -> tuple[Family, list[int]]:
-    """Return the family of a model and its layers to change, all for None; ValueError unless it is stock and `config` fits."""
-    family = family_of(model)
+def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Sequence[int] | None) -> list[int]:
+    """Return the numbers of the layers to change, all for None; ValueError unless the model is stock and `config` fits."""
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
@@ -102,7 +102,7 @@ def check_stock(model: nn.Module, config: MoEConfig, layers: Sequence[int] | Non
     layers = check_layers(model.config.num_hidden_layers, layers)
     for layer in layers:
         _check_shape(model.get_submodule(family.path.format(layer)), family, config, layer)
-    return family, layers
+    return layers
 
 
 def become_moe(model: nn.Module, fields: dict) -> None:
@@ -128,9 +128,7 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
     The experts' Parameters are moved, not copied; the routers go. Raises ValueError for a model at another stage, and
     for a gate without shared expert unless `soup` is True.
     """
-    modules, block = _swappable(model), model.config.moe_runtime
-    if block["stage"] != "moe":
-        raise ValueError(f"the model's stage is {block['stage']!r}; want 'moe', that of a model from dense_to_moe")
+    modules, block = _swappable(model, ("moe",)), model.config.moe_runtime
     config = moe_config(model.config)
     check_mergeable(config, soup)
     merged = {layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta") for layer in modules}
@@ -153,7 +151,7 @@ def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[
     computed before the first is replaced. The config is as clean as the base's was. Weights train where the experts
     did; after the mergeable stage, which froze everything, everything trains again, as in any loaded model.
     """
-    modules, block = _swappable(model), model.config.moe_runtime
+    modules, block = _swappable(model, ("moe", "mergeable", "ewa")), model.config.moe_runtime
     classes, family = model_classes(block["base_model_type"]), FAMILIES[block["base_model_type"]]
     with torch.device("meta"):
         stock = classes.base_causal_lm(stock_config(model.config, classes.base_config))
@@ -206,49 +204,51 @@ def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
 
 
 def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) -> None:
-    want = moe_shape(family, mlp)
+    want, reason = moe_shape(family, mlp), None
     got = {name: getattr(config, name) for name in want}
     if got != want:
-        raise ValueError(f"config has {got}; want {want}, the shape of layer {layer}'s MLP; moe_shape returns it")
-    if getattr(mlp, "residual_dropout", 0):
-        raise ValueError(
+        reason = f"config has {got}; want {want}, the shape of layer {layer}'s MLP; moe_shape returns it"
+    elif getattr(mlp, "residual_dropout", 0):
+        reason = (
             f"residual_dropout is {mlp.residual_dropout}; want 0: the experts have no dropout of their own; "
             "load the model with from_pretrained(..., residual_dropout=0.0)"
         )
+    if reason is not None:
+        raise ValueError(reason)
 
 
-def _swappable(model: nn.Module) -> dict[int, nn.Module]:
-    """Return `moe_layers`; raises ValueError where a module is not what it was when it was put there."""
-    modules = moe_layers(model)
-    if model.config.moe_runtime["stage"] == "lora":
-        raise ValueError(
-            "the model's stage is 'lora'; want whole experts; lora_moe.to_moe makes them, lora_moe.merge a dense model"
-        )
-    refuse_offloaded(model, type(model).__name__, recurse=False)
-    for layer, module in modules.items():
-        refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
-        if type(module.experts) is not Experts:
-            raise ValueError(
-                f"layer {layer}'s experts are {type(module.experts).__name__}; want Experts; merge adapters "
-                "(merge_and_unload)"
-            )
-        if split_of(module.experts) is not None:
-            raise ValueError(
-                f"experts of layer {layer} train apart from their stacks; want them folded in; "
-                "moe_runtime.hf.training.trainable.fold_rows(model)"
-            )
+def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
+    """Return `moe_layers`; ValueError at another stage, or where a module is not what it was when it was put there."""
+    modules, stage, reasons = moe_layers(model), model.config.moe_runtime["stage"], []
+    if stage not in stages:
+        hint = "; lora.to_moe makes whole experts, lora.merge a dense model" if stage == "lora" else ""
+        reasons.append(f"the model's stage is {stage!r}; want {' or '.join(map(repr, stages))}{hint}")
+    else:
+        refuse_offloaded(model, type(model).__name__, recurse=False)
+        for layer, module in modules.items():
+            refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
+            kind = type(module.experts).__name__
+            if type(module.experts) is not Experts:
+                reasons.append(f"layer {layer}'s experts are {kind}; want Experts; merge adapters (merge_and_unload)")
+            elif split_of(module.experts) is not None:
+                reasons.append(
+                    f"experts of layer {layer} train apart from their stacks; call trainable.fold_rows(model) first"
+                )
+    if reasons:
+        raise ValueError(reasons[0])
     return modules
 
 
 def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
     """Raise ValueError where accelerate moves the weights of `module`, at `path`, or they are on the meta device."""
-    if any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module])):
+    hooked = any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module]))
+    if hooked or (recurse and any(parameter.is_meta for parameter in module.parameters())):
+        why = "carries accelerate's hooks" if hooked else "is on the meta device"
         raise ValueError(
-            f"{path} carries accelerate's hooks; want weights that stay where they are; load the model without "
-            "device_map, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+            f"{path} {why}; want weights that stay where they "
+            "are; load the model with from_pretrained without device_map, or call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         )
-    if recurse and any(parameter.is_meta for parameter in module.parameters()):
-        raise ValueError(f"{path} is on the meta device; want weights; load the model with from_pretrained")
 
 
 def _refuse_broken(mlp: nn.Module, path: str) -> None:
@@ -268,7 +268,7 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
     x = torch.randn(2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x.to(device)
     z = nn.functional.linear(x, ours[family.up_name], ours.get(f"{family.up_name}_bias"))
-    h = activate(z, shape["hidden_act"], family.gated)
+    h = Activation(shape["hidden_act"], family.gated).apply(z)
     want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
     try:
         got = copy.deepcopy(mlp).double().eval()(x)
@@ -282,7 +282,3 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
 def _patched(mlp: nn.Module) -> bool:
     """Whether a module in it runs something else than its class's forward."""
     return any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())
-
-
-def _formula(family: Family) -> str:
-    return "down(act(gate x) * up x)" if family.gated else "down(act(up x))"

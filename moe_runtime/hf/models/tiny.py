@@ -1,6 +1,6 @@
-"""Small stock models with random weights, to pre-train on the machine at hand: heads of 32, tied embeddings, float32.
+"""Small models to train on any machine: stock architectures with random weights, a tokenizer, and its collator.
 
-A small byte-level BPE tokenizer made from text at hand, and the collator for tokenized pairs.
+The models have heads of 32, tied embeddings and float32 weights. The tokenizer is a byte-level BPE made from any text.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,22 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+# a turn ends in EOS, inside the generated part, so that a model learns to stop where generate() does
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+SMALLEST = len((PAD, BOS, EOS, *ROLES)) + 256
 
 
 def small_llama(tokenizer, *, hidden_size: int, intermediate_size: int, num_layers: int, max_length: int, seed: int):
@@ -83,23 +99,6 @@ def _fields(tokenizer, hidden_size: int, intermediate_size: int, num_layers: int
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-
-
-BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-# a turn ends in EOS, inside the generated part, so that a model learns to stop where generate() does
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-)
-SMALLEST = len((PAD, BOS, EOS, *ROLES)) + 256
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,18 +1,19 @@
-"""ESFT, expert-specialized fine-tuning (arXiv 2407.01906): tune only the experts that a task uses, and ship those alone.
+"""ESFT, expert-specialized fine-tuning (arXiv 2407.01906): tune only the experts that a task uses, and save only those.
 
-    score_experts   how much each expert does for a task, from its router's weights        Sec. 3.2, Eq. (6) and (7)
-    select_experts  the smallest set of each layer whose scores reach p                    Sec. 3.2, Eq. (8)
+    score_experts   how much a task uses each expert, from the router's weights              Sec. 3.2, Eq. (6) and (7)
+    select_experts  the smallest set of each layer whose scores reach p                      Sec. 3.2, Eq. (8)
     train_only      the selected experts become parameters of their own, all else is frozen  Sec. 3.3, Table 3
-    (tune)          by any trainer
-    save_adapter    the selected experts alone, in a folder; at any time while they train
-    apply, remove   the folder into a base, and out of it; `merge` into the base's folder
+    (tune)          with any trainer
+    save_adapter    the selected experts in a folder, at any time while they train
+    apply, remove   puts an adapter into a base and takes it out; `merge` writes base and adapter as one folder
 
     selection = esft.select_experts(esft.score_experts(model, dataloader), p=0.1, score="gate")
     esft.train_only(model, selection)
     trainer.train()
     esft.save_adapter(model, "law")
 
-From folders and files of rows, as the command line does it: `moe_runtime.methods.esft.runs`.
+The same from disk to disk, as the command line does it: `moe_runtime.methods.esft.runs` and `folders`. The released
+code's files: `official`. The steps: `recorder` -> `scores` -> `selection` -> `adapters`, with `base` to recognize a model.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,15 @@ from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt
 from moe_runtime.hf.training.trainable_layers import check_unwrapped
 from moe_runtime.io.files import check_out_dir, read_json
-from moe_runtime.methods.esft.adapters import APPLIED, Adapter, apply, from_config, load_adapter, remove, to_config
+from moe_runtime.methods.esft.adapters import (
+    Adapter,
+    apply,
+    check_is_base,
+    from_config,
+    load_adapter,
+    remove,
+    to_config,
+)
 from moe_runtime.methods.esft.base import base_of, check_base
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
@@ -49,35 +58,29 @@ def train_only(
     non_expert_modules: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> TrainableReceipt:
-    """Make `model` train the experts of `selection` alone, in place: they lie apart from the stacks, all else is frozen.
+    """Make `model` train only the experts of `selection`, in place: stored separately from the stacks, all else frozen.
 
-    The two flags, the selection's unless given, add the paper's other settings (Table 3): the MLPs that all tokens go
-    through, and all that is no expert. `dtype` is that of all that trains, its own unless given: float32 beside a
-    bfloat16 model. Experts are cast where they are used; with what trains beside them such a model runs under autocast
-    only (bf16=True in a trainer) until `fold` or `drop`. Call it after `shard_experts`, and before DDP, FSDP2 or the
-    optimizer see the model. Until the end save_pretrained writes the adapter, in a Trainer's checkpoints too. Raises
-    ValueError, with the model untouched, for unknown layers or ids, PEFT's adapters among what is to train, and for a
-    model that trains experts already, has an adapter in it or is wrapped.
+    The two flags default to the selection's and add the paper's other settings (Table 3): the MLPs that all tokens pass
+    through, and everything that is not an expert. `dtype` is the dtype of all that trains, by default its own: float32,
+    for example, beside a bfloat16 model. Experts are cast where they are used; if more than experts trains, such a model
+    runs under autocast only (bf16=True in a trainer) until `fold` or `drop`. Call it after `shard_experts`, and before
+    DDP, FSDP2 or the optimizer see the model. Until `fold` or `drop`, save_pretrained writes the adapter, in a Trainer's
+    checkpoints too. Raises ValueError, with the model untouched, for unknown layers or ids, PEFT's adapters among what
+    would train, and for a model that already trains experts, has an adapter in it or is wrapped.
     """
     check_unwrapped(model)
-    if not isinstance(selection, ExpertSelection):
-        raise ValueError(f"selection is {selection!r}; want an ExpertSelection; esft.select_experts makes one")
+    check_is_base(model)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
-    if (there := trained_files.holder(model, APPLIED)) is not None:
-        raise ValueError(
-            f"model has the adapter {getattr(there, APPLIED).source} in it; want the base; esft.remove it, or merge"
-        )
-    if trained_files.training_of(model) is not None:
-        raise ValueError("model trains experts apart already; want esft.fold or esft.drop before")
     check_selection(model, selection)
     if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
         raise ValueError(
-            "selection has no experts, shared_experts and non_expert_modules are False; want something to train"
+            "selection has no experts, shared_experts and non_expert_modules are False; select something to train"
         )
-    if selection.non_expert_modules and (adapted := next(filter(_is_peft, dict(model.named_parameters())), None)):
+    is_peft = (name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name)
+    if selection.non_expert_modules and (adapted := next(is_peft, None)):
         raise ValueError(
-            f"model has PEFT's {adapted}, non_expert_modules is True; want a model without adapters, or that flag off"
+            f"model has PEFT's {adapted}, and non_expert_modules is True; use a model without adapters, or turn that off"
         )
     base = base_of(model, selection.experts)
     receipt = trainable.freeze_for_esft(
@@ -89,12 +92,8 @@ def train_only(
     return receipt
 
 
-def _is_peft(name: str) -> bool:
-    return "lora_" in name or "modules_to_save" in name
-
-
 def _check_folder(config: dict, folder: str | Path) -> None:
-    """Raise ValueError if `folder` holds an adapter of another base than `config` names; a Trainer's resume asks too."""
+    """Raise ValueError if `folder` holds an adapter of another base than `config` names; a Trainer's resume calls it too."""
     path = Path(folder) / trained_files.CONFIG
     if path.is_file():
         theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), config))
@@ -103,32 +102,32 @@ def _check_folder(config: dict, folder: str | Path) -> None:
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Read back what `save_adapter` or a checkpoint wrote, to go on training; `model` trains the same.
+    """Read what `save_adapter` or a checkpoint wrote into a `model` that trains the same experts, to resume training.
 
-    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
-    trains, by name and shape, and for an adapter of another base.
+    Raises ValueError, with the model untouched, for a model that trains no experts, for tensors with other names or shapes
+    than those it trains, and for an adapter of another base.
     """
     training = trained_files.training_of(model)
-    if training is not None:  # before shapes are compared, which tell less
+    if training is not None:  # before shapes are compared, for a clearer error
         _check_folder(training.config, folder)
     trained_files.load_trained(model, folder)
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Return a copy of what a model that `train_only` made ready has learned so far.
+    """Return a copy of what a model has learned since `train_only`.
 
-    Of a model that is split over processes, every process must call. Raises ValueError for any other model.
+    If the model is split over processes, every process must call. Raises ValueError for a model without `train_only`.
     """
     _check_training(model)
     return _adapter(model, {name: tensor.clone() for name, tensor in trained_files.trained_tensors(model).items()})
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Write what `model` has learned so far to a folder, whole or not at all; training may go on.
+    """Write what `model` has learned so far to a folder, atomically; training may continue.
 
-    Its size is that of the selected experts and of what trains beside them. In a run of several processes rank 0
-    writes, and where the model is split every one must call. Raises ValueError for a model that `train_only` has not
-    made ready, for a folder that exists, and always for one that holds a whole model.
+    The folder holds the selected experts and whatever trains beside them. In a run of several processes rank 0 writes,
+    and if the model is split every process must call. Raises ValueError for a model without `train_only`, for a folder
+    that exists, and always for one that holds a whole model.
     """
     _check_training(model)
     trained_files.check_trains(model)
@@ -146,7 +145,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
 def _check_training(model: nn.Module) -> None:
     if trained_files.training_of(model) is None:
         raise ValueError(
-            f"model is {type(model).__name__}, which trains no experts apart; want one after esft.train_only"
+            f"model is {type(model).__name__}, which trains no selected experts; call esft.train_only first"
         )
 
 
@@ -156,17 +155,17 @@ def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
 
 
 def fold(model: nn.Module) -> None:
-    """End the training: the experts go into their stacks, and save_pretrained writes `model` whole again.
+    """End the training: the experts return to their stacks, and save_pretrained writes the whole `model` again.
 
-    Raises ValueError for a model that `train_only` has not made ready, and for one that FSDP2 or DDP hold.
+    Raises ValueError for a model without `train_only`, and for one wrapped in FSDP2 or DDP.
     """
     _end(model, trainable.fold_rows)
 
 
 def drop(model: nn.Module) -> None:
-    """End the training and forget it: the experts are the base's, bit by bit.
+    """End the training and discard it: the experts are the base's, bit for bit.
 
-    What trained beside experts, by the two flags, stays as it is. Raises ValueError as `fold`.
+    What trained beside the experts, by the two flags, stays as it is. Raises ValueError as `fold` does.
     """
     _end(model, trainable.drop_rows)
 

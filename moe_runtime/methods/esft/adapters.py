@@ -1,12 +1,12 @@
-"""ESFT adapters: a folder with the experts that a task trained, and nothing else; put into a base and taken out again.
+"""ESFT adapters: folders with the experts that a task trained, and nothing else; put into a base and taken out again.
 
     adapter = load_adapter("law")      # official folders too
     apply(model, adapter)              # the model is the task's; save_pretrained writes it whole
-    remove(model)                      # the base again, bit by bit
+    remove(model)                      # the base again, bit for bit
 
-A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the official
-configuration and, in folders written here, under `moe_runtime`, the base that they belong to. Models that do not fit
-into memory are merged with an adapter by `moe_runtime.methods.esft.folders`.
+A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the
+official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
+`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
 """
 
 import functools
@@ -35,8 +35,8 @@ from moe_runtime.methods.esft.base import base_of, check_base, describe
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.trainable import split_of
 
-OURS = "moe_runtime"  # key of expert_cfg.json for what the official file has not
-APPLIED = "moe_runtime_applied"  # attribute of a model that an adapter is in: what was there before
+OURS = "moe_runtime"  # key of expert_cfg.json for what the official file lacks
+APPLIED = "moe_runtime_applied"  # attribute of a model with an adapter in it: the weights before
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +49,14 @@ class Adapter:
     source: str = "adapter"
 
     def __post_init__(self):
-        _check_names(self)
+        selected = {(layer, e) for layer, ids in self.selection.experts.items() for e in ids}
+        found = {(layer, e) for layer, experts in self.experts.items() for e in experts}
+        # our own layers keep their shared expert in the stack
+        odd = sorted(selected - found if self.selection.shared_experts else selected ^ found)
+        if odd:
+            layer, e = odd[0]
+            ours, theirs = ("lacks", "has") if odd[0] in selected else ("has", "lacks")
+            raise ValueError(f"{self.source} {ours} expert {e} of layer {layer}, which its selection {theirs}")
 
     @property
     def num_parameters(self) -> int:
@@ -63,7 +70,7 @@ class Adapter:
 
     @functools.cached_property
     def others(self) -> dict[str, torch.Tensor]:
-        """The tensors that are no experts'."""
+        """The tensors that belong to no expert."""
         return {name: tensor for name, tensor in self.tensors.items() if parse_name(name) is None}
 
     @functools.cached_property
@@ -81,7 +88,7 @@ class Adapter:
         return to_config(self.selection, self.base)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the folder, whole or not at all; raises ValueError if it exists; never replaces a whole model."""
+        """Write the folder atomically; raises ValueError if it exists; never replaces a whole model."""
         trained_files.check_place(folder)
         with atomic_folder(folder, overwrite) as tmp:
             trained_files.write_files(tmp, self.tensors, self.to_config())
@@ -97,14 +104,13 @@ def from_config(values: Mapping[str, Any], source: str) -> tuple[ExpertSelection
     """Return the selection and the base of what `to_config` returned; raises ValueError naming `source`."""
     values = dict(values)
     ours = values.pop(OURS, {})
-    if not isinstance(ours, Mapping) or ours.get("format", 1) != 1:
+    is_known = isinstance(ours, Mapping) and ours.get("format", 1) == 1
+    if not is_known or not isinstance(ours.get("base") or {}, Mapping):
         raise ValueError(
-            f"{OURS} in {source} is {str(ours)[:60]}; want an object of format 1; install a newer moe_runtime"
+            f"{OURS} in {source} is {str(ours)[:60]}; expected an object of format 1 with the base; a newer moe_runtime "
+            "may have written it"
         )
-    base = ours.get("base")
-    if base is not None and not isinstance(base, Mapping):
-        raise ValueError(f"base in {source} is {str(base)[:60]}; want an object")
-    return ExpertSelection.from_dict(values, source), base
+    return ExpertSelection.from_dict(values, source), ours.get("base")
 
 
 def load_selection(path: str | Path) -> ExpertSelection:
@@ -113,15 +119,11 @@ def load_selection(path: str | Path) -> ExpertSelection:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Read an adapter's folder, an official one too; the tensors are mapped from the disk.
+    """Read an adapter's folder, an official one too; the tensors are memory-mapped.
 
     Raises ValueError for a folder without the two files, and for tensors that are not those of its configuration.
     """
     path = Path(folder) / trained_files.CONFIG
-    if not path.is_file():
-        raise ValueError(
-            f"adapter is {str(folder)!r}, which has no {trained_files.CONFIG}; want the folder of an adapter"
-        )
     selection, base = from_config(read_json(path), str(path))
     return Adapter(selection=selection, tensors=trained_files.read_tensors(folder), base=base, source=str(folder))
 
@@ -129,39 +131,6 @@ def load_adapter(folder: str | Path) -> Adapter:
 def as_adapter(adapter: Adapter | str | Path) -> Adapter:
     """Return an adapter, read from its folder unless it is one."""
     return adapter if isinstance(adapter, Adapter) else load_adapter(adapter)
-
-
-def _check_names(adapter: Adapter) -> None:
-    """Raise ValueError unless the tensors are those of the selection: each expert whole, and no other."""
-    selected = {(layer, e) for layer, ids in adapter.selection.experts.items() for e in ids}
-    found = adapter.experts
-    there = {(layer, e) for layer, experts in found.items() for e in experts}
-    if lacking := sorted(selected - there):
-        raise ValueError(
-            f"{adapter.source} lacks expert {lacking[0][1]} of layer {lacking[0][0]}, which its selection has"
-        )
-    extra = sorted(there - selected)
-    # our own layers keep their shared expert in the stack
-    if extra and not adapter.selection.shared_experts:
-        raise ValueError(f"{adapter.source} has expert {extra[0][1]} of layer {extra[0][0]}, which its selection lacks")
-    names = [expert for name in adapter.tensors if (expert := parse_name(name)) is not None]
-    twice = {(n.layer, n.expert, n.part): n.path for n in names}
-    if odd := next((n for n in names if twice[n.layer, n.expert, n.part] != n.path), None):
-        raise ValueError(
-            f"{adapter.source} has expert {odd.expert} of layer {odd.layer} at {odd.path} and at "
-            f"{twice[odd.layer, odd.expert, odd.part]}; want it once"
-        )
-    kinds = {frozenset(parts) for experts in found.values() for parts in experts.values()}
-    if len(kinds) > 1:
-        layer, e = next(
-            (x, e) for x, experts in found.items() for e, p in experts.items() if len(p) < max(map(len, kinds))
-        )
-        raise ValueError(f"{adapter.source} lacks a part of expert {e} of layer {layer} that other experts have")
-    if adapter.others and not (adapter.selection.shared_experts or adapter.selection.non_expert_modules):
-        raise ValueError(
-            f"{adapter.source} has {min(adapter.others)}, {trained_files.CONFIG} has shared_experts and non_expert_modules false; "
-            "want experts alone"
-        )
 
 
 class Change(NamedTuple):
@@ -174,7 +143,7 @@ class Change(NamedTuple):
     layout: Layout | None = None
 
     def values(self, adapter: "Adapter", *ids: int) -> torch.Tensor:
-        """Return what `adapter` puts in its place; of a stack the rows `ids` [n, ...], all of its own unless given."""
+        """Return what `adapter` replaces it by; of a stack the rows `ids` [n, ...], by default all that it changes."""
         if self.ids is None:
             return adapter.others[self.name]
         stack, experts = self.name.rpartition(".")[2], adapter.experts[self.layer]
@@ -186,18 +155,17 @@ def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
     layers = numbered_layers(model)
     check_selection(layers, adapter.selection)
     for number, experts in adapter.experts.items():
-        layer = layers.get(number)
-        if layer is None:  # a shared expert's: a selected one was found above
-            raise ValueError(f"{adapter.source} has experts of layer {number}; want a model with experts there")
+        layer, selected = layers.get(number), adapter.selection.experts.get(number, ())
+        extra = [e for e in experts if e not in selected and (layer is None or e >= layer.num_shared)]
+        if extra:
+            raise ValueError(f"{adapter.source} has expert {extra[0]} of layer {number}, which its selection lacks")
         yield from _stack_changes(adapter, number, layer, experts_module(model, layer), experts)
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, tensor in adapter.others.items():
-        if name not in parameters:
-            raise ValueError(f"{adapter.source} has {name}; want a model that has it")
-        if parameters[name].shape != tensor.shape:
+        shape = list(parameters[name].shape) if name in parameters else None
+        if shape != list(tensor.shape):
             raise ValueError(
-                f"{name} in {adapter.source} is {list(tensor.shape)}; want {list(parameters[name].shape)}, as the model "
-                "has it"
+                f"{adapter.source} has {name} {list(tensor.shape)}; the model has {shape or 'no such tensor'}"
             )
         yield Change(name, parameters[name])
 
@@ -209,29 +177,20 @@ def _stack_changes(
     module: nn.Module,
     experts: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> Iterator[Change]:
-    selected = adapter.selection.experts.get(number, ())
-    shared = [e for e in experts if e not in selected and e >= layer.num_shared]
-    if shared:
-        raise ValueError(f"{adapter.source} has expert {shared[0]} of layer {number}, which its selection lacks")
     layout, path = layout_of(module), experts_path(layer)
-    stacks = stack_parts(layout)
-    parts = {part for names in stacks.values() for part in names}
+    stacks, want = stack_parts(layout), {}
+    for stack in stacks:
+        # views of one row give the shapes, whatever the layout
+        row = torch.empty(getattr(module, stack).shape[1:], device="meta")
+        want |= {part: list(view.shape) for part, view in split_row(layout, stack, row).items()}
     for e, own in experts.items():
-        if set(own) != parts:
-            odd = min(parts ^ set(own))
-            has = "has" if odd in own else "lacks"
+        found = {part: list(tensor.shape) for part, tensor in own.items()}
+        if found != want:
+            part = min(part for part in {*found, *want} if found.get(part) != want.get(part))
             raise ValueError(
-                f"{adapter.source} {has} {odd} of expert {e} of layer {number}; want {', '.join(sorted(parts))}"
+                f"{adapter.source} has {part} {found.get(part, 'missing')} of expert {e} of layer {number}; the model has "
+                f"{want.get(part, 'no such part')}"
             )
-        for stack in stacks:
-            # views of one row say the shapes, whatever the layout
-            row = torch.empty(getattr(module, stack).shape[1:], device="meta")
-            for part, want in split_row(layout, stack, row).items():
-                if own[part].shape != want.shape:
-                    raise ValueError(
-                        f"{part} of expert {e} of layer {number} in {adapter.source} is {list(own[part].shape)}; want "
-                        f"{list(want.shape)}, as the model has it"
-                    )
     for stack in stacks:
         yield Change(f"{path}.{stack}", getattr(module, stack), tuple(experts), number, layout)
 
@@ -246,8 +205,8 @@ def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = T
         parameter = change.parameter
         if hasattr(parameter, "placements") or parameter.is_meta or parameter.dtype not in FLOATS:
             raise ValueError(
-                f"{change.name} is split over processes, offloaded or quantized; want a whole tensor of floats; apply an "
-                "adapter before all that"
+                f"{change.name} is split over processes, offloaded or quantized; apply an adapter to the whole model, before "
+                "all that"
             )
     return changes
 
@@ -257,32 +216,32 @@ def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: boo
     """Put an adapter into `model`, in place, rounded to its dtype; the rows it replaces are kept on the CPU for `remove`.
 
     Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False`
-    takes a base with other weights than the adapter's. Raises ValueError, with the model untouched, for a base of
+    accepts a base with other weights than the adapter's. Raises ValueError, with the model untouched, for a base of
     another config, other experts' shapes or other weights, for unknown layers, ids or parameters, and for a model that
     has an adapter in it or trains one.
     """
-    model, adapter = _unwrapped(model), as_adapter(adapter)
-    if trained_files.training_of(model) is not None or any(split_of(module) is not None for module in model.modules()):
-        raise ValueError(f"model trains experts apart, adapter is {adapter.source}; want esft.fold or esft.drop before")
-    if (there := trained_files.holder(model, APPLIED)) is not None:
-        raise ValueError(
-            f"model has the adapter {getattr(there, APPLIED).source}, adapter is {adapter.source}; want one; esft.remove "
-            "the other"
-        )
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    adapter = as_adapter(adapter)
+    check_is_base(model)
     changes = check_adapter(model, adapter, check_weights=check_weights)
     kept = {}
     for name, parameter, ids, *_ in changes:
         rows = parameter.detach() if ids is None else parameter.detach()[list(ids)]
         kept[name] = (ids, rows.to("cpu", copy=True))
-    # before the first weight changes: whatever happens then, `remove` undoes it
+    # before the first weight changes, so that `remove` undoes whatever happens
     setattr(model, APPLIED, Applied(adapter.source, kept))
     for change in changes:
         _put(change.parameter, change.ids, change.values(adapter))
     return adapter
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+def check_is_base(model: nn.Module) -> None:
+    """Raise ValueError if `model` has an adapter in it or trains experts."""
+    there = trained_files.holder(model, APPLIED)
+    is_training = trained_files.training_of(model) is not None or any(split_of(m) is not None for m in model.modules())
+    if there is not None or is_training:
+        state = "trains experts" if there is None else f"has the adapter {getattr(there, APPLIED).source} in it"
+        raise ValueError(f"model {state}; call esft.{'fold or esft.drop' if there is None else 'remove'} first")
 
 
 class Applied(NamedTuple):
@@ -302,12 +261,10 @@ def _put(parameter: torch.Tensor, ids: tuple[int, ...] | None, values: torch.Ten
 
 @torch.no_grad()
 def remove(model: nn.Module) -> None:
-    """Take the adapter out of `model` that `apply` put in: every weight is as it was, bit by bit."""
+    """Take the adapter that `apply` put in out of `model`: every weight is as before, bit for bit."""
     there = trained_files.holder(model, APPLIED)
     if there is None:
-        raise ValueError(
-            f"model is {type(model).__name__}, which has no adapter in it; want one that esft.apply changed"
-        )
+        raise ValueError(f"model is {type(model).__name__}, which has no adapter in it; esft.apply puts one in")
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, (ids, values) in getattr(there, APPLIED).kept.items():
         _put(parameters[name], ids, values)

@@ -1,7 +1,7 @@
-"""Which model an ESFT adapter belongs to: what its config says, its experts' shapes, and a few of its weights.
+"""Which model an ESFT adapter belongs to: fields of its config, its experts' shapes, and a few of its weights.
 
-An adapter replaces whole experts: on another base of the same shapes it would do harm in silence. Written to
-expert_cfg.json, in the clear, so that an error can say what differs.
+An adapter replaces whole experts: on another base of the same shapes it would silently do harm. The description is stored
+in expert_cfg.json as it is, not as a hash alone, so that an error can say what differs.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch import nn
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, parse_name, split_row, stack_parts
 
-# what a model computes depends on these; names that a config lacks are left out, and versions of transformers may add some
+# what a model computes depends on these; names that a config lacks are left out
 FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "hidden_act", "num_experts",
@@ -23,11 +23,11 @@ FIELDS = (
     "scoring_func", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "tie_word_embeddings",
 )  # fmt: skip
 SAMPLED = 2  # weights of each matrix
-DIFFERENT = 0.2  # of the sampled weights; those of one base in another dtype are rounded, seldom to another bfloat16
+DIFFERENT = 0.2  # share of the sampled weights; another dtype of one base seldom rounds to another bfloat16
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """Return what tells a model from others without a look at its weights, JSON-ready."""
+    """Return what distinguishes a model from others without reading its weights, JSON-ready."""
     config = model.config.get_text_config().to_dict()
     config = {name: config[name] for name in FIELDS if isinstance(config.get(name), str | int | float)}
     config |= {"model_type": model.config.model_type}
@@ -54,9 +54,9 @@ def sample_weights(
 
 
 def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by plain name, of which `sample_weights` takes some: all that is not in the experts' stacks.
+    """Return the parameters that `sample_weights` reads, by plain name: all that are not in the experts' stacks.
 
-    Those that are split over processes, quantized or not there (offloaded) are left out.
+    Those that are split over processes or offloaded are left out.
     """
     stacks = {
         id(p)
@@ -95,47 +95,44 @@ def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, t
 
 @torch.no_grad()
 def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return `describe` with a sample of the weights: what an adapter that trains these experts says of its base."""
+    """Return `describe` with a sample of the weights: what an adapter of the `trained` experts records of its base."""
     matrices = expert_matrices(model, sampled_experts(model, trained or {}))
     return describe(model) | {"weights": sample_weights(sampled_parameters(model) | matrices)}
 
 
 def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError unless a model, as `describe` or `base_of` tells it, is the base that the adapter `source` names.
+    """Raise ValueError unless a model, as `describe` or `base_of` describes it, is the base that the adapter names.
 
-    Only what both know is compared.
+    Only what both know is compared. `source` names the adapter.
     """
-    if base.get("hash") != model["hash"]:
-        for part in ("config", "experts"):
-            ours, theirs = base.get(part, {}), model[part]
-            for name in ours:
-                if name in theirs and ours[name] != theirs[name]:
-                    what = f"the experts of layer {name}" if part == "experts" else name
-                    raise ValueError(
-                        f"{source} is for a base whose {what} is {_say(ours[name])}, the model's is "
-                        f"{_say(theirs[name])}; want the base that it was trained on"
-                    )
-        if set(base.get("experts", {})) - set(model["experts"]):
-            missing = min(set(base["experts"]) - set(model["experts"]), key=int)
-            raise ValueError(
-                f"{source} is for a base with experts in layer {missing}, the model has none there; want that base"
-            )
+    difference = _difference(base, model)
+    if difference is not None:
+        raise ValueError(f"{source} is for a base {difference}; use the base that it was trained on")
+
+
+def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    for part in ("config", "experts") if base.get("hash") != model["hash"] else ():
+        theirs = model[part]
+        for name, value in base.get(part, {}).items():
+            # versions of transformers know other names of a config, but a layer has experts or not
+            if value != theirs.get(name) and (name in theirs or part == "experts"):
+                what = f"the experts of layer {name}" if part == "experts" else name
+                return f"whose {what} is {_say(value)}, the model's is {_say(theirs.get(name))}"
     ours, theirs = base.get("weights", {}), model.get("weights", {})
-    both = [name for name in ours if name in theirs]
-    # apart: a base may differ in its experts alone
+    # separately, since a base may differ in its experts alone
     for kind, is_expert in (("weights", False), ("experts", True)):
-        names = [name for name in both if (parse_name(name) is not None) == is_expert]
+        names = [name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert]
         pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
-        different = _different(pairs)
-        if different > DIFFERENT:
-            raise ValueError(
-                f"{source} is for a base with other {kind}: {different:.0%} of {len(pairs)} weights that were looked at differ "
-                "from the model's; want the base that it was trained on; check_weights=False leaves this out"
+        if (different := _different(pairs)) > DIFFERENT:
+            return (
+                f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from the model's "
+                "(check_weights=False skips this check)"
             )
+    return None
 
 
 def _different(pairs: list[tuple[float, float]]) -> float:
-    """Return which share of pairs of weights are two bfloat16 numbers."""
+    """Return the share of pairs of weights that differ in bfloat16."""
     if not pairs:
         return 0.0
     ours, theirs = torch.tensor(pairs, dtype=torch.float64).to(torch.bfloat16).unbind(1)

@@ -1,7 +1,7 @@
-"""An ESFT adapter merged into its base's folder, tensor by tensor: the whole tuned model, in the base's own form.
+"""ESFT from disk to disk: an adapter merged into its base's folder, tensor by tensor, in the base's own form.
 
-What comes out is what `esft.apply` and save_pretrained would write, for models that do not fit into memory: it holds a
-tensor of the base, one shard of the target, and the adapter. The target appears whole or not at all.
+The result is what `esft.apply` and save_pretrained would write, for models that do not fit into memory, which holds one
+tensor of the base, one shard of the target, and the adapter. The target is written atomically.
 """
 
 import re
@@ -105,7 +105,7 @@ def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_w
 
 
 def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """Take from the folder the weights that the adapter tells of its base, where it has them as the model does."""
+    """Read from the folder the weights that the adapter records of its base, where it has them as the model does."""
     parameters, specs, keys = dict(model.named_parameters()), checkpoint.specs(), {}
     for name in adapter.base.get("weights", {}):
         saved = list(to_saved(model, {name: parameters[name]})) if name in parameters else []
@@ -116,7 +116,7 @@ def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[
 
 
 def _sample_experts(plan: "_Plan", checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """Take from the folder what `esft_base.expert_matrices` and `sample_weights` take from a model."""
+    """Read from the folder what `base.expert_matrices` and `sample_weights` read from a model."""
     layers, sample = numbered_layers(plan.model), {}
     for number, e in sampled_experts(plan.model, plan.adapter.selection.experts).items():
         module, path = experts_module(plan.model, layers[number]), experts_path(layers[number])
@@ -124,7 +124,7 @@ def _sample_experts(plan: "_Plan", checkpoint: Checkpoint) -> dict[str, list[flo
         for name in stack_parts(layout):
             stack = getattr(module, name)
             change = Change(f"{path}.{name}", stack, (e,), number, layout)
-            # a row of numbers shows where its weights lie in the folder
+            # a row of numbers shows where the folder has its weights
             row = torch.arange(stack[0].numel(), dtype=torch.int32).view(stack.shape[1:])
             saved = {key: plan.saved_row(rows, row) for key, rows in plan.rows_of(change).items()}
             for part, matrix in split_row(layout, name, row).items():
@@ -136,7 +136,7 @@ def _sample_experts(plan: "_Plan", checkpoint: Checkpoint) -> dict[str, list[flo
 
 
 def _weight(checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]], expert: int, place: int) -> float:
-    """Read the weight that is number `place` of an expert's row, of which `saved` has the numbers by the folder's names."""
+    """Read weight number `place` of an expert's row, of which `saved` has the numbers by the folder's names."""
     key, stacked, at = next(
         (key, stacked, at.tolist()) for key, (stacked, numbers) in saved.items() for at in (numbers == place).nonzero()
     )
@@ -157,9 +157,7 @@ class _Plan:
         self.others = self._others([change.name for change in changes if change.ids is None])
         for key in (*self.rows, *self.others):
             if specs[key].dtype not in FLOATS:
-                raise ValueError(
-                    f"{key} in {source} is {specs[key].dtype}; want float16, bfloat16, float32 or float64 weights"
-                )
+                raise ValueError(f"{key} in {source} is {specs[key].dtype}; expected weights of a floating dtype")
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.others)
@@ -183,13 +181,13 @@ class _Plan:
         return self.saved_row(rows, rows.change.values(self.adapter, expert)[0])[1]
 
     def saved_row(self, rows: _Rows, row: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        """Return whether a row of the model's stack lies in a stack of the folder, and the row as it lies there."""
+        """Return whether the folder has a row of the model's stack within a stack, and the row as the folder has it."""
         row = row[None]
         saved = row if rows.saved is None else to_saved(self.model, {rows.change.name: row})[rows.saved]
         return rows.stacked, saved[0] if rows.stacked else saved
 
     def rows_of(self, change: Change) -> dict[str, _Rows]:
-        """Find the tensors of the folder in which the rows of a stack lie."""
+        """Find the tensors of the folder that hold the rows of a stack."""
         name, stack, ids, *_ = change
         found, shapes = {}, {}
         one = torch.empty(1, *stack.shape[1:], device="meta")
@@ -202,7 +200,7 @@ class _Plan:
         return {name: _Rows(change, ids, None, True)} if self._choose(shapes, whole) is whole else found
 
     def _others(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors of the folder that stand for parameters that are no experts."""
+        """Return the folder's tensors for parameters that belong to no expert."""
         if not names:
             return {}
         own = {name: self.adapter.others[name] for name in names}
@@ -224,6 +222,6 @@ class _Plan:
         key = next(key for key, shape in saved.items() if key not in self.specs or self.specs[key].shape != shape)
         there = f"has it as {list(self.specs[key].shape)}" if key in self.specs else "lacks it"
         raise ValueError(
-            f"{self.source} should have {key} {list(saved[key])}, and {there}; want a folder that transformers' "
-            "save_pretrained wrote, or the hub's of that model"
+            f"{self.source} should have {key} {list(saved[key])}, and {there}; expected a folder written by "
+            "transformers' save_pretrained, or that model from the Hub"
         )

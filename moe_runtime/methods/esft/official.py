@@ -1,8 +1,8 @@
-"""ESFT's files of routing: logs `expert_weights_{layer}.txt` and the tables of `summary.json`, as the official code has them.
+"""The official code's files of routing: logs `expert_weights_{layer}.txt` and the tables of `summary.json`.
 
-A log has a line per forward pass, here per sample: the ids of all its tokens, K each, joined by tabs, two tabs, the
-gate values of 4 digits, in the same order. With several processes each has a folder `rank_{r}`. Layers are the model's
-own numbers.
+A line of a log holds a forward pass, here a sample: the ids of all its tokens, K each, separated by tabs, then two tabs
+and the gate values to 4 digits, in the same order. With several processes each has a folder `rank_{r}`. Layers are the
+model's own numbers.
 """
 
 import functools
@@ -18,13 +18,11 @@ from typing import Any
 import torch
 
 from moe_runtime.config import check_positive, shown
-from moe_runtime.hf.models.folders import MAX_LAYERS
 from moe_runtime.methods.esft.recorder import GateCall, GateSums
 
 TABLES = {"token": "token_scores", "gate": "gate_scores"}  # in the order of the official summary
-MAX_EXPERTS = 4096  # of a layer, where nobody says how many: a broken id would ask for all memory
+MAX_EXPERTS = 4096  # of a layer, unless given: a corrupt id would exhaust the memory
 _LOG = re.compile(r"expert_weights_(\d+)\.txt")
-_WANT_LOGS = "want expert_weights_{layer}.txt, in the folder itself or in its folders rank_{r}"
 
 
 def append_logs(folder: str | os.PathLike, call: GateCall) -> None:
@@ -54,10 +52,10 @@ def read_logs(
 ) -> GateSums:
     """Read the logs in `folder` and its folders rank_*; a line is a sample.
 
-    `top_k` is by default the largest number that no token of the first layer has an expert twice with, `num_experts`
-    the largest id plus one, at most MAX_EXPERTS, `layers` those that there are, evenly spaced. Raises ValueError for a
-    layer without a log, for layers whose logs are not of the same tokens, and for a line that is none or has an expert
-    too many, by file and line.
+    `top_k` defaults to the largest number with which no token of the first layer has an expert twice, `num_experts` to the
+    largest id plus one, at most MAX_EXPERTS, `layers` to those that there are, evenly spaced. Raises ValueError for a
+    layer without a log, for layers whose logs are not of the same tokens, and for a line that is malformed or has an
+    expert too many, naming file and line.
     """
     for name, value in (("top_k", top_k), ("num_experts", num_experts)):
         if value is not None:
@@ -71,7 +69,7 @@ def read_logs(
         if seen is not None and tokens != seen:
             raise ValueError(
                 f"{paths[0]} has {sum(tokens)} tokens in {len(tokens)} lines, the log of the first layer {sum(seen)} in "
-                f"{len(seen)}; want logs of the same tokens for every layer"
+                f"{len(seen)}; the logs of all layers must be of the same tokens"
             )
         found, seen = [*found, sums], tokens
     E = max(len(sums[0]) for sums in found)
@@ -95,29 +93,24 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
         (path for path in folder.glob("rank_*") if path.is_dir()), key=lambda path: (len(path.name), path.name)
     )
     folders = [place for place in (folder, *ranks) if any(_LOG.fullmatch(path.name) for path in place.glob("*.txt"))]
-    if not folders:
-        raise ValueError(f"logs is {folder}, where there is no log; {_WANT_LOGS}")
-    if folder in folders and len(folders) > 1:
-        raise ValueError(f"logs is {folder}, with logs in it and in {folders[1].name} too; want one of the two")
     names = {int(match[1]) for place in folders for path in place.iterdir() if (match := _LOG.fullmatch(path.name))}
     wanted = sorted(set(layers)) if layers is not None else _evenly_spaced(sorted(names))
-    files = {layer: [place / log_name(layer) for place in folders] for layer in wanted}
-    for layer, paths in files.items():
-        missing = next((path for path in paths if not path.is_file() or not path.stat().st_size), None)
-        if missing is not None:
-            how = "" if layers is not None else "; or name the layers that have experts"
-            raise ValueError(f"layer {layer} has no log: {missing} is missing or empty; want one for every layer{how}")
-    return files
-
-
-def _evenly_spaced(numbers: list[int]) -> list[int]:
-    """The numbers from the first to the last by the smallest step between two of them."""
-    if numbers[-1] >= MAX_LAYERS:
+    # lazily, since a corrupt name may be of layer 10^12
+    logs = (place / log_name(layer) for layer in wanted for place in folders)
+    missing = next((path for path in logs if not path.is_file() or not path.stat().st_size), None)
+    if not folders or missing or (folder in folders and len(folders) > 1):
+        found = f"no log {missing.name} in {missing.parent}" if missing else "logs in itself and in rank_{r}"
         raise ValueError(
-            f"logs has {log_name(numbers[-1])}; want layers below {MAX_LAYERS}; or name those that have experts"
+            f"logs is {folder}, with {found if folders else 'no logs'}; expected expert_weights_{{layer}}.txt of every layer "
+            "that has experts, not empty, in the folder itself or in its folders rank_{r}"
         )
+    return {layer: [place / log_name(layer) for place in folders] for layer in wanted}
+
+
+def _evenly_spaced(numbers: list[int]) -> Sequence[int]:
+    """Return the numbers from the first to the last by the smallest step between two of them."""
     steps = [b - a for a, b in itertools.pairwise(numbers)]
-    return list(range(numbers[0], numbers[-1] + 1, min(steps))) if steps else numbers
+    return range(numbers[0], numbers[-1] + 1, min(steps)) if steps else numbers
 
 
 def _read_log(path: Path, E: int | None):
@@ -129,17 +122,14 @@ def _read_log(path: Path, E: int | None):
                 found = [int(one) for one in ids.split("\t")]
                 values = torch.tensor([float(one) for one in weights.split("\t")], dtype=torch.float64)
                 good = len(found) == len(values) and min(found) >= 0 and bool(values.isfinite().all())
+                good = good and max(found) < (E or MAX_EXPERTS)
             except ValueError:
                 good = False
             if not good:
                 raise ValueError(
-                    f"{path}, line {number}, is no log; want ids, two tabs and as many gate values, by tabs"
+                    f"{path}, line {number}, is {shown(line, 60)}; expected ids below num_experts ({E or MAX_EXPERTS}), two "
+                    "tabs and as many gate values, separated by tabs"
                 )
-            if max(found) >= (E or MAX_EXPERTS):
-                want = (
-                    f"want at least {shown(max(found) + 1)}" if E else f"want ids below {MAX_EXPERTS}, or num_experts"
-                )
-                raise ValueError(f"num_experts is {E}, {path}, line {number}, has expert {shown(max(found))}; {want}")
             yield torch.tensor(found), values
 
 
@@ -159,7 +149,9 @@ def _sum_lines(lines, K: int, E: int | None, pairs: bool, paths: list[Path]) -> 
     """Sum up one layer: count, gate and their means by line, [E] each, then pairs [E, E]; and the tokens of each line."""
     bad = next((i for i, (ids, _) in enumerate(lines) if len(ids) % K or not _distinct(ids, K)), None)
     if bad is not None:
-        raise ValueError(f"top_k is {K}, line {bad + 1} of {_listed(paths)} does not fit; want the experts per token")
+        raise ValueError(
+            f"top_k is {K}, line {bad + 1} of {_listed(paths)} does not fit; expected the experts per token"
+        )
     E = max(int(ids.max()) for ids, _ in lines) + 1 if E is None else E
     sums = torch.zeros(4, E, dtype=torch.float64)
     both = torch.zeros(E, E, dtype=torch.float64)
@@ -200,42 +192,33 @@ def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...]
     """
     shapes, tables = {}, {}
     for name, key in TABLES.items():
+        ids, rows = None, {}
         table = values.get(key)
-        if not isinstance(table, Mapping) or not table:
-            raise ValueError(f"{source} has no table {key}; want {' and '.join(TABLES.values())}, by layer and expert")
-        rows = {_number(layer, f"{source}: {key}"): row for layer, row in table.items()}
-        ids, found = None, []
-        for layer, row in sorted(rows.items()):
-            where = f"{source}: layer {layer} of {key}"
-            if not isinstance(row, Mapping) or not row:
-                raise ValueError(f"{where} has no scores; want one per expert")
-            scores = {_number(e, where): value for e, value in row.items()}
-            bad = next((e for e, value in scores.items() if not _is_score(value)), None)
-            if bad is not None:
+        for layer, row in table.items() if isinstance(table, Mapping) else ():
+            good = isinstance(row, Mapping) and row and all(map(_is_number, (layer, *row)))
+            good = good and all(map(_is_score, row.values()))
+            scores = {int(e): float(score) for e, score in row.items()} if good else {}
+            ids = ids or sorted(scores)
+            # a corrupt id must not make a huge table
+            if not good or sorted(scores) != ids or ids[-1] - ids[0] != len(ids) - 1 or ids[0] >= MAX_EXPERTS:
                 raise ValueError(
-                    f"{where} has the score {shown(scores[bad])} for expert {bad}; want a number of 0 or more"
+                    f"{source}: layer {shown(layer)} of {key} is {shown(row, 60)}; expected a number of 0 or more for each "
+                    "expert, 0 to E - 1 in every layer"
                 )
-            ids = sorted(scores) if ids is None else ids
-            # not a range, nor zeros for those before: a key may be any number
-            if sorted(scores) != ids or ids[-1] - ids[0] != len(ids) - 1 or ids[0] >= MAX_EXPERTS:
-                raise ValueError(
-                    f"{where} has scores for other experts than the layers before; want 0 to E - 1 in each"
-                )
-            found.append([0.0] * ids[0] + [float(scores[e]) for e in ids])
-        shapes[name] = tuple(sorted(rows)), ids[0], ids[-1]
-        tables[name] = torch.tensor(found, dtype=torch.float64)
-    if shapes["token"] != shapes["gate"]:
+            rows[int(layer)] = [0.0] * ids[0] + [scores[e] for e in ids]
+        shapes[name] = tuple(sorted(rows)), ids
+        tables[name] = torch.tensor([rows[layer] for layer in sorted(rows)], dtype=torch.float64)
+    layers, ids = shapes["gate"]
+    if not layers or shapes["token"] != shapes["gate"]:
         raise ValueError(
-            f"{source}: {' and '.join(TABLES.values())} differ in layers or experts; want the same in both"
+            f"{source} lacks {' or '.join(TABLES.values())}, or they differ in layers or experts; expected both, by layer "
+            "and expert"
         )
-    layers, num_shared, _ = shapes["gate"]
-    return layers, num_shared, tables
+    return layers, ids[0], tables
 
 
-def _number(text: str, where: str) -> int:
-    if not (text.isascii() and text.isdigit()) or str(int(text)) != text:
-        raise ValueError(f"{where} has the key {shown(text)}; want whole numbers, such as '1'")
-    return int(text)
+def _is_number(text: Any) -> bool:
+    return isinstance(text, str) and text.isascii() and text.isdigit() and str(int(text)) == text
 
 
 def _is_score(value: Any) -> bool:

@@ -1,21 +1,16 @@
-"""Coarser experts, simulated: the router chooses groups of experts in the place of single ones.
+"""What routers give to each expert while a model runs: slots and gate values per layer, the raw material of ESFT's scores.
 
-ESFT (arXiv 2407.01906), App. B and Fig. 7, for groups G of g experts each, K experts per token, gates s = softmax(logits):
-
-    s_G = mean_{e in G} s_e          the K / g groups with the highest s_G are chosen, each of their experts with the weight s_G
-
-so a token passes through as many experts as before.
-
-What routers give to each expert while a model runs: slots and gate values per layer, ESFT's raw material.
+ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s, the rows of batches:
 
     count_e = sum_t 1[e in topk_idx[t]]            sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e in topk_idx[t]]
     gate_e  = sum_t g_{e,t}                        sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
 
-t runs over all tokens that are no padding, s over the samples, the rows of the batches; g_{e,t} is the weight that the router
-hands to the experts, whatever it is normalised by, and 0 where e is not among the top K (ESFT, arXiv 2407.01906, Eq. 1).
-Everything is summed in float64 on the layer's device, in an order that repeats; nothing is read back before `read`.
+g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e is not among the top K.
+Sums are float64 on the layer's device, in an order that repeats; nothing is read back before `read`.
 
-Batches on their way into a model that is only watched: to a number of tokens, and in step with other processes.
+    GateRecorder    the sums of a model that runs
+    model_inputs    batches up to a number of tokens, in step with other processes, as the model's keyword arguments
+    group_routing   coarser experts, simulated: the router chooses groups of experts (App. B, Fig. 7)
 """
 
 import functools
@@ -37,58 +32,6 @@ from moe_runtime.hf.dropin.layers import (
     numbered_layers,
     token_mask,
 )
-
-NAMES = ("gate", "router")
-TOLERANCE = 1e-3
-
-
-def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
-    """Route `model` by groups, layer -> groups of ids, from now on; return the hooks' handles.
-
-    For routers as DeepSeek-V2's, which return logits [T, E], weights and ids [T, K], their weights the softmax's own times a
-    constant. Raises ValueError for other routers, at the latest when they are called, for layers without groups, and for
-    sizes that do not go into K.
-    """
-    handles = []
-    for number, layer in numbered_layers(model).items():
-        block = block_of(model, layer)
-        router = next((module for name, module in block.named_children() if name in NAMES), None)
-        top_k = getattr(router, "top_k", None)
-        if router is None or not isinstance(top_k, int) or layer.num_shared:
-            raise ValueError(f"layer {layer.name} has no router with logits and top_k; want one as DeepSeek-V2's")
-        table = torch.tensor([list(group) for group in groups.get(number, ())])
-        if sorted(table.flatten().tolist()) != list(range(layer.num_experts)) or top_k % table.shape[-1]:
-            raise ValueError(
-                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {layer.num_experts}, top_k is "
-                f"{top_k}; want every expert in one group, and a size that goes into top_k"
-            )
-        handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
-    return handles
-
-
-def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
-    """A hook of a router: give the weights and ids of whole groups, [T, K] as before."""
-    if not isinstance(out, tuple) or len(out) != 3:
-        raise ValueError(
-            f"{type(router).__name__} does not return logits, weights and ids; want a router as DeepSeek-V2's"
-        )
-    logits, weights, ids = out
-    table = table.to(logits.device)
-    gates, scale = logits.float().softmax(-1), getattr(router, "routed_scaling_factor", 1.0)
-    if not seen:  # by its first call: every other would wait for the device
-        seen.append(True)
-        if not torch.allclose(gates.gather(1, ids.long()) * scale, weights.float(), rtol=TOLERANCE, atol=1e-6):
-            raise ValueError(
-                f"{type(router).__name__} does not weigh by its logits' softmax; want a router as DeepSeek-V2's"
-            )
-    size = table.shape[1]
-    best, chosen = gates[:, table].mean(-1).topk(ids.shape[1] // size, dim=-1)
-    weights = (best * scale).repeat_interleave(size, 1).to(weights.dtype)
-    return logits, weights, table[chosen].flatten(1).to(ids.dtype)
-
-
-# rows of a layer's sums
-_COUNT, _GATE, _SAMPLE_COUNT, _SAMPLE_GATE = range(4)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,9 +64,9 @@ class GateCall:
 class GateRecorder:
     """Sums slots and gate values while `model` runs, on its devices, without a sync; `read` gives the GateSums.
 
-    Stock families and our own layers. Only calls of `model` itself count, not recomputation in backward. Padding, by the
-    call's attention_mask, is left out; `only`, where it is set, [B, S] bool, says more closely which tokens count. `pairs`
-    also counts how often two experts serve one token. `see` is given each call as a GateCall. A context manager;
+    Works on stock families and on our own layers. Only calls of `model` itself count, not recomputation in backward.
+    Padding, by the call's attention_mask, is left out; `only` [B, S] bool, if set, names the tokens that count instead.
+    `pairs` also counts how often two experts serve one token. `see` is called with each GateCall. A context manager;
     `close` removes the hooks. Raises ValueError for a model without numbered routed layers, layers of different sizes, or
     experts that transformers' own expert-parallel plan has spread: their ids are those of one rank.
     """
@@ -135,16 +78,12 @@ class GateRecorder:
         spread = [layer.name for layer in self.layers.values() if getattr(layer.module, "_is_expert_parallel", False)]
         if spread:
             raise ValueError(
-                f"{spread[0]} holds a part of its experts only; want moe_runtime.hf.dropin.parallel, or it whole"
+                f"{spread[0]} holds only a part of its experts; use moe_runtime.hf.dropin.parallel, or the whole layer"
             )
         self.only: torch.Tensor | None = None
         self._see, self._samples, self._slots = see, 1, {}
         first = next(iter(self.layers.values()))
         self.num_experts, self.num_shared = first.num_experts, first.num_shared
-        if self.num_experts == self.num_shared:
-            raise ValueError(
-                f"num_experts is {first.num_experts}, num_shared is {first.num_shared}; want routed experts"
-            )
         forget_compiled()
         self._state = {number: self._zeros(layer, pairs) for number, layer in self.layers.items()}
         self._call = OpenCall(model)
@@ -154,7 +93,7 @@ class GateRecorder:
         ]
 
     def _zeros(self, layer: RoutedLayer, pairs: bool) -> list[torch.Tensor]:
-        """A layer's sums [4, E] float64, its tokens and samples [2] int64, and the pairs [E, E] float64 if wanted."""
+        """A layer's sums [4, E] float64, its tokens and samples [2] int64, and with `pairs` those [E, E] float64."""
         tensors = itertools.chain(layer.module.parameters(), layer.module.buffers())
         device, E = next(tensors).device, self.num_experts
         device = torch.device("cpu") if device.type == "meta" else device
@@ -198,10 +137,7 @@ class GateRecorder:
 
     def _live(self, T: int, device: torch.device) -> torch.Tensor:
         """Which of a call's tokens count, [T] bool."""
-        mask = self._call.mask if self.only is None else self.only
-        live = token_mask(mask, T)
-        if self.only is not None and live is None:
-            raise ValueError(f"only is {tuple(self.only.shape)}, a layer sees {T} tokens; want [B, S] of B S tokens")
+        live = token_mask(self._call.mask if self.only is None else self.only, T)
         return torch.ones(T, dtype=torch.bool, device=device) if live is None else live.to(device)
 
     def _at_home(self, number: int, device: torch.device) -> list[torch.Tensor]:
@@ -214,9 +150,9 @@ class GateRecorder:
     def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
         """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes, `reset` starts anew.
 
-        Raises ValueError where no token was seen, where the layers saw different ones, and for gate values that are no
-        numbers. Layers that were never called are
-        left out if others were: an adapter keeps the original of a module that it trains a copy of.
+        Layers that were never called are left out if others were: an adapter keeps the original of a module that it
+        trains a copy of. Raises ValueError if no token was seen, if layers saw different numbers of tokens, and for gate
+        values that are not finite.
         """
         E, numbers = self.num_experts, list(self.layers)
         device = self._state[numbers[0]][0].device
@@ -235,25 +171,23 @@ class GateRecorder:
         sums, seen, pairs = flat.cpu().split([4 * E, 2, flat.shape[1] - 4 * E - 2], dim=1)
         called = [i for i in range(len(numbers)) if seen[i, 0] > 0]
         if not called:
-            raise ValueError(
-                "the model has routed no token; want at least one call of it with tokens that are no padding"
-            )
+            raise ValueError("the model has routed no token; call it at least once with tokens that are not padding")
         layers = tuple(numbers[i] for i in called)
         of = dict(zip(numbers, seen.long().tolist(), strict=True))
         _check_equal("tokens", {layer: of[layer][0] for layer in layers})
         top_k = dict(zip(numbers, slots.tolist(), strict=True))
         _check_equal("top_k", {layer: top_k[layer] for layer in layers})
-        table = sums[called].view(-1, 4, E)
+        table = sums[called].view(-1, 4, E)  # count, gate, sample_count, sample_gate
         if (odd := ~table.isfinite().all(2).all(1)).any():
             raise ValueError(
-                f"gate values of layer {layers[int(odd.nonzero()[0])]} are NaN or infinite; want a model whose router is finite"
+                f"gate values of layer {layers[int(odd.nonzero()[0])]} are NaN or infinite; the model's router must be finite"
             )
         return GateSums(
             layers=layers,
-            count=table[:, _COUNT].long(),
-            gate=table[:, _GATE].clone(),
-            sample_count=table[:, _SAMPLE_COUNT].clone(),
-            sample_gate=table[:, _SAMPLE_GATE].clone(),
+            count=table[:, 0].long(),
+            gate=table[:, 1].clone(),
+            sample_count=table[:, 2].clone(),
+            sample_gate=table[:, 3].clone(),
             n_tokens=of[layers[0]][0],
             n_samples=of[layers[0]][1],
             top_k=top_k[layers[0]],
@@ -279,7 +213,7 @@ def _check_equal(what: str, by_layer: dict[int, int]) -> None:
     other = next((layer for layer, one in by_layer.items() if one != value), None)
     if other is not None:
         raise ValueError(
-            f"{what} is {value} in layer {first} and {by_layer[other]} in layer {other}; want the same in every layer"
+            f"{what} is {value} in layer {first} and {by_layer[other]} in layer {other}; every layer must have the same"
         )
 
 
@@ -301,17 +235,33 @@ def _after_router(see, module, args, out) -> None:
     see(out.topk_idx, out.topk_weight)
 
 
-Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]  # and which tokens count, [B, S] bool; None for all
+Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]  # with the tokens that count, [B, S] bool; None for all
 
 
-def ranks() -> tuple[int, int]:
-    """The number of processes and this one's rank."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (torch.distributed.get_world_size(), torch.distributed.get_rank()) if there else (1, 0)
+def world() -> tuple[int, int]:
+    """Return the number of processes and this one's rank."""
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (torch.distributed.get_world_size(), torch.distributed.get_rank()) if is_initialized else (1, 0)
 
 
-def counted(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
-    """Yield batches until `n_tokens`; of the one that goes beyond, the first tokens count."""
+def model_inputs(model: nn.Module, dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
+    """Yield what the model's forward takes, on its device, and which tokens of it count, `n_tokens` in all."""
+    device = getattr(model, "device", None) or next(model.parameters()).device
+    known = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+    for batch, only in _in_step(model, _limited(dataloader, n_tokens)):
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+            # without labels, since no loss is needed, and without columns that the model does not know
+            if name != "labels" and (takes_all or name in known)
+        }
+        yield moved | extra, only
+
+
+def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
+    """Yield batches until `n_tokens`; of the batch that exceeds it, the first tokens count."""
     left = n_tokens
     for batch in dataloader:
         batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
@@ -328,21 +278,21 @@ def counted(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batc
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     first = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(first, torch.Tensor) or first.dim() < 2:
-        raise ValueError(f"a batch has {', '.join(batch)}; want input_ids or inputs_embeds, [B, S] and more")
+    if first is None:
+        raise ValueError(f"a batch has {', '.join(batch)}; expected input_ids or inputs_embeds, [B, S] and more")
     return first.shape[:2]
 
 
-def in_step(model: nn.Module, batches: Batches) -> Batches:
-    """Yield `batches`; in as many calls as the other processes' where the model calls for them."""
+def _in_step(model: nn.Module, batches: Batches) -> Batches:
+    """Yield `batches`, in as many calls as the other processes make where the model is split or synchronized."""
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    if ranks()[0] == 1 or not (is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())):
+    if world()[0] == 1 or not (is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())):
         yield from batches
         return
     device = next(model.parameters()).device
     batch, only = next(batches, (None, None))
     if not _everywhere(batch is not None, device, torch.distributed.ReduceOp.MIN):
-        raise ValueError("a process has no batch, the model is split over all of them; want data in every process")
+        raise ValueError("a process has no batch, and the model is split over all of them; every process needs data")
     own = True
     while _everywhere(own, device, torch.distributed.ReduceOp.MAX):
         # the others need this process's part of the weights; what it computes for them does not count
@@ -359,17 +309,52 @@ def _everywhere(value: bool, device: torch.device, by) -> bool:
     return bool(flag)
 
 
-def arguments(model: nn.Module, batches: Batches) -> Batches:
-    """Turn batches into what the model's forward takes, on its device."""
-    device = getattr(model, "device", None) or next(model.parameters()).device
-    known = inspect.signature(model.forward).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
-    for batch, only in batches:
-        moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            # a loss is not wanted, nor are columns that the model does not know
-            if name != "labels" and (takes_all or name in known)
-        }
-        yield moved | extra, only
+NAMES = ("gate", "router")  # of the routers that `group_routing` knows
+
+
+def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
+    """Route `model` by `groups` of expert ids, layer -> groups, from now on; return the hooks' handles.
+
+    For groups G of g experts, K experts per token and gates s = softmax(logits), the K / g groups with the highest
+    s_G = mean_{e in G} s_e are chosen, each of their experts with the weight s_G: a token passes through as many experts
+    as before. For routers like DeepSeek-V2's, which return logits [T, E], weights and ids [T, K], the weights the
+    softmax's own times a constant. Raises ValueError for other routers, at the latest in their first call, for layers
+    without groups, and for sizes that do not divide K.
+    """
+    handles = []
+    for number, layer in numbered_layers(model).items():
+        block = block_of(model, layer)
+        router = next((module for name, module in block.named_children() if name in NAMES), None)
+        top_k, E = getattr(router, "top_k", None), layer.num_experts
+        table = torch.tensor([list(group) for group in groups.get(number, ())])
+        is_partition = sorted(table.flatten().tolist()) == list(range(E))
+        if not isinstance(top_k, int) or layer.num_shared or not is_partition or top_k % table.shape[-1]:
+            raise ValueError(
+                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E}, top_k is {top_k}; "
+                "expected a router like DeepSeek-V2's, every expert in one group, and a group size that divides top_k"
+            )
+        handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
+    return handles
+
+
+def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
+    """A hook of a router: return the weights and ids of whole groups, [T, K] as before."""
+    is_known = isinstance(out, tuple) and len(out) == 3
+    if is_known:
+        logits, weights, ids = out
+        table = table.to(logits.device)
+        gates, scale = logits.float().softmax(-1), getattr(router, "routed_scaling_factor", 1.0)
+        # compared in the first call only, since reading the result waits for the device
+        is_known = bool(seen) or torch.allclose(
+            gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6
+        )
+    if not is_known:
+        raise ValueError(
+            f"{type(router).__name__} does not return logits, ids and weights that are the logits' softmax; expected a "
+            "router like DeepSeek-V2's"
+        )
+    seen[:] = [True]
+    size = table.shape[1]
+    best, chosen = gates[:, table].mean(-1).topk(ids.shape[1] // size, dim=-1)
+    weights = (best * scale).repeat_interleave(size, 1).to(weights.dtype)
+    return logits, weights, table[chosen].flatten(1).to(ids.dtype)

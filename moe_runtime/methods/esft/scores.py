@@ -23,18 +23,17 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_runtime.config import check_choice, check_positive, shown
+from moe_runtime.config import check_choice, check_positive
 from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
-from moe_runtime.methods.esft import recorder as feed
 from moe_runtime.methods.esft.official import append_logs, read_logs, read_tables, summary_tables
-from moe_runtime.methods.esft.recorder import GateRecorder, GateSums
+from moe_runtime.methods.esft.recorder import GateRecorder, GateSums, model_inputs, world
 
 SCORES = ("gate", "token")
 VARIANTS = ("v1", "paper", "normalized", "head")
@@ -101,8 +100,8 @@ class ExpertScores:
             table = _divided(self.gate if score == "gate" else self.token, variant)
         else:
             raise ValueError(
-                f"variant is {variant!r}, the scores are {self.variant!r} without the sums behind them; want {self.variant!r}; "
-                "or score again, or read the logs"
+                f"variant is {variant!r}, the scores are {self.variant!r} without the sums behind them; use "
+                f"{self.variant!r}, score again, or read the logs"
             )
         return table.clone() if round is None else _rounded(table, round)
 
@@ -126,21 +125,17 @@ class ExpertScores:
         `variant` says better.
         """
         layers, num_shared, tables = read_tables(values, source)
-        own = values.get("variant")
-        if own is not None and variant not in (None, own) and "sums" not in values:
-            raise ValueError(f"variant is {variant!r}, {source} holds {shown(own)}; want that")
-        own = (variant or _guess_variant(tables["token"])) if own is None else own
+        own = values.get("variant") or variant or _guess_variant(tables["token"])
+        variant = variant or own
         check_choice(f"{source}: variant", own, VARIANTS)
+        if "sums" in values:
+            return cls.from_sums(_read_sums(values["sums"], layers, source), variant)
         scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared)
-        if "sums" not in values:
-            return scores
-        sums = _read_sums(values["sums"], layers, source)
-        made = cls.from_sums(sums, own)
-        if made.num_shared != num_shared or any(
-            not torch.allclose(made.scores(name), scores.scores(name), rtol=0, atol=1e-9) for name in SCORES
-        ):
-            raise ValueError(f"{source}: the tables do not follow from the sums; want a file as it was written")
-        return made if variant is None else cls.from_sums(sums, variant)
+        return (
+            scores
+            if variant == own
+            else replace(scores, variant=variant, **{name: scores.scores(name, variant) for name in SCORES})
+        )
 
     def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
         """Write the summary, whole or not at all; `round=4` makes it the official one."""
@@ -221,9 +216,7 @@ def score_experts(
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
-    ranks, rank = feed.ranks()
-    if n_tokens < ranks and not per_process:
-        raise ValueError(f"n_tokens is {n_tokens}, of {ranks} processes; want at least one for each")
+    ranks, rank = world()
     own = n_tokens if per_process else n_tokens // ranks + (rank < n_tokens % ranks)
     modes = [(module, module.training) for module in model.modules()]
     with contextlib.ExitStack() as stack:
@@ -232,7 +225,7 @@ def score_experts(
         recorder = stack.enter_context(GateRecorder(model, pairs=pairs, see=see))
         model.eval()
         try:
-            for batch, only in feed.arguments(model, feed.in_step(model, feed.counted(dataloader, own))):
+            for batch, only in model_inputs(model, dataloader, own):
                 recorder.only = only
                 model(**batch)
         finally:

@@ -25,7 +25,7 @@ from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
 
 MAX_GROUPS = 2**21  # candidates that `group_experts` compares
 FLAGS = ("shared_experts", "non_expert_modules")
-_KEYS = ("experts", *FLAGS, "score", "p", "variant")
+_KEYS = (*FLAGS, "score", "p", "variant")
 
 
 def check_p(p: float) -> None:
@@ -37,7 +37,7 @@ def check_p(p: float) -> None:
 class ExpertSelection:
     """The experts to train, by layer; the two flags say what trains beside them (the paper's Table 3).
 
-    Layers are the model's own numbers, ids indices into the experts' stack. Nothing of a layer that is missing or empty
+    Layers are the model's own numbers, ids are indices into the experts' stack. No expert of a missing or empty layer
     trains. `score`, `p` and `variant` say how the selection was made; "random" is the score of `random_experts`.
     """
 
@@ -57,10 +57,12 @@ class ExpertSelection:
             check_p(self.p)
         if self.variant is not None:
             check_choice("variant", self.variant, VARIANTS)
-        if not isinstance(self.experts, Mapping):
-            raise ValueError(f"experts is {shown(self.experts)}; want ids by layer, such as {{1: (4, 0)}}")
-        experts = {_number("layer", layer): _ids(layer, ids) for layer, ids in self.experts.items()}
-        object.__setattr__(self, "experts", dict(sorted(experts.items())))
+        is_mapping = isinstance(self.experts, Mapping)
+        bad = {e: ids for e, ids in self.experts.items() if not _are_ids(e, ids)} if is_mapping else self.experts
+        if bad or not is_mapping:
+            raise ValueError(f"experts is {shown(bad, 60)}; expected ids by layer, each once, such as {{1: (4, 0)}}")
+        experts = {layer: tuple(ids) for layer, ids in sorted(self.experts.items())}
+        object.__setattr__(self, "experts", experts)
 
     @property
     def num_experts(self) -> int:
@@ -76,33 +78,22 @@ class ExpertSelection:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "selection") -> "ExpertSelection":
-        """Read `to_dict`'s or the official configuration; raises ValueError naming `source` and the key that is wrong."""
-        unknown = sorted(set(values) - set(_KEYS))
-        if unknown or "experts" not in values:
-            problem = f"has the key {shown(unknown[0])}" if unknown else "has no key 'experts'"
-            raise ValueError(f"{source} {problem}; want experts, and some of {', '.join(_KEYS[1:])}")
-        experts = values["experts"]
-        if not isinstance(experts, Mapping) or not all(isinstance(ids, list | tuple) for ids in experts.values()):
-            raise ValueError(
-                f"{source}: experts is {shown(experts, 60)}; want lists of ids by layer, such as {{'1': [4, 0]}}"
-            )
-        numbers = {layer: _from_text(layer) for layer in experts}
-        bad = [layer for layer, number in numbers.items() if number is None]
-        if bad:
-            raise ValueError(f"{source}: experts has the layer {shown(bad[0])}; want whole numbers, such as '1'")
-        by_layer = {numbers[layer]: ids for layer, ids in experts.items()}
+        """Read `to_dict`'s or the official configuration; raises ValueError naming `source` and what is wrong."""
+        values = dict(values)
+        if isinstance(values.get("experts"), Mapping):
+            values["experts"] = {_from_text(layer): ids for layer, ids in values["experts"].items()}
         try:
-            return cls(experts=by_layer, **{name: value for name, value in values.items() if name != "experts"})
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+            return cls(**values)
+        except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
+            raise ValueError(f"{source}: {error}; expected experts, and some of {', '.join(_KEYS)}") from error
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `to_dict` as JSON, whole or not at all."""
+        """Write `to_dict` as JSON, atomically."""
         atomic_write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertSelection":
-        """Read a configuration file, the official ones too; raises ValueError naming the file and the key that is wrong."""
+        """Read a configuration file, the official ones too; raises ValueError naming the file and what is wrong."""
         return cls.from_dict(read_json(path), str(path))
 
 
@@ -118,33 +109,33 @@ def select_experts(
     groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
     round: int | None = None,
 ) -> ExpertSelection:
-    """Take each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
+    """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
-    `variant` is the scores' own unless given, v1 unless they were made otherwise.
-    `round=4` rounds the scores first, as the official code does. An expert without a token is never taken, so a `p`
-    that the layer's scores do not reach takes all that have one. `groups`, of each layer, come together, by the sum of
-    their scores (App. B); `group_size` makes them by `group_experts` from the pairs that `scores` counted. Raises
-    ValueError for p outside (0, 1], a variant that the scores do not have, a layer without scores, scores that are no
-    numbers, and groups that are no partition.
+    `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. An expert without
+    a token is never selected, so a `p` that the layer's scores do not reach selects all that have one. `groups` of each
+    layer are selected together, by the sum of their scores (App. B); `group_size` makes them by `group_experts` from the
+    pairs that `scores` counted. Raises ValueError for p outside (0, 1], a variant that the scores do not have, a layer
+    without scores, scores that are not finite, and groups that do not partition the experts.
     """
     check_p(p)
     check_positive("group_size", group_size)
     variant = scores.variant if variant is None else variant
     table = scores.scores(score, variant, round)
     if groups is None and group_size > 1:
-        both = zip(scores.layers, _pairs(scores), strict=True)
+        if scores.sums is None or scores.sums.pairs is None:
+            raise ValueError("scores have no pairs, which groups are made from; use score_experts(..., pairs=True)")
+        both = zip(scores.layers, scores.sums.pairs, strict=True)
         groups = {layer: group_experts(pairs, group_size, num_shared=scores.num_shared) for layer, pairs in both}
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
-        if not all(map(math.isfinite, row)):
-            raise ValueError(f"layer {layer} has {score} scores that are NaN or infinite; want numbers")
-        if not any(row):
-            raise ValueError(f"layer {layer} has no {score} scores above 0; want scores of every layer")
+        if not any(row) or not all(map(math.isfinite, row)):
+            what = "no {} scores above 0" if not any(row) else "{} scores that are NaN or infinite"
+            raise ValueError(f"layer {layer} has {what.format(score)}; score the task again")
         routed = range(scores.num_shared, len(row))
         of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
         if sorted(e for group in of_layer for e in group) != list(routed):
             raise ValueError(
-                f"groups of layer {layer} are {shown(of_layer)}; want each of {routed.start} to {routed.stop - 1} in one"
+                f"groups of layer {layer} are {shown(of_layer)}; expected each of {routed.start} to {routed.stop - 1} in one"
             )
         experts[layer] = _take(row, of_layer, p)
     made = {"score": score, "p": p, "variant": variant}
@@ -153,7 +144,7 @@ def select_experts(
 
 
 def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float) -> list[int]:
-    """The fewest groups, by descending sum of their scores, that reach p; in a group the best first."""
+    """Return the fewest groups, by descending sum of their scores, that reach p; in a group the best expert first."""
     total = {tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group) for group in groups}
     taken, reached = [], 0.0
     for group in sorted(total, key=lambda group: (-total[group], min(group))):
@@ -164,39 +155,30 @@ def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float) -> li
     return taken
 
 
-def _pairs(scores: ExpertScores) -> torch.Tensor:
-    if scores.sums is None or scores.sums.pairs is None:
-        raise ValueError("scores have no pairs, which groups are made from; want score_experts(..., pairs=True)")
-    return scores.sums.pairs
-
-
 def random_experts(selection: ExpertSelection, num_experts: int, seed: int, *, num_shared: int = 0) -> ExpertSelection:
-    """Draw as many experts per layer as `selection` has, uniformly without replacement: the control of Table 4."""
+    """Draw as many experts per layer as `selection` has, uniformly without replacement: the control of Table 4.
+
+    Raises ValueError, by random.sample, for a layer with fewer routed experts.
+    """
     check_positive("num_experts", num_experts)
     generator, pool = random.Random(seed), range(num_shared, num_experts)
-    for layer, ids in selection.experts.items():
-        if len(ids) > len(pool):
-            raise ValueError(
-                f"num_experts is {num_experts}, num_shared is {num_shared}, selection has {len(ids)} experts of layer {layer}; "
-                "want no more than are routed"
-            )
     drawn = {layer: generator.sample(pool, len(ids)) for layer, ids in selection.experts.items()}
     return replace(selection, experts=drawn, score="random", variant=None)
 
 
 def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) -> list[tuple[int, ...]]:
-    """Group the routed experts of one layer by how alike their company is, greedily (App. B).
+    """Group the routed experts of one layer by how similar the experts chosen with them are, greedily (App. B).
 
-    `pairs` [E, E] counts the tokens that chose both of two experts. Of all groups of `group_size` experts that are left
-    the one with the largest mean pairwise cosine between rows of `pairs`, without the diagonal, is taken, until none is
-    left. Raises ValueError unless the size divides the number of routed experts.
+    `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups of `group_size`
+    experts that are left, the one with the largest mean pairwise cosine between rows of `pairs` without the diagonal.
+    Raises ValueError unless the size divides the number of routed experts.
     """
     check_positive("group_size", group_size)
     E = pairs.shape[-1] - num_shared
     if pairs.shape != (E + num_shared,) * 2 or E % group_size or math.comb(E, group_size) > MAX_GROUPS:
         raise ValueError(
-            f"group_size is {group_size}, pairs is {tuple(pairs.shape)}, num_shared is {num_shared}; want a size that divides "
-            f"the routed experts, with at most {MAX_GROUPS} possible groups"
+            f"group_size is {group_size}, pairs is {tuple(pairs.shape)}, num_shared is {num_shared}; expected a size that "
+            f"divides the number of routed experts, with at most {MAX_GROUPS} possible groups"
         )
     if group_size == 1:
         return [(e,) for e in range(num_shared, num_shared + E)]
@@ -219,47 +201,28 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
 def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection) -> None:
     """Raise ValueError unless `model` has all layers and ids of `selection`.
 
-    An expert that our own layers share is no choice of the router's: `shared_experts` trains it.
+    An expert that our own layers share is not chosen by the router: `shared_experts` trains it.
     """
     layers = numbered_layers(model) if isinstance(model, nn.Module) else model
-    unknown = [layer for layer in selection.experts if layer not in layers]
-    if unknown:
-        raise ValueError(
-            f"selection has layer {unknown[0]}; want some of {_listed(layers)}, the layers that have experts"
-        )
     for layer, ids in selection.experts.items():
-        E, shared = layers[layer].num_experts, layers[layer].num_shared
-        bad = [e for e in ids if e >= E]
-        if bad:
-            raise ValueError(f"selection has expert {bad[0]} of layer {layer}, num_experts is {E}; want ids below {E}")
-        bad = [e for e in ids if e < shared]
-        if bad:
-            raise ValueError(
-                f"selection has expert {bad[0]} of layer {layer}, which every token sees; want routed experts, ids from "
-                f"{shared}; shared_experts=True trains it"
-            )
+        routed = range(layers[layer].num_shared, layers[layer].num_experts) if layer in layers else range(0)
+        bad = [e for e in ids if e not in routed]
+        if bad or layer not in layers:
+            found = f"ids {routed.start} to {routed.stop - 1}" if routed else f"layers {', '.join(map(str, layers))}"
+            shared = "; shared_experts=True trains those before" if routed.start else ""
+            raise ValueError(f"selection has experts {bad} of layer {layer}; the model routes to {found}{shared}")
 
 
-def _number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {shown(value)}; want a whole number of 0 or more")
-    return value
-
-
-def _ids(layer: int, ids: Any) -> tuple[int, ...]:
+def _are_ids(layer: Any, ids: Any) -> bool:
+    """Whether a layer's number and its ids are whole numbers of 0 or more, no id twice."""
     if isinstance(ids, str) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"experts of layer {layer} is {shown(ids)}; want ids, such as (4, 0)")
-    ids = tuple(_number(f"expert of layer {layer}", e) for e in ids)
-    twice = sorted({e for e in ids if ids.count(e) > 1})
-    if twice:
-        raise ValueError(f"experts of layer {layer} has {twice[0]} twice; want each id once")
-    return ids
+        return False
+    numbers = [layer, *ids]
+    is_whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    return is_whole and len(set(ids)) == len(numbers) - 1
 
 
-def _from_text(layer: Any) -> int | None:
+def _from_text(layer: Any) -> Any:
+    """Return a layer's number from a file's key, or the key where it is none, which the selection then refuses."""
     is_number = isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer
-    return int(layer) if is_number else None
-
-
-def _listed(layers: Mapping[int, Any]) -> str:
-    return ", ".join(map(str, layers))
+    return int(layer) if is_number else layer

@@ -1,21 +1,18 @@
 """LoRA experts as adapter folders that PEFT reads: adapter_model.safetensors and adapter_config.json.
 
-stacked  one adapter for a model whose layers have all experts made whole side by side, such as Mixtral or an upcycled model:
+single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj, down_proj.
+stacked  one adapter for a model whose layers have all experts whole side by side, such as Mixtral or an upcycled model:
          PEFT's target_parameters on experts.gate_up_proj [E, 2I, H] and experts.down_proj [E, H, I], the router among
-         modules_to_save. PEFT wants A as [E r, in], expert after expert, and B as [out, r E], rank after rank. gate and up
+         modules_to_save. PEFT stores A as [E r, in], expert after expert, and B as [out, r E], rank after rank. gate and up
          share one weight there, so they share one pair of twice the rank, B being [B_gate 0; 0 B_up]; alpha / r stays.
-single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj, down_proj. So may those of linear
-         layers with routers of their own be saved (LoRALinear), which have no stacked form.
 
-A PEFT LoRA adapter of a dense model as its pairs, by the path of the linear layer that each changes: W + scaling B A.
+Linear layers with routers of their own (LoRALinear) have no stacked form.
 
-Adapters that say more than that (DoRA, biases, whole modules, a rank or alpha per layer) are refused by name.
-
-PEFT adapters as the experts of one model: what they must agree on, and what of them is the backbone's.
-
-An adapter's pairs outside of the MLPs change the backbone: W + mean_i s_i B_i A_i over the experts i, or not at all. UpIT
-(arXiv 2410.01610, Sec. 2.3) tunes none there with LoRA and leaves the backbone as it was; the mean is what it does where it
-tunes all parameters.
+The other direction: `read_adapter` reads one folder as its pairs, W + scaling B A by the path of the linear layer, and
+`read_experts` several as the experts of one model. Adapters that say more than that (DoRA, biases, whole modules, a rank or
+alpha per layer) are refused by name. Pairs outside of the MLPs change the backbone: W + mean_i s_i B_i A_i over the
+experts i, or not at all. UpIT (arXiv 2410.01610, Sec. 2.3) tunes none there with LoRA and leaves the backbone as it was; the
+mean is what it does where it tunes all parameters.
 """
 
 import os
@@ -25,20 +22,52 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.models.families import Family
-from moe_runtime.io.checkpoint import write_tensors
-from moe_runtime.io.files import atomic_folder, read_json
-from moe_runtime.io.files import atomic_write_json as write_json
+from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
+from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.modules.lora import LoRAExperts, LoRAMoE, check_expert
 from moe_runtime.modules.lora_linear import LinearExperts
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 PLACES = {"gate_up_proj": "base_layer.", "down_proj": ""}  # PEFT nests: the first parameter's adapter is the inner one
+HALVES = (".lora_A.weight", ".lora_B.weight")
+BACKBONES = ("mean", "base")
+# settings that change the equation, or whose weights are not pairs
+PLAIN = (
+    "use_dora", "use_qalora", "use_bdlora", "bias", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "target_parameters", "trainable_token_indices", "fan_in_fan_out", "megatron_config", "layer_replication",
+    "alora_invocation_tokens", "arrow_config", "kasa_config",
+)  # fmt: skip
+# with other initializations the pairs are of a base whose weights they have changed, too
+INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+def save_single(
+    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts],
+    folder: str | os.PathLike,
+    expert: int,
+    *,
+    base_model: str,
+    overwrite: bool = False,
+) -> None:
+    """Write one expert of all `layers`, by the path of the dense MLP that each replaced, as an adapter of the base.
+
+    The layers have the same settings. Raises ValueError for an expert that does not exist.
+    """
+    experts = {name: _experts(layer) for name, layer in layers.items()}
+    first = next(iter(experts.values()))
+    check_expert(expert, first.num_experts)
+    tensors = {}
+    for name, layer in experts.items():
+        for target in layer.targets:
+            place = f"{PREFIX}{name}.{target}."
+            tensors[f"{place}lora_A.weight"] = layer.lora_a[target][expert]
+            tensors[f"{place}lora_B.weight"] = layer.lora_b[target][expert].t()
+    _write(folder, tensors, _config(first, base_model) | {"target_modules": list(first.targets)}, overwrite)
 
 
 def save_stacked(
@@ -46,11 +75,10 @@ def save_stacked(
 ) -> None:
     """Write one adapter of all `layers`, by the path of the MoE block that each is (model.layers.0.mlp).
 
-    `base_model` is what the config names: the model that has the experts made of the base, all equal. Raises ValueError for
-    layers of different settings, before anything is written.
+    `base_model` is what the config names: the model whose experts all equal the base. The layers have the same settings.
     """
     experts = {name: _experts(layer) for name, layer in layers.items()}
-    first = _alike(experts)
+    first = next(iter(experts.values()))
     tensors, parameters = {}, []
     for name, layer in experts.items():
         for parameter, (a, b) in _stacked(layer).items():
@@ -75,90 +103,49 @@ def save_stacked(
     _write(folder, tensors, config, overwrite)
 
 
-def save_single(
-    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts],
-    folder: str | os.PathLike,
-    expert: int,
-    *,
-    base_model: str,
-    overwrite: bool = False,
-) -> None:
-    """Write one expert of all `layers`, by the path of the dense MLP that each has the place of, as an adapter of the base.
-
-    Raises ValueError for an expert that is not there and for layers of different settings.
-    """
-    experts = {name: _experts(layer, LinearExperts) for name, layer in layers.items()}
-    first = _alike(experts)
-    check_expert(expert, first.num_experts)
-    tensors = {}
-    for name, layer in experts.items():
-        for target in layer.targets:
-            place = f"{PREFIX}{name}.{target}."
-            tensors[f"{place}lora_A.weight"] = layer.lora_a[target][expert]
-            tensors[f"{place}lora_B.weight"] = layer.lora_b[target][expert].t()
-    _write(folder, tensors, _config(first, base_model) | {"target_modules": list(first.targets)}, overwrite)
-
-
 @torch.no_grad()
 def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike) -> None:
-    """Read what `save_stacked` wrote, or PEFT from there on, into `layers` of the same settings, in place.
+    """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same settings, in place.
 
     Raises ValueError, with the layers untouched, for a file of other layers, sizes or settings, and for a rank that serves
-    both gate and up, which PEFT can train and pairs of their own cannot hold.
+    both gate and up, which PEFT can train but separate pairs cannot hold.
     """
     experts = {name: _experts(layer) for name, layer in layers.items()}
-    first, path = _alike(experts), os.path.join(folder, WEIGHTS)
-    _check_config(first, os.path.join(folder, CONFIG))
-    tensors = read_tensors(path)
-    found = {}
-    for name, layer in experts.items():
-        E, nested = layer.num_experts, len(_stacked_names(layer)) == 2
-        for parameter, (a, b) in _stacked(layer).items():
-            place = f"{PREFIX}{name}.experts.{PLACES[parameter] if nested else ''}"
-            flat_a = _take(tensors, f"{place}lora_A.weight", (E * a.shape[1], a.shape[2]), path)
-            flat_b = _take(tensors, f"{place}lora_B.weight", (b.shape[2], b.shape[1] * E), path)
-            new = flat_a.view(a.shape), flat_b.view(b.shape[2], b.shape[1], E).permute(2, 1, 0)
-            found[name, parameter] = (
-                _apart(layer, *new, place, path) if parameter == "gate_up_proj" else {"down_proj": new}
-            )
-    routers = {}
-    for name, layer in layers.items():
-        if isinstance(layer, LoRAMoE):
-            routers[name] = {
-                key: _take(tensors, f"{PREFIX}{name}.gate.{key}", tuple(value.shape), path)
-                for key, value in layer.gate.state_dict().items()
-            }
-    _check_empty(tensors, path)
-    for (name, _), halves in found.items():
-        for target, (a, b) in halves.items():
-            experts[name].lora_a[target].copy_(a)
-            experts[name].lora_b[target].copy_(b)
-    for name, state in routers.items():
-        layers[name].gate.load_state_dict(state)
-
-
-def _check_empty(left: dict, path: str) -> None:
-    if left:
-        raise ValueError(f"{path} has {sorted(left)[0]} and {len(left) - 1} more tensors; want those of `layers` alone")
-
-
-def _experts(layer, *kinds: type) -> LoRAExperts | LinearExperts:
-    """Return the pairs of a layer that is of our kinds, or of one of `kinds`."""
-    experts = layer.experts if isinstance(layer, LoRAMoE) else layer
-    if not isinstance(experts, (LoRAExperts, *kinds)):
-        raise ValueError(f"a layer is a {type(layer).__name__}; want LoRAExperts or LoRAMoE")
-    return experts
-
-
-def _alike(experts: Mapping[str, LoRAExperts]) -> LoRAExperts:
-    """Return one of the layers; ValueError unless one config describes them all."""
-    settings = {
-        (layer.num_experts, layer.rank, layer.alpha, layer.targets): name for name, layer in reversed(experts.items())
+    _check_config(next(iter(experts.values())), os.path.join(folder, CONFIG))
+    gates = {name: layer.gate for name, layer in layers.items() if isinstance(layer, LoRAMoE)}
+    shapes = {
+        f"{PREFIX}{name}.gate.{key}": value.shape
+        for name, gate in gates.items()
+        for key, value in gate.state_dict().items()
     }
-    if len(settings) != 1:
-        shown = "; ".join(f"{name}: {key}" for key, name in settings.items()) or "none"
-        raise ValueError(f"layers' num_experts, rank, alpha and targets are {shown}; want one setting for all")
-    return next(iter(experts.values()))
+    halves = {}  # by layer and parameter: the pair's shapes and names
+    for name, layer in experts.items():
+        for parameter, (a, b) in _stacked(layer).items():
+            place = f"{PREFIX}{name}.experts.{PLACES[parameter] if len(_stacked_names(layer)) == 2 else ''}"
+            halves[name, parameter] = a.shape, b.shape, *(f"{place}lora_{half}.weight" for half in "AB")
+            shapes[f"{place}lora_A.weight"] = (a.shape[0] * a.shape[1], a.shape[2])
+            shapes[f"{place}lora_B.weight"] = (b.shape[2], b.shape[1] * b.shape[0])
+    tensors = read_tensors(folder)
+    want = {
+        key: TensorSpec(tuple(shape), tensors[key].dtype if key in tensors else None) for key, shape in shapes.items()
+    }
+    specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    check_keys(specs, want, source=os.path.join(folder, WEIGHTS))
+    found = []
+    for (name, parameter), (a, b, key_a, key_b) in halves.items():
+        new = tensors[key_a].view(a), tensors[key_b].view(b[2], b[1], b[0]).permute(2, 1, 0)
+        split = _split(experts[name], *new, key_b) if parameter == "gate_up_proj" else {"down_proj": new}
+        found += [(experts[name], target, pair) for target, pair in split.items()]
+    for layer, target, (a, b) in found:
+        layer.lora_a[target].copy_(a)
+        layer.lora_b[target].copy_(b)
+    for name, gate in gates.items():
+        gate.load_state_dict({key: tensors[f"{PREFIX}{name}.gate.{key}"] for key in gate.state_dict()})
+
+
+def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
+    """Return the pairs of a layer."""
+    return layer.experts if isinstance(layer, LoRAMoE) else layer
 
 
 def _stacked_names(layer: LoRAExperts) -> list[str]:
@@ -187,15 +174,15 @@ def _halves(layer: LoRAExperts, target: str) -> tuple[torch.Tensor, torch.Tensor
     return some.new_zeros(*shape, size), some.new_zeros(*shape, out)
 
 
-def _apart(layer: LoRAExperts, a, b, place: str, path: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return gate's and up's own halves of the pair that they share; ValueError where a rank serves both."""
     r, I = layer.rank, b.shape[2] // 2
     found = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
     beside = [b[:, :r, I:], b[:, r:, :I], *(found.pop(target)[1] for target in set(found) - set(layer.targets))]
     if any(part.any() for part in beside):
         raise ValueError(
-            f"{place}lora_B.weight in {path} has ranks that serve both gate and up, or one of them that is not among "
-            f"{', '.join(layer.targets)}; want each rank in one target: PEFT can load it"
+            f"{key} has ranks that serve both gate and up, or one of them that is not among {', '.join(layer.targets)}; "
+            "each rank must serve one target (PEFT can load such an adapter)"
         )
     return found
 
@@ -219,7 +206,7 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
     ours = _config(layer, "")
     for key in ("r", "lora_alpha", "use_rslora"):
         if config.get(key) != ours[key]:
-            raise ValueError(f"{key} in {path} is {config.get(key)!r}, of the layers {ours[key]!r}; want the same")
+            raise ValueError(f"{key} in {path} is {config.get(key)!r}, of the layers {ours[key]!r}; they must be equal")
 
 
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
@@ -229,36 +216,13 @@ def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bo
             key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()
         }
         write_tensors(tmp / WEIGHTS, plain)
-        write_json(tmp / CONFIG, config)
+        atomic_write_json(tmp / CONFIG, config)
 
 
-def read_tensors(path: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of an adapter's file; raises ValueError where it cannot be read."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"path is {path}, which cannot be read ({error}); want an adapter's safetensors file"
-        ) from error
-
-
-def _take(tensors: dict, key: str, shape: tuple[int, ...], path: str) -> torch.Tensor:
-    tensor = tensors.pop(key, None)
-    if tensor is None or tuple(tensor.shape) != shape:
-        raise ValueError(f"{key} in {path} is {None if tensor is None else list(tensor.shape)}; want {list(shape)}")
-    return tensor
-
-
-HALVES = (".lora_A.weight", ".lora_B.weight")
-# settings of which any changes the equation, or whose weights are no pairs
-PLAIN = (
-    "use_dora", "use_qalora", "use_bdlora", "bias", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
-    "target_parameters", "trainable_token_indices", "fan_in_fan_out", "megatron_config", "layer_replication",
-    "alora_invocation_tokens", "arrow_config", "kasa_config",
-)  # fmt: skip
-# with the other initializations the pairs are of a base whose weights they have changed, too
-INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
+def read_tensors(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """Return all tensors of an adapter's folder; raises ValueError where they cannot be read."""
+    with Checkpoint(folder, WEIGHTS) as file:
+        return {key: file.get(key) for key in file.keys()}
 
 
 @dataclass(frozen=True)
@@ -267,7 +231,7 @@ class Adapter:
 
     folder: str
     rank: int
-    alpha: float  # of rank-stabilized LoRA, whose scaling is lora_alpha / sqrt(r), what gives it as alpha / r
+    alpha: float  # so that the scaling is alpha / r; rank-stabilized LoRA's is lora_alpha / sqrt(r)
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
     @property
@@ -283,44 +247,37 @@ class Adapter:
 
 
 def read_adapter(folder: str | os.PathLike) -> Adapter:
-    """Read the adapter folder that PEFT or `lora_folders.save_single` wrote; raises ValueError for what is more than LoRA."""
+    """Read the adapter folder that PEFT or `save_single` wrote; raises ValueError for what is more than LoRA."""
     path = os.path.join(folder, CONFIG)
     config = read_json(path)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type in {path} is {config.get('peft_type')!r}; want 'LORA'")
-    for name in PLAIN:
-        if config.get(name) not in (None, False, "none", [], {}):
-            raise ValueError(f"{name} in {path} is {config[name]!r}; want none: plain pairs A, B alone")
-    if config.get("init_lora_weights") not in INITIAL:
+    rank, alpha, initial = config.get("r"), config.get("lora_alpha"), config.get("init_lora_weights")
+    odd = [name for name in PLAIN if config.get(name) not in (None, False, "none", [], {})]
+    odd += ["peft_type"] * (config.get("peft_type") != "LORA") + ["init_lora_weights"] * (initial not in INITIAL)
+    odd += ["r"] * (not isinstance(rank, int) or rank < 1) + ["lora_alpha"] * (not isinstance(alpha, int | float))
+    if odd:
         raise ValueError(
-            f"init_lora_weights in {path} is {config['init_lora_weights']!r}, whose pairs are of another base; want it "
-            "converted as it is saved: path_initial_model_for_weight_conversion of peft's save_pretrained"
+            f"{odd[0]} in {path} is {config.get(odd[0])!r}; expected peft_type 'LORA' with pairs A, B alone. If "
+            "init_lora_weights changed the base, convert the adapter as it is saved: "
+            "path_initial_model_for_weight_conversion of peft's save_pretrained"
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"r in {path} is {rank!r}, lora_alpha {alpha!r}; want an integer of at least 1 and a number")
     alpha = alpha * rank**0.5 if config.get("use_rslora") else alpha
-    return Adapter(str(folder), rank, float(alpha), _pairs(os.path.join(folder, WEIGHTS), rank))
+    return Adapter(str(folder), rank, float(alpha), _pairs(folder, rank))
 
 
-def _pairs(path: str, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    tensors, pairs = read_tensors(path), {}
+def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    tensors, pairs, odd = read_tensors(folder), {}, None
     for key in [key for key in tensors if key.startswith(PREFIX) and key.endswith(HALVES[0])]:
         name = key.removesuffix(HALVES[0])
         a, b = tensors.pop(key), tensors.pop(name + HALVES[1], None)
         if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
-            shapes = [list(a.shape), None if b is None else list(b.shape)]
-            raise ValueError(f"{name} in {path} has A, B of {shapes}; want [{rank}, in] and [out, {rank}]")
+            odd = f"{name} with A, B of {[list(a.shape), None if b is None else list(b.shape)]}"
         pairs[name.removeprefix(PREFIX)] = a, b
-    if tensors or not pairs:
-        key = sorted(tensors)[0] if tensors else "no tensor"
+    if odd or tensors or not pairs:
         raise ValueError(
-            f"{path} has {key}; want lora_A.weight and lora_B.weight of linear layers alone, one pair at least"
+            f"{os.path.join(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}; expected lora_A.weight "
+            f"[{rank}, in] and lora_B.weight [out, {rank}] of linear layers alone, one pair at least"
         )
     return pairs
-
-
-BACKBONES = ("mean", "base")
 
 
 @dataclass(frozen=True)
@@ -369,7 +326,7 @@ def read_experts(
     """Read adapter folders of `model`, a stock one; raises ValueError where they do not fit it, each other or the settings."""
     if isinstance(folders, str | Path) or len(folders) != num_experts:
         shown = repr(folders) if isinstance(folders, str | Path) else f"{len(folders)} folders"
-        raise ValueError(f"experts is {shown}, num_experts is {num_experts}; want a folder for each expert")
+        raise ValueError(f"experts is {shown}, num_experts is {num_experts}; expected a folder for each expert")
     known = {str(folder): None for folder in folders}
     known = {folder: read_adapter(folder) for folder in known}
     adapters = tuple(known[str(folder)] for folder in folders)
@@ -383,8 +340,8 @@ def read_experts(
     places, names = sorted({layer for layer, _ in inside}), {name for _, name in inside}
     if not inside or len(inside) != len(places) * len(names):
         raise ValueError(
-            f"the adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, not all in each; want the same "
-            "linear layers of the MLP in each layer, one at least"
+            f"the adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, not all in each; expected the "
+            "same linear layers of the MLP in each layer, one at least"
         )
     found = AdapterExperts(
         adapters,
@@ -423,9 +380,9 @@ def _check_alike(adapters: Sequence[Adapter]) -> None:
         ):
             if one != other:
                 if name == "layers":
-                    one, other = (f"{len(paths)}, {sorted(one ^ other)[0]} of one alone" for paths in (one, other))
+                    one, other = (f"{len(paths)}, {min(one ^ other)} of one alone" for paths in (one, other))
                 raise ValueError(
-                    f"{name} of {first.folder} is {one}, of {adapter.folder} {other}; want one for all experts"
+                    f"{name} of {first.folder} is {one}, of {adapter.folder} {other}; all experts must have the same"
                 )
 
 
@@ -434,31 +391,30 @@ def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> No
         module = model.get_submodule(path)
     except AttributeError:
         module = None
-    if not isinstance(module, nn.Linear):
-        raise ValueError(
-            f"{adapters[0].folder} changes {path}, in the model a {type(module).__name__}; want linear layers of its base"
-        )
-    want = tuple(module.weight.shape)
+    want = list(module.weight.shape) if isinstance(module, nn.Linear) else None
     for adapter in adapters:
         a, b = adapter.pairs[path]
-        if (b.shape[0], a.shape[1]) != want:
+        if [b.shape[0], a.shape[1]] != want:
             raise ValueError(
-                f"{path} in {adapter.folder} is of {[b.shape[0], a.shape[1]]}, in the model {list(want)}; want an adapter of it"
+                f"{path} in {adapter.folder} is of {[b.shape[0], a.shape[1]]}, in the model {want or 'no linear layer'}; "
+                "expected an adapter of the model"
             )
 
 
 def _check_backbone(model: nn.Module, paths: Sequence[str], backbone: str | None, folder: str) -> None:
     if backbone is not None:
         check_choice("backbone", backbone, BACKBONES)
-    if paths and backbone is None:
-        raise ValueError(
-            f"backbone is None, {folder} changes {paths[0]} and {len(paths) - 1} more outside of the MLPs; want 'mean' to add "
-            "the experts' mean change there, or 'base' to leave it out"
-        )
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths):
-        raise ValueError(f"{folder} changes the head, whose weights are the embeddings'; want backbone='base'")
+    changes_tied = backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths)
+    if changes_tied or (paths and backbone is None):
+        what = (
+            "the head, whose weights are the embeddings'" if changes_tied else f"{paths[0]} and {len(paths) - 1} more"
+        )
+        how = "" if changes_tied else "backbone='mean' to add the experts' mean change there, or "
+        raise ValueError(
+            f"backbone is {backbone}, {folder} changes {what} outside of the MLPs; use {how}backbone='base' to leave it out"
+        )
 
 
 def _check_settings(found: AdapterExperts, **given) -> None:
@@ -467,4 +423,4 @@ def _check_settings(found: AdapterExperts, **given) -> None:
         theirs = getattr(found, name)
         same = value == theirs if isinstance(theirs, int | float) else set(value or ()) == set(theirs)
         if value is not None and not same:
-            raise ValueError(f"{name} is {value}, of the experts' adapters {theirs}; want {name}=None: they say it")
+            raise ValueError(f"{name} is {value}, of the experts' adapters {theirs}; leave it None with adapters")

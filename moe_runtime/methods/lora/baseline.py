@@ -1,4 +1,4 @@
-"""LoRA by peft: on a MoE model, experts too, which ESFT is compared with; on a dense model's MLPs, as UpIT's experts begin."""
+"""LoRA by peft: on a MoE model, experts included, the baseline of ESFT; on a dense model's MLPs, where UpIT's experts begin."""
 
 import contextlib
 import warnings
@@ -19,8 +19,8 @@ OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.Module:
     """Return `model` with low-rank matrices that alone train, on all linear layers and expert stacks of it.
 
-    Embeddings and head have none (ESFT, Sec. 4.3), and neither have routers, which are no linear layers. Every expert has
-    matrices of its own, one pair for each stack. `scaling` is alpha / rank. Raises ValueError if peft leaves a layer out.
+    Embeddings and head have none (ESFT, Sec. 4.3), nor do routers, which are not linear layers. Every expert has its own
+    matrices, one pair for each stack. `scaling` is alpha / rank. Raises ValueError if peft leaves a layer out.
     """
     peft = require("peft")
     head, names = model.get_output_embeddings(), {module: name for name, module in model.named_modules()}
@@ -37,7 +37,7 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
         raise ValueError(
-            f"model is {type(model).__name__}, of whose {len(modules) + len(parameters)} weights peft adapted {pairs}; want all"
+            f"model is {type(model).__name__}, of whose {len(modules) + len(parameters)} weights peft adapted only {pairs}"
         )
     return adapted
 
@@ -47,12 +47,10 @@ def add_mlp_lora(
 ) -> nn.Module:
     """Return a dense `model` with low-rank matrices that alone train, on the linear layers of its MLPs, all unless named.
 
-    What peft saves of it is an expert to `methods.lora.to_lora_moe`. Raises ValueError for a name that its MLPs do not have.
+    What peft saves of it is an expert to `methods.lora.to_lora_moe`. peft raises ValueError for names that the MLPs lack.
     """
     family = family_of(model)
     names = (*family.up, family.down)
-    if targets is not None and (isinstance(targets, str) or not targets or set(targets) - set(names)):
-        raise ValueError(f"targets is {targets!r}; want some of {', '.join(names)}")
     paths = [family.path.format(layer) for layer in range(model.config.num_hidden_layers)]
     modules = [f"{path}.{name}" for path in paths for name in (names if targets is None else targets)]
     config = require("peft").LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")

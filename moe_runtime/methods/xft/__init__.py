@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_runtime.config import MoEConfig, check_choice
+from moe_runtime.config import MoEConfig
 from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.models import families, swap
 from moe_runtime.hf.models.folders import probe_logits
 from moe_runtime.hf.models.rope import write_legacy_rope
 from moe_runtime.io.files import atomic_folder
-from moe_runtime.modules.ewa import EWAMLP, uniform_mixture
+from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
-from moe_runtime.ops.merging import merge_experts, mixing
+from moe_runtime.ops.merging import alpha_rows, check_mixture, init_mixture, merge_experts
 
 EXACT_GATES = (
     "xft",
@@ -87,29 +87,23 @@ def upcycle(
     """
     if config is not None and settings:
         raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
-    families.family_of(model)
-    return upcycle_to("moe", model, config or config_for(model, **settings), layers=layers, seed=seed)
+    family = families.family_of(model)
+    config = config or MoEConfig(**families.moe_shape(family, model.config), **settings)
+    return upcycle_to("moe", model, family, config, layers=layers, seed=seed)
 
 
-def upcycle_to(stage: str, model: nn.Module, config: MoEConfig, **options) -> UpcycleReceipt:
-    """Call `swap.dense_to_moe` with `options` on a dense model and measure what changed."""
+def upcycle_to(stage: str, model: nn.Module, family: families.Family, config: MoEConfig, **options) -> UpcycleReceipt:
+    """Call `swap.dense_to_moe` with `options` on a dense model of `family` and measure what changed."""
     before, (dense_parameters, _) = probe_logits(model), sizes(model)
-    swap.dense_to_moe(model, config, stage=stage, **options)
-    moe_layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE | EWAMLP)}
-    after = probe_logits(model)
-    moe_parameters, active_parameters = sizes(model)
-    stacks = [
-        f"{name}.experts.{n}" for name, module in moe_layers.items() for n, _ in module.experts.named_parameters()
-    ]
-    routers = [
-        f"{name}.gate.{n}"
-        for name, module in moe_layers.items()
-        if isinstance(module, MoE)
-        for n, _ in module.gate.named_parameters()
-    ]
+    swap.dense_to_moe(model, config, stage=stage, family=family, **options)
+    after, (moe_parameters, active_parameters) = probe_logits(model), sizes(model)
+    layers = {family.path.format(layer): layer for layer in model.config.moe_runtime["layers"]}
+    names = [name for name, _ in model.named_parameters()]
+    stacks = [name for name in names if name.partition(".experts.")[0] in layers]
+    routers = [name for name in names if name.partition(".gate.")[0] in layers]
     return UpcycleReceipt(
         config=config,
-        layers=tuple(sorted(_layer(model, name) for name in moe_layers)),
+        layers=tuple(layers.values()),
         dense_parameters=dense_parameters,
         moe_parameters=moe_parameters,
         active_parameters=active_parameters,
@@ -162,15 +156,6 @@ def merge(
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
 
 
-def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
-    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
-    if not alpha.isfinite().all():
-        raise ValueError(
-            f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
-        )
-    return alpha
-
-
 def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
     if stage == "lora":
@@ -212,30 +197,3 @@ def merged_weights(
             alpha = init_mixture(layer.config, shared_rate)
     alpha = alpha.to(layer.experts.down_proj.device)
     return {name: merge_experts(weight.detach(), alpha) for name, weight in layer.experts.named_parameters()}
-
-
-def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
-    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
-    if not config.has_shared_expert:
-        raise ValueError(f"gate is {config.gate!r}, which has no shared expert; want alpha, or to_mergeable(soup=True)")
-    return mixing(torch.ones(config.num_experts - 1), shared_rate)
-
-
-def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
-    """Return one alpha [E] float32 for each layer, of alpha [E], [L, E] or "uniform"; ValueError unless each sums to 1."""
-    if isinstance(alpha, str):
-        check_choice("alpha", alpha, ("uniform",))
-        alpha = uniform_mixture(num_experts)
-    alpha = torch.as_tensor(alpha, dtype=torch.float32)
-    alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
-    if alpha.shape != (num_layers, num_experts):
-        raise ValueError(f"alpha is {tuple(alpha.shape)}; want [{num_experts}] or [{num_layers}, {num_experts}]")
-    off = (alpha.sum(1) - 1).abs().max().item()
-    if not off < 1e-4:
-        raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
-    return list(alpha)
-
-
-def _layer(model: nn.Module, name: str) -> int:
-    """The layer index inside a module path such as model.layers.3.mlp."""
-    return next(int(part) for part in name.split(".") if part.isdigit())

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from moe_runtime.config import check_choice, check_positive
+from moe_runtime.config import MoEConfig, check_choice, check_positive
+from moe_runtime.hf.models.families import family_of, moe_shape
 from moe_runtime.methods import xft
 from moe_runtime.methods.lora import to_lora_moe
 from moe_runtime.methods.lora.baseline import add_mlp_lora as to_lora
@@ -231,6 +232,7 @@ def to_ewa(
     Raises ValueError, with the model untouched, for what `xft.upcycle` refuses.
     """
     check_choice("partition", partition, PARTITIONS)
-    config = xft.config_for(model, num_experts=num_experts, top_k=1, gate="topk_softmax")
+    family = family_of(model)
+    config = MoEConfig(**moe_shape(family, model.config), num_experts=num_experts, top_k=1, gate="topk_softmax")
     stage = "ewa" if partition == "random" else "moe"
-    return xft.upcycle_to(stage, model, config, layers=layers, seed=seed, method="ewa")
+    return xft.upcycle_to(stage, model, family, config, layers=layers, seed=seed, method="ewa")

@@ -23,8 +23,8 @@ from moe_runtime.hf.models.conversions import (
 )
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.methods.xft import alpha_rows, check_rate
-from moe_runtime.ops.merging import merge_rows, soup_logits
+from moe_runtime.methods.xft import check_rate
+from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
 
 
 def upcycle_folder(

@@ -146,14 +146,6 @@ def test_a_family_is_found_by_model_config_and_name():
     assert [name for name, family in FAMILIES.items() if family.fused] == ["phi3"]
 
 
-def test_mixed_biases_are_refused():
-    _, family, mlp = mlp_of("llama")
-    mlp.up_proj.bias = None
-    for refused in (families.read_mlp, lambda mlp, family: families.moe_shape(family, mlp)):
-        with pytest.raises(ValueError, match="the biases of LlamaMLP are .*'up_proj': False.*; want all or none"):
-            refused(mlp, family)
-
-
 class Adapter(nn.Linear):
     """A linear layer that computes more than its weight says, as PEFT's do."""
 

@@ -206,9 +206,6 @@ def offload(model):
         pytest.param(
             lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), "want .*'hidden_act': 'gelu'", id="act"
         ),
-        pytest.param(
-            lambda m: setattr(m.model.layers[1].mlp.up_proj, "bias", None), "the biases of LlamaMLP", id="mixed-biases"
-        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -248,7 +248,7 @@ def test_other_weights_are_refused_unless_asked_for(tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.02)
-    with pytest.raises(ValueError, match="for a base with other weights: .* check_weights=False"):
+    with pytest.raises(ValueError, match="for a base with other weights: .*check_weights=False"):
         apply(model, adapter)
     apply(model, adapter, check_weights=False)
 
@@ -275,7 +275,7 @@ BAD = {
                 n.replace("layers.1.", "layers.2."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n
             },
         ),
-        "selection has layer 2",
+        r"selection has experts \[1\] of layer 2",
     ),
     "unknown expert": (
         lambda a: _edit(
@@ -285,7 +285,7 @@ BAD = {
                 n.replace("experts.1.", "experts.9."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n
             },
         ),
-        "selection has expert 9 of layer 1, num_experts is 8",
+        r"selection has experts \[9\] of layer 1; .* 0 to 7",
     ),
     "missing expert": (
         lambda a: _edit(a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7." not in n}),
@@ -293,11 +293,7 @@ BAD = {
     ),
     "missing part": (
         lambda a: _edit(a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7.up" not in n}),
-        "lacks a part of expert 7 of layer 1",
-    ),
-    "missing parts": (
-        lambda a: _edit(a, tensors={n: t for n, t in a.tensors.items() if "up_proj" not in n}),
-        "lacks up_proj.weight of expert 1 of layer 0; want down_proj.weight, gate_proj.weight, up_proj.weight",
+        "has up_proj.weight missing of expert 7 of layer 1",
     ),
     "more experts": (
         lambda a: _edit(a, selection=ExpertSelection(experts={0: (1,), 1: (1, 7)})),
@@ -305,11 +301,7 @@ BAD = {
     ),
     "shape": (
         lambda a: _edit(a, tensors={n: t[:, 1:] for n, t in a.tensors.items()}),
-        r"of expert 1 of layer 0 in adapter is \[24, 31\]; want \[24, 32\]",
-    ),
-    "others without a flag": (
-        lambda a: _edit(a, tensors=dict(a.tensors) | {"model.norm.weight": torch.ones(32)}),
-        "has model.norm.weight, expert_cfg.json has shared_experts and non_expert_modules false",
+        r"adapter has down_proj.weight \[32, 23\] of expert 1 of layer 0; the model has \[32, 24\]",
     ),
     "unknown parameter": (
         lambda a: _edit(
@@ -317,7 +309,7 @@ BAD = {
             tensors=dict(a.tensors) | {"model.n": torch.ones(1)},
             selection=replace(a.selection, non_expert_modules=True),
         ),
-        "has model.n; want a model that has it",
+        r"has model.n \[1\]; the model has no such tensor",
     ),
     "parameter's shape": (
         lambda a: _edit(
@@ -325,7 +317,7 @@ BAD = {
             tensors=dict(a.tensors) | {"model.norm.weight": torch.ones(1)},
             selection=replace(a.selection, non_expert_modules=True),
         ),
-        r"model.norm.weight in adapter is \[1\]; want \[32\]",
+        r"adapter has model.norm.weight \[1\]; the model has \[32\]",
     ),
 }
 
@@ -345,7 +337,7 @@ def test_one_adapter_at_a_time(tmp_path):
     model = stock("qwen3_moe")
     adapter = saved(model, tmp_path / "law")
     apply(model, adapter)
-    with pytest.raises(ValueError, match="model has the adapter .*law, adapter is .*law; want one"):
+    with pytest.raises(ValueError, match="model has the adapter .*law in it; call esft.remove first"):
         apply(model, tmp_path / "law")
     copied = copy.deepcopy(model)
     remove(model)
@@ -362,12 +354,14 @@ def test_a_model_without_weights_in_memory_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "damage, match",
     [
-        pytest.param(lambda f: (f / "expert_cfg.json").unlink(), "has no expert_cfg.json", id="no configuration"),
+        pytest.param(
+            lambda f: (f / "expert_cfg.json").unlink(), "expert_cfg.json, which cannot be read", id="no configuration"
+        ),
         pytest.param(lambda f: (f / "model.safetensors").unlink(), "has no .safetensors file", id="no weights"),
         pytest.param(lambda f: (f / "expert_cfg.json").write_text("{"), "is not valid JSON", id="no JSON"),
         pytest.param(
             lambda f: (f / "expert_cfg.json").write_text('{"experts": {}, "moe_runtime": {"format": 2}}'),
-            "want an object of format 1",
+            "expected an object of format 1",
             id="a later format",
         ),
         pytest.param(
@@ -397,10 +391,3 @@ def test_an_existing_folder_is_not_touched(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     adapter.save(tmp_path, overwrite=True)
     load_adapter(tmp_path)
-
-
-def test_two_paths_to_one_expert_are_refused():
-    adapter = random_adapter(stock("qwen3_moe"))
-    more = {name.replace(".mlp.", ".moe."): tensor for name, tensor in adapter.tensors.items()}
-    with pytest.raises(ValueError, match=r"has expert 7 of layer 0 at model.layers.0.mlp.experts and at .*moe.experts"):
-        replace(adapter, tensors=adapter.tensors | more)

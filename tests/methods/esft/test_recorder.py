@@ -1,4 +1,4 @@
-"""methods/esft/recorder.py: slots and gate values of stock routers and ours against the routers' logits; padding and wrappers."""
+"""methods/esft/recorder.py: slots and gates of stock routers and ours against the routers' logits; padding and wrappers."""
 
 import copy
 
@@ -157,9 +157,6 @@ def test_only_narrows_what_counts():
         recorder.only = None
         model(samples)
         assert recorder.read().n_tokens == 24
-        recorder.only = only[:, :5]
-        with pytest.raises(ValueError, match=r"only is \(2, 5\), a layer sees 24 tokens"):
-            model(samples)
 
 
 def test_calls_are_seen_as_they_come():
@@ -240,19 +237,19 @@ def test_bad_models_are_named():
     with pytest.raises(ValueError, match="model is LlamaForCausalLM, without a router"):
         GateRecorder(tiny.dense("llama"))
     model = stock("mixtral", "eager").eval()
-    with pytest.raises(ValueError, match="routed no token; want at least one call"):
+    with pytest.raises(ValueError, match="routed no token; call it at least once"):
         record(model)
     with pytest.raises(ValueError, match="routed no token"):
         record(model, {"input_ids": ids(), "attention_mask": torch.zeros(2, 12, dtype=torch.long)})
     numbered_layers(model)[1].module.num_experts = 3
-    with pytest.raises(ValueError, match="num_experts is 4 in layer 0 and 3 in layer 1; want the same in every layer"):
+    with pytest.raises(
+        ValueError, match="num_experts is 4 in layer 0 and 3 in layer 1; every layer must have the same"
+    ):
         GateRecorder(model)
     model = stock("mixtral", "eager")
     numbered_layers(model)[0].module._is_expert_parallel = True
-    with pytest.raises(ValueError, match="holds a part of its experts only"):
+    with pytest.raises(ValueError, match="holds only a part of its experts"):
         GateRecorder(model)
-    with pytest.raises(ValueError, match="num_experts is 1, num_shared is 1; want routed experts"):
-        GateRecorder(tiny.upcycled(num_experts=1, top_k=1))
 
 
 def test_gates_that_are_no_numbers_are_named():

@@ -175,7 +175,7 @@ def test_random_experts_are_as_many_per_layer():
     for seed in range(600):
         often[list(random_experts(ExpertSelection(experts={0: (1, 2)}), 5, seed, num_shared=1).experts[0])] += 1
     assert often[0] == 0 and (often[1:] - 300).abs().max() < 60
-    with pytest.raises(ValueError, match="num_experts is 3, num_shared is 1, selection has 3 experts of layer 0"):
+    with pytest.raises(ValueError, match="larger than population"):
         random_experts(ExpertSelection(experts={0: (0, 1, 2)}), 3, 0, num_shared=1)
 
 
@@ -225,7 +225,7 @@ def test_experts_of_a_group_come_together():
     assert select_experts(scores, 0.3).experts == {1: (2,)}
     assert select_experts(scores, 0.31, groups={1: [(0, 3), (2, 1)]}).experts == {1: (2, 1)}
     for groups in ({}, {1: [(0, 1)]}, {1: [(0, 1), (1, 2, 3)]}):
-        with pytest.raises(ValueError, match="groups of layer 1 are .*; want each of 0 to 3 in one"):
+        with pytest.raises(ValueError, match="groups of layer 1 are .*; expected each of 0 to 3 in one"):
             select_experts(scores, 0.3, groups=groups)
     with pytest.raises(ValueError, match=r"group_size is 3, pairs is \(4, 4\)"):
         select_experts(scores, 0.3, group_size=3)
@@ -253,16 +253,16 @@ def test_the_configuration_is_the_official_one(tmp_path):
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({}, "has no key 'experts'"),
-        ({"experts": {}, "expert": {}}, "has the key 'expert'"),
-        ({"experts": [1]}, r"experts is \[1\]; want lists of ids by layer"),
-        ({"experts": {"1": 3}}, "experts is {'1': 3}; want lists"),
-        ({"experts": {"one": [3]}}, "experts has the layer 'one'; want whole numbers"),
-        ({"experts": {"01": [3], "1": [4]}}, "experts has the layer '01'"),
-        ({"experts": {"1": [3, 3]}}, "experts of layer 1 has 3 twice"),
-        ({"experts": {"1": [-1]}}, "expert of layer 1 is -1; want a whole number"),
-        ({"experts": {"1": [1.5]}}, "expert of layer 1 is 1.5"),
-        ({"experts": {"1": [True]}}, "expert of layer 1 is True"),
+        ({}, "'experts'; expected experts, and some of shared_experts"),
+        ({"experts": {}, "expert": {}}, "'expert'; expected experts, and some of"),
+        ({"experts": [1]}, r"experts is \[1\]; expected ids by layer"),
+        ({"experts": {"1": 3}}, "experts is {1: 3}; expected ids"),
+        ({"experts": {"one": [3]}}, "experts is {'one': .*"),
+        ({"experts": {"01": [3], "1": [4]}}, "experts is {'01': .*"),
+        ({"experts": {"1": [3, 3]}}, r"experts is {1: \[3, 3\]}; expected ids by layer, each once"),
+        ({"experts": {"1": [-1]}}, r"experts is {1: \[-1\]}"),
+        ({"experts": {"1": [1.5]}}, r"experts is {1: \[1.5\]}"),
+        ({"experts": {"1": [True]}}, r"experts is {1: \[True\]}"),
         ({"experts": {}, "shared_experts": "yes"}, "shared_experts is 'yes'; want True or False"),
         ({"experts": {}, "p": 1.5}, "p is 1.5"),
         ({"experts": {}, "score": "best"}, "score is 'best'"),
@@ -271,7 +271,7 @@ def test_the_configuration_is_the_official_one(tmp_path):
 )
 def test_a_bad_configuration_is_named_with_its_file(values, error, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"config.json:? {error}"):
+    with pytest.raises(ValueError, match=f"config.json: .*{error}"):
         ExpertSelection.load(tmp_path / "config.json")
 
 
@@ -288,12 +288,16 @@ def test_a_selection_of_another_model_is_named(kind):
     model = stock("mixtral") if kind == "stock" else tiny.upcycled()
     for given in (model, numbered_layers(model)):
         check_selection(given, ExpertSelection(experts={0: (3, 1), 1: ()}))
-        with pytest.raises(ValueError, match="selection has layer 7; want some of 0, 1"):
+        with pytest.raises(
+            ValueError, match=r"selection has experts \[1\] of layer 7; the model routes to layers 0, 1"
+        ):
             check_selection(given, ExpertSelection(experts={7: (1,)}))
-        with pytest.raises(ValueError, match="selection has expert 4 of layer 1, num_experts is 4; want ids below 4"):
+        with pytest.raises(ValueError, match=r"selection has experts \[4\] of layer 1; .* to 3"):
             check_selection(given, ExpertSelection(experts={1: (1, 4)}))
         if kind == "ours":
-            with pytest.raises(ValueError, match="selection has expert 0 of layer 1, which every token sees"):
+            with pytest.raises(
+                ValueError, match=r"selection has experts \[0\] of layer 1; .* 1 to 3; shared_experts=True"
+            ):
                 check_selection(given, ExpertSelection(experts={1: (0,)}))
 
 

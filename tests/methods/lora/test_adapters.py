@@ -15,7 +15,6 @@ from moe_runtime.methods.lora import (
     forced_experts,
     load_adapters,
     lora_layers,
-    merge_experts,
     save_adapters,
     to_lora_moe,
     to_moe,
@@ -29,10 +28,9 @@ from tests.support.lora_models import adapters, lora_model
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
 
 
-def alone(model, e: int) -> dict[int, torch.Tensor]:
+def alone(model, e: int) -> torch.Tensor:
     """Coefficients that leave expert e."""
-    count = model.config.moe_runtime["config"]["num_experts"]
-    return {layer: torch.eye(count)[e] for layer in lora_layers(model)}
+    return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]
 
 
 # ways out
@@ -62,7 +60,7 @@ def test_an_expert_is_the_adapter_that_is_saved_of_it(form, tmp_path):
         want = tiny.logits(by_peft)
         with forced_experts(model, [e, e]):
             assert tiny.distance(tiny.logits(model), want) < 1e-5
-        merged = merge_experts(copy.deepcopy(model), alone(model, e))
+        merged = lora.merge(copy.deepcopy(model), alone(model, e))
         assert tiny.distance(tiny.logits(merged), want) < 1e-5
         assert tiny.distance(tiny.logits(by_peft.merge_and_unload()), tiny.logits(merged)) < 1e-5
     again = to_lora_moe(tiny.dense(), experts=folders, form=form)
@@ -83,9 +81,9 @@ def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
     assert tiny.distance(tiny.logits(by_peft), tiny.logits(model)) < 1e-5
     assert len(list((tmp_path / "out").iterdir())) == 5
     for settings, words in (
-        ({"top_k": 1}, "top_k in .* is 1, of the model 2; want the same"),
-        ({"gate": "softmax_topk"}, "gate in .* is 'softmax_topk', of the model 'softmax_topk_renorm'"),
-        ({"layers": [0]}, r"layers in .* is \[0\], of the model \[0, 1\]"),
+        ({"top_k": 1}, "whose top_k is 1, the model's is 2"),
+        ({"gate": "softmax_topk"}, "whose gate is 'softmax_topk', the model's is 'softmax_topk_renorm'"),
+        ({"layers": [0]}, r"whose layers is \[0\], the model's is \[0, 1\]"),
     ):
         other = tiny.dense()
         xft.upcycle(other, **{"num_experts": 4, "top_k": 2, "gate": "softmax_topk_renorm"} | settings)
@@ -121,7 +119,7 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
     assert tiny.distance(tiny.logits(fresh), tiny.logits(by_peft.eval())) < 1e-5
     assert tiny.distance(tiny.logits(fresh), tiny.logits(model)) > 0
     linear = lora_model(form="linear")
-    with pytest.raises(ValueError, match="form is 'linear'; want 'block'"):
+    with pytest.raises(ValueError, match="form is 'linear'; expected 'block'"):
         load_adapters(linear, tmp_path / "tuned")
 
 
@@ -130,7 +128,7 @@ def test_adapters_of_another_backbone_are_not_written(form, with_attention, tmp_
     trained = lora_model(form=form, train_backbone=True)
     mean = to_lora_moe(tiny.dense(), experts=with_attention, backbone="mean", form=form)
     for model, words in ((trained, "train_backbone is True"), (mean, "backbone is 'mean'")):
-        with pytest.raises(ValueError, match=f"{words} in the model's config: .*; or lora.merge"):
+        with pytest.raises(ValueError, match=f"{words} in the model's config, .*; use lora.merge"):
             save_adapters(model, tmp_path / "out", "base")
     assert not (tmp_path / "out").exists()
     kept = to_lora_moe(tiny.dense(), experts=with_attention, backbone="base", form=form)
@@ -143,7 +141,7 @@ def test_an_adapter_of_tied_embeddings_head_is_refused(tmp_path):
     (folder,) = adapters(tmp_path, 1, model=tied, target_modules=names)
     folder = edited(folder, tmp_path / "pairs", without("base_layer"))  # as of peft's save_embedding_layers=False
     before = snapshot(tied)
-    with pytest.raises(ValueError, match="changes the head, whose weights are the embeddings'; want backbone='base'"):
+    with pytest.raises(ValueError, match="changes the head, whose weights are the embeddings' .*; use backbone='base'"):
         to_lora_moe(tied, experts=[folder], top_k=1, backbone="mean")
     assert unchanged(tied, before)
     embeddings = tied.get_input_embeddings().weight.clone()
@@ -243,16 +241,16 @@ def without(word):
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param({"use_dora": True}, "use_dora in .* is True; want none", id="dora"),
-        pytest.param({"bias": "all"}, "bias in .* is 'all'; want none", id="bias"),
+        pytest.param({"use_dora": True}, "use_dora in .* is True; expected", id="dora"),
+        pytest.param({"bias": "all"}, "bias in .* is 'all'; expected", id="bias"),
         pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
         pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
-        pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa', whose pairs", id="another-base"),
-        pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; want 'LORA'", id="no-lora"),
-        pytest.param({"lora_alpha": 6}, "scaling of .* is 2.5, of .* 3.0; want one for all", id="another-scaling"),
-        pytest.param({"r": 3}, r"has A, B of \[\[2, ", id="another-rank"),
+        pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa'; .* path_initial", id="another-base"),
+        pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; expected peft_type 'LORA'", id="no-lora"),
+        pytest.param({"lora_alpha": 6}, "scaling of .* is 2.5, of .* 3.0; all experts must", id="another-scaling"),
+        pytest.param({"r": 3}, r"with A, B of \[\[2, ", id="another-rank"),
         pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "layers of .* of one alone", id="another-layer"),
-        pytest.param({"tensors": without("up_proj.lora_B")}, "has A, B of .* None", id="half-a-pair"),
+        pytest.param({"tensors": without("up_proj.lora_B")}, "with A, B of .* None", id="half-a-pair"),
         pytest.param(
             {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
             id="more",
@@ -277,7 +275,7 @@ def test_settings_that_are_not_the_adapters_are_refused(peft_folders, with_atten
     model = tiny.dense()
     before = snapshot(model)
     for settings, words in (
-        ({"rank": 4}, "rank is 4, of the experts' adapters 2; want rank=None"),
+        ({"rank": 4}, "rank is 4, of the experts' adapters 2; leave it None"),
         ({"alpha": 16.0}, "alpha is 16.0, of the experts' adapters 5.0"),
         ({"targets": ["up_proj"]}, r"targets is \['up_proj'\], of the experts' adapters"),
         ({"layers": [0]}, r"layers is \[0\], of the experts' adapters"),
@@ -292,7 +290,8 @@ def test_settings_that_are_not_the_adapters_are_refused(peft_folders, with_atten
 
 def test_models_of_another_kind_are_refused(peft_folders):
     with pytest.raises(
-        ValueError, match="form is 'block', model_type is 'phi3', whose MLP has gate_up_proj, down_proj"
+        ValueError,
+        match="form is 'block', model_type is 'phi3'; expected some of gate_up_proj, down_proj, and form='linear'",
     ):
         to_lora_moe(tiny.dense("phi3"))
     for wrong, words in (
@@ -303,14 +302,16 @@ def test_models_of_another_kind_are_refused(peft_folders):
         with pytest.raises(ValueError, match=words):
             to_lora_moe(wrong)
     for call in (to_moe, lora_layers, lambda model: save_adapters(model, "nowhere", "base")):
-        with pytest.raises(ValueError, match="model is MoeRuntimeLlamaForCausalLM at stage 'moe'; want one with LoRA"):
+        with pytest.raises(
+            ValueError, match="model is MoeRuntimeLlamaForCausalLM at stage 'moe'; expected one with LoRA"
+        ):
             call(tiny.upcycled())
-        with pytest.raises(ValueError, match="model is LlamaForCausalLM; want one with LoRA experts"):
+        with pytest.raises(ValueError, match="model is LlamaForCausalLM; expected one with LoRA experts"):
             call(tiny.dense())
     linear = lora_model(form="linear")
-    with pytest.raises(ValueError, match="form is 'linear'; want 'block'"):
+    with pytest.raises(ValueError, match="form is 'linear'; expected 'block'"):
         to_moe(linear)
-    with pytest.raises(ValueError, match="upcycled is .*form is 'linear'"):
+    with pytest.raises(ValueError, match="form is 'linear'; expected 'block': upcycled is 'base'"):
         save_adapters(linear, "nowhere", "base", upcycled="base")
     for model in (lora_model(), linear):
         with pytest.raises(ValueError, match="the model's stage is 'lora'; want whole experts"):

@@ -1,4 +1,4 @@
-"""moe_runtime.methods.lora.baseline: matrices on all linear layers and experts, the base at the start, written and read back."""
+"""methods/lora/baseline.py: matrices on all linear layers and experts, the base at the start, written and read back."""
 
 import warnings
 

@@ -110,7 +110,7 @@ def test_bad_coefficients_are_refused(alpha, words):
 
 def test_what_merges_whole_experts_refuses(tmp_path):
     model, linear = lora_model(), lora_model(form="linear")
-    with pytest.raises(ValueError, match="model is LlamaForCausalLM; want one with LoRA experts"):
+    with pytest.raises(ValueError, match="model is LlamaForCausalLM; expected one with LoRA experts"):
         lora.merge(tiny.dense())
     for call in (lambda: xft.merge(model, alpha="uniform"), lambda: xft.to_mergeable(model), lambda: xft.merge(linear)):
         with pytest.raises(ValueError, match="the model's stage is 'lora'; want whole experts; lora_moe."):

@@ -1,21 +1,13 @@
-"""One step of EWA's averaging against the paper's sum in float64: every backend, layout and edge; what it leaves alone."""
+"""One step of EWA's averaging against the paper's sum in float64: every layout and edge; what it leaves alone."""
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_runtime import backends
 from moe_runtime.modules import ewa
 from moe_runtime.modules.ewa import average_experts_
 from tests.support.oracle import assert_parity
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
-    for name in ("torch", "triton")
-    for why in [backends.why_not(name, "average_experts", DEVICE)]
-]
 
 
 def by_the_paper(weight: torch.Tensor, share: float) -> torch.Tensor:
@@ -35,47 +27,43 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parity(shape, dtype, backend, device, tolerance):
+def test_parity(shape, dtype, device, tolerance):
     weight = torch.randn(shape, device=device).to(dtype)
     want = by_the_paper(weight, 0.3)
-    got = average_experts_(weight, 0.3, backend=backend)
+    got = average_experts_(weight, 0.3)
     assert got is weight and got.dtype == dtype
     assert_parity({"weight": got}, {"weight": want}, tolerance[dtype])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("share", [1e-6, 0.3, 0.43, 0.44, 0.7, 1.0])  # c is below and above 1/2, and above 1
 @pytest.mark.parametrize("E", [2, 3, 8, 11])
-def test_mean_stays_and_deviations_shrink_by_the_factor(E, share, backend, device):
+def test_mean_stays_and_deviations_shrink_by_the_factor(E, share, device):
     weight = torch.randn(E, 33, 17, device=device)
     before = weight.double()
-    average_experts_(weight, share, backend=backend)
+    average_experts_(weight, share)
     after, factor = weight.double(), 1 - share * E / (E - 1)
     torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-6)
     torch.testing.assert_close(after - after.mean(0), factor * (before - before.mean(0)), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("E", [2, 3, 8, 11])
-def test_the_share_that_makes_all_equal_does_so_to_the_last_bit(E, dtype, backend, device):
+def test_the_share_that_makes_all_equal_does_so_to_the_last_bit(E, dtype, device):
     weight = torch.randn(E, 65, device=device).to(dtype)
     mean = weight.double().mean(0)
-    average_experts_(weight, (E - 1) / E, backend=backend)
+    average_experts_(weight, (E - 1) / E)
     assert (weight == weight[0]).all()
     torch.testing.assert_close(weight[0].double(), mean, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_equal_experts_stay_what_they_are(dtype, share, backend, device):
+def test_equal_experts_stay_what_they_are(dtype, share, device):
     one = torch.randn(65, device=device).to(dtype)
     weight = one.expand(7, -1).clone()
-    assert all(torch.equal(w, one) for w in average_experts_(weight, share, backend=backend))
+    assert all(torch.equal(w, one) for w in average_experts_(weight, share))
 
 
 @pytest.mark.parametrize("share, shape", [(0.0, (4, 5)), (0.3, (1, 5))], ids=["share 0", "one expert"])
@@ -85,7 +73,6 @@ def test_nothing_to_do_is_done(share, shape):
     assert torch.equal(average_experts_(weight, share), before) and weight._version == version
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "stored, view",
     [
@@ -96,45 +83,41 @@ def test_nothing_to_do_is_done(share, shape):
         pytest.param((8, 34, 33), lambda w: w[1:-1], id="not the first"),
     ],
 )
-def test_layouts(stored, view, backend, device, tolerance):
+def test_layouts(stored, view, device, tolerance):
     memory = torch.randn(stored, device=device)
     want = memory.double()
     view(want).copy_(by_the_paper(view(memory), 0.3))
-    average_experts_(view(memory), 0.3, backend=backend)
+    average_experts_(view(memory), 0.3)
     assert_parity({"memory": memory}, {"memory": want}, tolerance[torch.float32])  # what lies between is untouched
 
 
-def test_float64_is_computed_in_float64(monkeypatch):
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
+def test_float64_is_computed_in_float64():
     weight = torch.randn(5, 7, dtype=torch.float64)
     want = by_the_paper(weight, 0.3)
     torch.testing.assert_close(average_experts_(weight, 0.3), want, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rounds_once(dtype, backend, device):
+def test_rounds_once(dtype, device):
     weight = torch.randn(8, 64, 33, device=device).to(dtype)
     want = by_the_paper(weight, 0.3)
-    average_experts_(weight, 0.3, backend=backend)
+    average_experts_(weight, 0.3)
     assert (weight.double() - want).norm() <= 1.01 * (want.to(dtype).double() - want).norm()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_parameter_that_a_graph_saved_is_written_and_the_graph_knows(backend, device):
+def test_a_parameter_that_a_graph_saved_is_written_and_the_graph_knows(device):
     weight = torch.nn.Parameter(torch.randn(4, 5, device=device))
     loss = weight.square().sum()
-    average_experts_(weight, 0.3, backend=backend)
+    average_experts_(weight, 0.3)
     assert weight.is_leaf and weight.requires_grad
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_runs_give_the_same_bits(backend, device):
+def test_runs_give_the_same_bits(device):
     weight = torch.randn(8, 65, 33, device=device)
-    first = average_experts_(weight.clone(), 0.3, backend=backend)
-    assert all(torch.equal(average_experts_(weight.clone(), 0.3, backend=backend), first) for _ in range(3))
+    first = average_experts_(weight.clone(), 0.3)
+    assert all(torch.equal(average_experts_(weight.clone(), 0.3), first) for _ in range(3))
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), float("inf"), "0.3", True, None])
@@ -165,13 +148,6 @@ def test_bad_stacks_are_named(weight, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("layout", ["plain", "transposed"])
-def test_opcheck(layout, dtype):
-    weight = {"plain": torch.randn(3, 4, 5), "transposed": torch.randn(3, 5, 4).transpose(1, 2)}[layout].to(dtype)
-    torch.library.opcheck(torch.ops.moe_runtime.average_experts_, (weight, 0.4, "torch"))
-
-
 def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     weight = torch.randn(3, 4, 5)
@@ -199,18 +175,15 @@ def test_torch_makes_no_float32_copy_of_the_stack(monkeypatch):
     weight = torch.randn(8, 64, 64).bfloat16()
     want = by_the_paper(weight, 0.3)
     with Sizes(weight) as sizes:
-        ewa._average(weight, 0.3 * 8 / 7, "torch")
+        average_experts_(weight, 0.3)
     assert_parity({"weight": weight}, {"weight": want}, 1.5e-2)
     assert sizes.created and max(sizes.created) <= 4 << 10
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["2^31 - 1", "2^31", "2^31 + 1"])
-def test_offsets_beyond_int32(stride, backend):
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU tests/gpu/test_averaging.py fills that many elements")
+def test_offsets_beyond_int32(stride):
     # calloc gives pages that take no memory before they are touched
     weight = torch.from_numpy(np.zeros(stride + 8, dtype=np.float16)).as_strided((2, 5), (stride, 1))
     weight[0], weight[1] = torch.arange(5), torch.arange(5, 10)
-    average_experts_(weight, 0.25, backend=backend)
+    average_experts_(weight, 0.25)
     assert weight.tolist() == [[i + 1.25 for i in range(5)], [i + 3.75 for i in range(5)]]

@@ -1,0 +1,440 @@
+"""Compile the libraries of csrc/: `python -m moe_runtime.native.build cpu|cuda`. Needs neither torch nor a GPU.
+
+cpu    csrc/cpu with g++ or clang++ into libmoert_cpu.so
+cuda   csrc/ with nvcc into libmoert_cuda.so
+
+As a command it builds for this machine, into the user's cache, where `moe_runtime.native.library` looks. setup.py loads this
+file by its path to build a wheel's libraries, so it imports the standard library only.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+NAMES = {"cpu": "libmoert_cpu.so", "cuda": "libmoert_cuda.so"}
+SUFFIXES = {"cpu": (".cpp", ".h"), "cuda": (".cu", ".cuh", ".h")}
+MAX_AGE_DAYS = 30  # what no build has used for so long is deleted; another checkout may still use its own
+
+CPU_FLAGS = (
+    "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
+    "-Wno-psabi",
+)  # fmt: skip
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+# the table of kernels.h that kernels.cpp becomes, and the flags that make it; the library picks one when it is loaded
+CPU_SETS = {"generic": ()}
+X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+# what the CPU sources need beyond C++17: vectors that convert, and selection by element
+PROBE = """
+typedef float f4 __attribute__((vector_size(16)));
+typedef int i4 __attribute__((vector_size(16)));
+typedef unsigned short h4 __attribute__((vector_size(8)));
+f4 wide(h4 h, float x) { f4 v = (f4)(__builtin_convertvector(h, i4) << 16); return v > x ? x - f4{} : v; }
+"""
+GET_COMPILER = "install g++ or clang++, or set CXX to one"
+
+MIN_NVCC = (12, 8)  # the first with sm_100 and sm_120
+ARCHS = "80;86;89;90;100+PTX;120"  # the PTX is for GPUs newer than the list
+MAX_REGISTERS = 128  # per thread: at least 512 threads per multiprocessor
+CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"  # so that libc is all it needs
+GET_NVCC = "install a CUDA toolkit and set CUDA_HOME, or pip install 'moe-runtime[nvcc]'"
+DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
+LIBRARY_DIRS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+
+
+class BuildError(RuntimeError):
+    """What is missing, or what the compiler printed."""
+
+
+class Toolkit(NamedTuple):
+    """An nvcc and the folder of its static runtime."""
+
+    nvcc: Path
+    version: tuple[int, int]
+    library_dir: Path
+
+
+class Usage(NamedTuple):
+    """What ptxas reports of one kernel on one architecture; bytes, except for the registers."""
+
+    kernel: str
+    arch: str
+    registers: int = 0
+    stack: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    shared: int = 0
+
+    @property
+    def spilled(self) -> int:
+        """Bytes spilled, both ways."""
+        return self.spill_stores + self.spill_loads
+
+
+def csrc_dir(kind: str) -> Path:
+    """Return the folder of the "cpu" or "cuda" sources: moe_runtime/_csrc in an installed wheel, csrc in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    below = "cpu" if kind == "cpu" else "."
+    return package / "_csrc" / below if (package / "_csrc" / below).is_dir() else package.parent / "csrc" / below
+
+
+def cache_dir(kind: str) -> Path:
+    """Return $XDG_CACHE_HOME/moe_runtime/cpu or cuda, ~/.cache by default. Raises BuildError if there is no home."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        home = f"HOME is {os.environ.get('HOME')!r}, and this user has no home folder"
+        raise BuildError(f"{home}; set XDG_CACHE_HOME to a writable folder") from error
+    return base / "moe_runtime" / kind
+
+
+def library_path(kind: str, csrc: Path | None = None) -> Path:
+    """Return where the command puts the library of these sources, for this kind of machine."""
+    name = source_hash(kind, csrc or csrc_dir(kind)) + (f"-{platform.machine()}" if kind == "cpu" else "")
+    return cache_dir(kind) / name / NAMES[kind]
+
+
+def source_hash(kind: str, csrc: Path) -> str:
+    """Return 16 hex digits of all that the compiler reads from `csrc`."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in csrc.iterdir() if path.suffix in SUFFIXES[kind]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_sources(kind: str, csrc: Path) -> list[Path]:
+    """Return the files to compile. Raises BuildError if there are none."""
+    sources = sorted(csrc.glob("*" + SUFFIXES[kind][0]))
+    if not sources:
+        hint = "expected the sources of a checkout, an sdist or an installed wheel"
+        raise BuildError(f"{csrc} has no *{SUFFIXES[kind][0]} file; {hint}")
+    return sources
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """Return the command and the version of $CXX, else g++, else clang++. Raises BuildError if it is missing."""
+    asked = shlex.split(os.environ.get("CXX") or "")
+    for command in [asked] if asked else [["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command, _run([*command, "--version"]).splitlines()[0].strip()
+    missing = f"CXX is {asked[0]!r}, which is missing" if asked else "the compilers g++ and clang++ are missing"
+    raise BuildError(f"{missing}; {GET_COMPILER}")
+
+
+def check_cpu(csrc: Path) -> tuple[list[str], str]:
+    """Return the compiler that a build would use and its version. Raises BuildError for what is missing."""
+    find_sources("cpu", csrc)
+    compiler, version = find_compiler()
+    if not _accepts(compiler, ()):
+        raise BuildError(f"the compiler is {version}; expected g++ 9 or newer, or a clang++ as new; {GET_COMPILER}")
+    return compiler, version
+
+
+def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    """Whether the compiler supports what the CPU sources need, with these flags too."""
+    command = [*compiler, *CPU_FLAGS, *flags, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(command, input=PROBE, text=True, capture_output=True).returncode == 0
+
+
+def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
+    """Compile `csrc` into the library `out`, written atomically; return whether anything had to be done.
+
+    A library of the same sources by the same compiler is left alone. Raises BuildError for what is missing or does not compile.
+    """
+    csrc = csrc or csrc_dir("cpu")
+    compiler, version = check_cpu(csrc)
+    x86 = X86_SETS if platform.machine() == "x86_64" else {}
+    sets = CPU_SETS | {name: flags for name, flags in x86.items() if _accepts(compiler, flags)}
+    info = json.dumps({"sources": source_hash("cpu", csrc), "compiler": version, "sets": list(sets)})
+    # read from the library itself, so that no second file can disagree
+    if not force and out.is_file() and info.encode() in out.read_bytes():
+        return False
+    with _link(out, compiler, "moert_cpu_*") as (tmp, objects):
+        jobs = [(csrc / "kernels.cpp", f"{name}.o", (*flags, f"-DMOERT_SET={name}")) for name, flags in sets.items()]
+        stamp = tmp / "stamp.h"
+        stamp.write_text(f"#define MOERT_BUILD_INFO {json.dumps(info)}\n")
+        stamp_flags = ("-include", stamp, *(f"-DMOERT_WITH_{name}" for name in sets))
+        jobs.append((csrc / "moert_cpu.cpp", "moert_cpu.o", stamp_flags))
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda job: _run([*compiler, *CPU_FLAGS, *job[2], "-c", job[0], "-o", tmp / job[1]]), jobs))
+        # libc alone: OpenMP's functions come from the runtime that torch has loaded
+        objects += [tmp / job[1] for job in jobs]
+    return True
+
+
+def built_by(path: Path) -> str:
+    """Return the compiler that a CPU library names in itself, "unknown" if it names none."""
+    found = re.search(rb'"compiler": "([^"]*)"', path.read_bytes())
+    return found[1].decode() if found else "unknown"
+
+
+def _remove_old_libraries(folder: Path) -> None:
+    """Mark the CPU library in `folder` as used now; delete those of other sources not used for MAX_AGE_DAYS."""
+    os.utime(folder)
+    for other in folder.parent.iterdir():
+        ours = re.fullmatch(r"[0-9a-f]{16}-\w+", other.name) and (other / NAMES["cpu"]).is_file()
+        if ours and time.time() - other.stat().st_mtime > MAX_AGE_DAYS * 86400:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _link(out: Path, compiler: list[str], exported: str) -> Iterator[tuple[Path, list]]:
+    """Yield a temporary folder and a list to fill with objects and options; link them into `out`, exporting a pattern."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as name:
+        tmp, objects = Path(name), []
+        yield tmp, objects
+        made, exports = tmp / out.name, tmp / "exports.map"
+        exports.write_text(f"{{ global: {exported}; local: *; }};\n")
+        soname = NAMES["cpu" if "cpu" in exported else "cuda"]
+        _run([
+            *compiler, "-shared", "-s", "-o", made, *objects, f"-Wl,--version-script={exports}", "-Wl,-z,defs",
+            "-Wl,--as-needed", f"-Wl,-soname,{soname}",
+        ])  # fmt: skip
+        os.replace(made, out)
+
+
+def find_toolkit() -> Toolkit:
+    """Return the toolkit of CUDA_HOME or CUDA_PATH if set, else the first nvcc of PATH, /usr/local/cuda or pip.
+
+    Raises BuildError if there is none, or if it is too old or incomplete.
+    """
+    named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    if named:
+        found = [Path(os.environ[named]) / "bin" / "nvcc"]
+    else:
+        found = [shutil.which("nvcc"), DEFAULT_NVCC]
+        for root in dict.fromkeys([*sys.path, *site.getsitepackages(), site.getusersitepackages()]):
+            found += sorted(Path(root or ".").glob("nvidia/cu1[2-9]/bin/nvcc"), reverse=True)
+    nvcc = next((Path(path) for path in found if path and Path(path).is_file()), None)
+    if nvcc is None:
+        where = f"{named} is {os.environ[named]}, which has no bin/nvcc" if named else (
+            "nvcc is missing in PATH, /usr/local/cuda and pip's nvidia packages"
+        )  # fmt: skip
+        raise BuildError(f"{where}; {GET_NVCC}")
+    release = re.search(r"release (\d+)\.(\d+)", _run([nvcc, "--version"]))
+    version = (int(release[1]), int(release[2])) if release else (0, 0)
+    if version < MIN_NVCC:
+        text, least = (".".join(map(str, numbers)) for numbers in (version, MIN_NVCC))
+        raise BuildError(f"{nvcc} is nvcc {text}; expected {least} or newer; {GET_NVCC}")
+    # nvcc itself says where its toolkit is: the one in PATH may be a script or a link
+    plan = _run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
+    top = re.search(r"^#\$ TOP=(.*)$", plan, re.M)
+    home = Path(top[1]).resolve() if top else nvcc.resolve().parents[1]
+    for folder in LIBRARY_DIRS:
+        if (home / folder / "libcudart_static.a").is_file():
+            return Toolkit(nvcc, version, home / folder)
+    raise BuildError(f"libcudart_static.a is missing in {home}; expected the toolkit's runtime; {GET_NVCC}")
+
+
+def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
+    """Return nvcc's flags, and the names of what they make (sm_90, compute_100), for `spec` such as 80;90;100+PTX.
+
+    Machine code comes from the PTX of the first plain architecture in the list if that is older: the kernels use nothing
+    newer, and the passes before ptxas take half of the time. Raises BuildError for an architecture that nvcc does not know.
+    """
+    known = [name.removeprefix("compute_") for name in _run([toolkit.nvcc, "--list-gpu-arch"]).split()]
+    items = list(filter(None, re.split(r"[;,\s]+", spec)))
+    matches = [re.fullmatch(r"(?:sm_)?((\d+)[af]?)(\+PTX)?", item) for item in items]
+    if not items or not all(match and match[2] in known for match in matches):
+        raise BuildError(
+            f"architectures are {spec!r}; expected a list such as {ARCHS} of those that {toolkit.nvcc} knows: {', '.join(known)}"
+        )
+    flags, names, plain = [], [], None
+    for match in matches:
+        number, _, plus = match.groups()
+        virtual = number
+        if number.isdigit() and not plus:
+            plain = plain or number
+            virtual = min(plain, number, key=int)
+        for name in [f"sm_{number}"] + [f"compute_{number}"] * bool(plus):
+            flags += ["-gencode", f"arch=compute_{virtual},code={name}"]
+            names.append(name)
+    return flags, names
+
+
+def check_cuda(csrc: Path, archs: str = ARCHS) -> tuple[list[Path], Toolkit, list[str], list[str], list[str]]:
+    """Return what a build needs: sources, toolkit, linker, nvcc's flags, names of the architectures. Compiles nothing.
+
+    Raises BuildError for what is missing.
+    """
+    sources, toolkit = find_sources("cuda", csrc), find_toolkit()
+    return sources, toolkit, find_compiler()[0], *architectures(archs, toolkit)
+
+
+def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS) -> list[Usage]:
+    """Compile `csrc` for `archs` into the library `out`, written atomically; return what ptxas reports.
+
+    `cache` holds the objects, by the hash of all that they depend on. Raises BuildError for what is missing or does not compile.
+    """
+    csrc, cache = csrc or csrc_dir("cuda"), cache or cache_dir("cuda") / "objects"
+    sources, toolkit, compiler, gencode, names = check_cuda(csrc, archs)
+    identity = {"sources": source_hash("cuda", csrc), "nvcc": ".".join(map(str, toolkit.version)), "archs": names}
+    flags = ["-O3", "-std=c++17", "--threads", "1", "--compress-mode=size", "-Xptxas", "-v"]
+    flags += ["-Xcompiler", CUDA_HOST_FLAGS]
+    with _locked(cache):
+        workers = min(len(os.sched_getaffinity(0)), len(sources))
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            # info.cu has no kernel: one architecture will do
+            targets = [gencode[:2] if path.stem == "info" else gencode for path in sources]
+            jobs = [pool.submit(_compile, toolkit, flags + t, p, identity, cache) for p, t in zip(sources, targets)]
+            made, reports = zip(*(job.result() for job in jobs))
+        prune(cache)
+        with _link(out, compiler, "moert_*") as (_, objects):
+            # the runtime is static and hidden: torch brings its own, maybe of another version
+            objects += [*made, "-L", toolkit.library_dir, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    return [usage for report in reports for usage in report]
+
+
+def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache: Path) -> tuple[Path, list[Usage]]:
+    """Return the object of one source, from `cache` if it is there, and ptxas' report of it."""
+    # a header and not -D: nvcc runs its steps through a shell, which would take the quotes away
+    stamp = f"#define MOERT_BUILD_INFO {json.dumps(json.dumps(identity))}\n" if source.stem == "info" else ""
+    headers = [path for path in sorted(source.parent.iterdir()) if path.suffix in (".cuh", ".h")]
+    digest = hashlib.sha256(repr((flags, stamp, toolkit.version)).encode())
+    for path in [source, *headers]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    made = cache / f"{source.stem}-{digest.hexdigest()[:24]}.o"
+    report = made.with_suffix(".ptxas")
+    if made.exists() and report.exists():
+        for path in (made, report):
+            path.touch()  # its age is the time since it was last used
+    else:
+        with tempfile.TemporaryDirectory(dir=cache) as tmp:
+            include, fresh = Path(tmp) / "stamp.h", Path(tmp) / made.name
+            include.write_text(stamp)
+            printed = _run([toolkit.nvcc, *flags, "-include", include, "-I", source.parent, "-c", source, "-o", fresh])
+            (Path(tmp) / report.name).write_text(printed)
+            os.replace(Path(tmp) / report.name, report)
+            os.replace(fresh, made)
+    return made, read_ptxas(report.read_text())
+
+
+def prune(cache: Path) -> None:
+    """Delete objects and libraries in `cache` that are older than MAX_AGE_DAYS; a build touches what it uses."""
+    oldest = time.time() - MAX_AGE_DAYS * 86400
+    for path in cache.iterdir():
+        if path.suffix in (".o", ".ptxas", ".so") and path.stat().st_mtime < oldest:
+            path.unlink()
+
+
+def read_ptxas(text: str) -> list[Usage]:
+    """Return what `ptxas -v` reports, one entry per kernel and architecture."""
+    found: list[Usage] = []
+    for line in text.splitlines():
+        if kernel := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
+            found.append(Usage(kernel[1], kernel[2]))
+        elif found and (spills := re.search(SPILLS, line)):
+            stack, stores, loads = map(int, spills.groups())
+            found[-1] = found[-1]._replace(stack=stack, spill_stores=stores, spill_loads=loads)
+        elif found and (used := re.search(r"Used (\d+) registers", line)):
+            shared = re.search(r"(\d+) bytes smem", line)
+            found[-1] = found[-1]._replace(registers=int(used[1]), shared=int(shared[1]) if shared else 0)
+    return found
+
+
+def complaints(usages: list[Usage], max_registers: int = MAX_REGISTERS) -> list[str]:
+    """Return a line per kernel that spills, has a stack frame or uses more than `max_registers` registers."""
+    bad = []
+    for usage in usages:
+        name = f"{usage.kernel} on {usage.arch}"
+        if usage.spilled or usage.stack:
+            bad.append(f"{name} spills {usage.spilled} bytes, stack frame {usage.stack}; expected none")
+        if usage.registers > max_registers:
+            bad.append(f"{name} uses {usage.registers} registers; expected at most {max_registers}")
+    return bad
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time build in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list) -> str:
+    """Return what the command prints; raises BuildError with it if it fails."""
+    command = [str(part) for part in command]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run ({error.strerror}); reinstall it") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed with {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build for this machine and print the library's path; 1 if a kernel exceeds the gates, 2 if nothing was built."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.native.build", description=__doc__.splitlines()[0])
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind, what in (("cpu", "csrc/cpu with g++ or clang++"), ("cuda", "csrc/ with nvcc")):
+        options = kinds.add_parser(kind, help=what, description=f"Compile {what} into {NAMES[kind]}.")
+        place = f"moe_runtime/{kind}/<hash of the sources>" + f"-{platform.machine()}" * (kind == "cpu")
+        options.add_argument("--out", type=Path, help=f"default {place}/{NAMES[kind]} in $XDG_CACHE_HOME or ~/.cache")
+        options.add_argument("--csrc", type=Path, help="default the sources of this package")
+        if kind == "cpu":
+            options.add_argument("--force", action="store_true", help="build even if the library is up to date")
+        else:
+            options.add_argument(
+                "--archs", default=ARCHS, help="default %(default)s; 90 alone takes a fifth of the time"
+            )
+            options.add_argument(
+                "--max-registers", type=int, default=MAX_REGISTERS, help="per thread, default %(default)s"
+            )
+            options.add_argument("--report", action="store_true", help="print what ptxas reports of each kernel")
+    asked = parser.parse_args(arguments)
+    bad, out = [], asked.out
+    try:
+        find_sources(asked.kind, asked.csrc or csrc_dir(asked.kind))
+        out = out or library_path(asked.kind, asked.csrc)
+        if asked.kind == "cpu":
+            fresh = build_cpu(out, csrc=asked.csrc, force=asked.force)
+            if asked.out is None:
+                _remove_old_libraries(out.parent)
+            print(f"{out}: {'built' if fresh else 'up to date, built'} by {built_by(out)}")
+        else:
+            bad = _report(out, build_cuda(out, csrc=asked.csrc, archs=asked.archs), asked)
+    except BuildError as error:
+        bad = [error]
+    except OSError as error:
+        place, remedy = (
+            error.filename2 or error.filename or out or asked.csrc,
+            "set XDG_CACHE_HOME or --out to a writable place",
+        )
+        bad = [BuildError(f"{place} cannot be read or written ({error.strerror}); {remedy}")]
+    for line in bad:
+        print(f"error: {line}", file=sys.stderr)
+    return 0 if not bad else 2 if isinstance(bad[0], BuildError) else 1
+
+
+def _report(out: Path, usages: list[Usage], asked: argparse.Namespace) -> list[str]:
+    """Print what the kernels of a CUDA library need and return the complaints."""
+    most = max(usages, key=lambda usage: usage.registers, default=Usage("no kernel", "no architecture"))
+    print(f"{out}: {len(usages)} kernel images, at most {most.registers} registers ({most.kernel}, {most.arch})")
+    for u in usages if asked.report else ():
+        print(f"{u.registers:4d} registers {u.shared:6d} bytes shared {u.spilled:5d} spilled {u.arch:8s}{u.kernel}")
+    return complaints(usages, asked.max_registers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

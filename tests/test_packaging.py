@@ -15,10 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 import moe_runtime
-from moe_runtime.native import build
 from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,13 +154,6 @@ def test_wheel_holds_the_package_and_no_more(wheel):
     assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
-@pytest.mark.slow
-def test_wheel_of_the_sdist_is_that_of_the_tree(wheel, tree, build_env, tmp_path):
-    run("-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env])
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as other:
-        assert {i.filename: i.CRC for i in one.infolist()} == {i.filename: i.CRC for i in other.infolist()}
-
-
 def test_sdist_holds_sources_only(sdist):
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
@@ -172,15 +163,6 @@ def test_sdist_holds_sources_only(sdist):
     assert sources <= set(names) and "csrc/moert.h" in sources
     assert [name for name in names if name.endswith((".so", ".o", ".pyc", ".cubin"))] == []
     assert [name for name in names if name.startswith(("bench/results", "tests"))] == []
-
-
-def test_version_is_written_once(wheel):
-    assert Version(moe_runtime.__version__).release
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(f"moe_runtime-{moe_runtime.__version__}.dist-info/METADATA").decode()
-    assert f"\nVersion: {moe_runtime.__version__}\n" in metadata
-    texts = [path.read_text() for path in (ROOT / "pyproject.toml", ROOT / "setup.py")]
-    assert not any(f'"{moe_runtime.__version__}"' in text for text in texts)
 
 
 @pytest.mark.slow
@@ -198,12 +180,6 @@ def test_every_import_is_declared():
     # whom bench/peers.py measures if they are there; the interpreter's mends, for whoever has the tests
     undeclared = {"liger_kernel", "megablocks", "scattermoe", "sonicmoe", "tests"}
     assert imported - declared - sys.stdlib_module_names - undeclared == {"moe_runtime"}
-
-
-def test_versions_are_not_compared_as_text():
-    # "2.9" > "2.11"
-    compared = re.compile(r"""__version__\s*[<>]=?|version\([^)]*\)\s*[<>]=?\s*["']""")
-    assert [path for path in shipped() if compared.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -280,15 +256,6 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
 
 
 @pytest.mark.slow
-def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
-    done = run("-c", DESCRIBE, cwd=tmp_path, path=[installed, *SITE], XDG_CACHE_HOME=str(tmp_path))
-    assert (
-        done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.native.build cuda builds it"
-    )
-    assert build.source_hash("cuda", installed / "moe_runtime" / "_csrc") == build.source_hash("cuda", ROOT / "csrc")
-
-
-@pytest.mark.slow
 @needs_nvcc
 def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     shutil.unpack_archive(sdist, tmp_path)
@@ -296,10 +263,6 @@ def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     run("-c", BUILD, "build_editable", tmp_path, cwd=folder, path=[build_env], MOE_RUNTIME_BUILD_CUDA="1")
     done = run("-c", DESCRIBE, cwd=folder, path=[folder, *SITE])
     assert done.stdout.startswith(f"{folder}/moe_runtime/_lib/libmoert_cuda.so: nvcc ")
-
-
-def kernel_modules(root: Path) -> list[str]:
-    return sorted(f"moe_runtime.kernels.{path.stem}" for path in (root / "kernels").glob("*.py"))
 
 
 # finds every module, imports those that need nothing but torch and triton, and says where the package lies

@@ -27,6 +27,7 @@ from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.experiments.demo import PRESETS
 from moe_runtime.native.library import cpp
+from moe_runtime.tools.tune import worst_row
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import shapes
 from moe_runtime.config import LAYERS, Layer
 from moe_runtime.hf.models import folders
 from moe_runtime.kernels import tiles
@@ -168,29 +167,6 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
     assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [BUILT_IN, PERSISTENT, TMA]
 
 
-def test_two_processes_may_write_one_file(clock, tmp_path):
-    path = tmp_path / "both.json"
-    one, two = (tuning_file.Results(path, device) for device in ("A100", "H200"))
-    one.save("a", {"tile": BUILT_IN._asdict()})
-    two.save("b", {"tile": TALL._asdict()})
-    one.save("c", {"tile": TMA._asdict()})
-    assert tiles.read_tuned.__wrapped__(path) == {"A100": {"a": BUILT_IN, "c": TMA}, "H200": {"b": TALL}}
-
-
-def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
-    def refuse(path, **_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    assert tiles.read_tuned.__wrapped__(tmp_path / "root" / "tiles.json") == {}
-    monkeypatch.undo()
-    path = tmp_path / "tiles.json"
-    path.write_text("{}")
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"):
-        tiles.read_tuned.__wrapped__(path)
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}']
 )
@@ -251,12 +227,6 @@ def test_without_a_gpu_it_says_so():
         tune()
 
 
-@pytest.mark.parametrize("layer", [Layer(0, 16, 3, 2), Layer(24, 16, 3, 4)], ids=["no hidden size", "K > E"])
-def test_bad_sizes_are_named(clock, layer):
-    with pytest.raises(ValueError, match="hidden_size is 0|top_k is 4, num_experts is 3"):
-        list(tuning.tune({"layer": layer}, [16], ["float32"]))
-
-
 # what is tried
 
 
@@ -275,13 +245,6 @@ def test_candidates_fit_the_gpu(arch, dtype):
                     assert tiles.shared_bytes(tile, problem) < limit
                     assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
                     assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
-
-
-def test_layers_are_those_of_the_benchmarks():
-    assert {name: (s.H, s.I, s.E, s.K, s.shared) for name, s in shapes.GPU.items()} == {
-        name: (layer.hidden_size, layer.intermediate_size, layer.num_experts, layer.top_k, layer.shared)
-        for name, layer in LAYERS.items()
-    }
 
 
 def config(folder, **values):

@@ -7,21 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layout import ROOT, Import, arrows, circles, folder_of, imports, modules, own_files
+from tests.support import layout_picture
+from tests.support.layout import RANK, ROOT, Import, arrows, circles, folder_of, imports, modules, own_files
 
-# a module imports from its own rank and below; the order in one rank is free, but for circles
-RANK = {
-    "kernels": 0,
-    "config": 1, "native": 1, "io": 1,
-    "backends": 2,
-    "ops": 3,
-    "modules": 4,
-    "hf": 5, "hf.models": 5, "hf.dropin": 5, "hf.training": 5.5,
-    "experiments": 6,
-    "methods": 7, "methods.lora": 7, "methods.ultrafuser": 7, "methods.xft": 7.1, "methods.esft": 7.1, "methods.upit": 7.2,
-    "tools": 7.5,
-    "cli": 8,
-}  # fmt: skip
 # a method imports no other one but these
 METHODS = {
     "methods.xft": {"methods.lora"},
@@ -184,6 +172,10 @@ def test_the_house_is_in_order(check):
 def test_there_is_not_too_much(name):
     there, most = sizes(ROOT)[name]
     assert there <= most
+
+
+def test_the_picture_is_current():
+    assert layout_picture.PATH.read_text() == layout_picture.draw(ROOT), "run python -m tests.support.layout_picture"
 
 
 def test_test_folders_are_no_packages():

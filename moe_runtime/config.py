@@ -84,34 +84,8 @@ def check_bool(name: str, value: bool) -> None:
         raise ValueError(f"{name} is {shown(value)}; want True or False")
 
 
-class _Serializable:
-    """to_dict / from_dict for the dataclasses below; unknown keys are an error."""
-
-    __slots__ = ()
-
-    def to_dict(self) -> dict:
-        """Return the fields as a JSON-ready dict."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict):
-        """Build the config from `to_dict`'s output; raises ValueError for a key that it does not know or that is missing."""
-        known = {field.name for field in fields(cls)}
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{cls.__name__} is {shown(values)}; want an object with {', '.join(sorted(known))}")
-        unknown = sorted(str(key) for key in set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"{cls.__name__} has no field {', '.join(unknown)[:200]}; want some of {', '.join(sorted(known))}"
-            )
-        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
-        if missing:
-            raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}; want every size of the layer")
-        return cls(**values)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig(_Serializable):
+class MoEConfig:
     """One Mixture-of-Experts layer. `num_experts` and `top_k` count the shared expert, as the XFT paper does.
 
     Defaults are XFT's for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token, one of each shared.
@@ -156,6 +130,24 @@ class MoEConfig(_Serializable):
         check_number("noise_epsilon", self.noise_epsilon, positive=True)
         for name in ("gated", "bias", "noisy_gate", "load_quirk", "recompute"):
             check_bool(name, getattr(self, name))
+
+    def to_dict(self) -> dict:
+        """Return the fields as a JSON-ready dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "MoEConfig":
+        """Build the config from `to_dict`'s output; raises ValueError for a key that it does not know or that is missing."""
+        known, problem = {field.name for field in fields(cls)}, None
+        if not isinstance(values, Mapping):
+            problem = f"is {shown(values)}; want an object"
+        elif unknown := sorted(str(key) for key in set(values) - known):
+            problem = f"has no field {', '.join(unknown)[:200]}"
+        elif missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]:
+            problem = f"lacks {', '.join(missing)}"
+        if problem is not None:
+            raise ValueError(f"MoEConfig {problem}; its fields are {', '.join(sorted(known))}")
+        return cls(**values)
 
     @property
     def has_shared_expert(self) -> bool:

@@ -82,7 +82,7 @@ def run(
 def train(context: typer.Context):
     """Tune a model folder with TRL's SFT command, all its flags, and --config train.yaml (see train --help)."""
     require("trl")
-    from moe_runtime.hf.training.trainer import train_command
+    from moe_runtime.hf.training.sft import train_command
 
     return {"path": train_command(context.args)}
 

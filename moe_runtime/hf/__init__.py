@@ -1,0 +1,27 @@
+"""What the methods share of Hugging Face's libraries; the names below load what they need on first use.
+
+    dropin      stock MoE models on our kernels: their experts, gates and layers, expert parallelism, routing replay,
+                balance losses, router statistics
+    models      dense models to MoE models and back, in memory and as folders: the families, the generated classes, config.json
+    training    transformers' Trainer and TRL's SFTTrainer for both, trainable experts, and what training leaves on the disk
+
+models and dropin know nothing of training.
+"""
+
+from pkgutil import resolve_name
+
+_PUBLIC = {
+    "MoESFTTrainer": "moe_runtime.hf.training.sft:MoESFTTrainer",
+    "MoETrainer": "moe_runtime.hf.training.trainer:MoETrainer",
+    "RouterStatsCallback": "moe_runtime.hf.training.trainer:RouterStatsCallback",
+    "train_command": "moe_runtime.hf.training.sft:train_command",
+}
+
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = resolve_name(_PUBLIC[name])
+    return globals()[name]

@@ -7,8 +7,8 @@ the expert whose weights are the mean of theirs.
 with the mean m = mean_j W_j:               W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
 So the mean stays, and what distinguishes an expert from it shrinks by 1 - c; b = (E - 1) / E makes all experts equal.
 
-m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal experts stay what they are and
-c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E: equal to float32 rounding.
+m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal experts stay what they are
+and c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E: equal to float32 rounding.
 """
 
 import torch
@@ -31,10 +31,8 @@ def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
     """
     check_share(share)
     if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
-        raise ValueError(
-            f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}; want the whole stack; train with "
-            "FSDP2 or DDP in place of ZeRO-3"
-        )
+        got = f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}"
+        raise ValueError(f"{got}; want the whole stack; train with FSDP2 or DDP in place of ZeRO-3")
     if weight.dim() == 0 or weight.shape[0] == 0:
         raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
     E = weight.shape[0]

@@ -105,14 +105,6 @@ def fuser_loss(
 Logits = Callable[[torch.Tensor], torch.Tensor]  # [..., H_s] -> [..., V_s], on a device of its own
 
 
-def mix_logits(hidden: Sequence[torch.Tensor], heads: Sequence[Logits], weight: torch.Tensor) -> torch.Tensor:
-    """Eq. (1) with logits that functions make of states S of [..., H_s]; `weight` [..., S] -> [..., V] float32.
-
-    The result has the ids that all have, on weight's device; differentiable.
-    """
-    return mix((head(h) for h, head in zip(hidden, heads, strict=True)), weight)
-
-
 def chunked_loss(
     gate: FuserGate,
     hidden: Sequence[torch.Tensor],
@@ -138,10 +130,12 @@ def chunked_loss(
     T = len(targets)
     if T and chunk is None:
         with torch.no_grad():
-            chunk = max(CHUNK // mix_logits([h[:1] for h in states], heads, flat[:1]).shape[-1], 1)
+            chunk = max(
+                CHUNK // mix((head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]).shape[-1], 1
+            )
 
     def nll_of(target: torch.Tensor, part: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        logits = mix_logits(states, heads, part)
+        logits = mix((head(h) for h, head in zip(states, heads, strict=True)), part)
         check_labels(target, ignore_index, logits.shape[-1])
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 

@@ -79,10 +79,9 @@ class LoRALinear(nn.Module):
         if self.forced is not None:
             idx, weight = forced_slots(self.forced, x)
         else:
-            logits, weight, idx, _ = routing = self.gate(rows)
+            _, weight, idx, _ = routing = self.gate(rows)
             if self.records is not None:
-                wide = torch.promote_types(logits.dtype, torch.float32)
-                self.records.append(routing._replace(router_logits=logits.to(wide)))
+                self.records.append(routing.widened())
         return mixed_weight(weight, idx, self.config.num_experts)
 
     def extra_repr(self) -> str:

@@ -32,6 +32,11 @@ class RouterOutput(NamedTuple):
     topk_idx: torch.Tensor  # [T, K] int32
     balance_loss: torch.Tensor | None  # [] float32, times its coefficient; None without a balance loss
 
+    def widened(self) -> "RouterOutput":
+        """Return it with logits in float32 or wider."""
+        wide = torch.promote_types(self.router_logits.dtype, torch.float32)
+        return self._replace(router_logits=self.router_logits.to(wide))
+
 
 class Router(nn.Module):
     """Router logits, optional noise while training, top-k. `weight` [R, H], R = routed experts.
@@ -144,10 +149,10 @@ def forward_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run x [T, H] through the experts of `module`, ours or transformers': from its parameters to `moe_mlp`.
 
-    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then their biases if it has
-    any. The rows that train may be stored separately (`modules.trainable`), and the experts spread over ranks (`ops.all_to_all`).
-    `run(x, topk_idx, topk_weight, experts)` replaces `moe_mlp`. Returns [T, H] in the weights' dtype or, under autocast, in
-    autocast's, and the expert_offsets [E + 1] of x's slots.
+    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Rows that
+    train may be stored separately (`modules.trainable`), and the experts spread over ranks (`ops.all_to_all`). `run(x, topk_idx,
+    topk_weight, experts)` replaces `moe_mlp`. Returns [T, H] in the weights' dtype or, under autocast, in autocast's, and the
+    expert_offsets [E + 1] of x's slots.
     """
     rows = trainable.trained_parameters(module)
     # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
@@ -187,12 +192,7 @@ def check_dtype(dtype: torch.dtype, name: str) -> None:
 
 def is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling `module` is calling kind.forward and nothing else."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is kind and "forward" not in module.__dict__ and not any(hooks)
 
 
@@ -244,9 +244,7 @@ class MoE(nn.Module):
 
     def _record(self, routing: RouterOutput) -> None:
         if self.records is not None:
-            logits = routing.router_logits
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            self.records.append(routing._replace(router_logits=wide))
+            self.records.append(routing.widened())
 
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""

@@ -119,8 +119,8 @@ def fold_rows(module: nn.Module) -> None:
 def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Activation | None) -> Experts:
     """Return the experts of `moe_mlp` from the frozen `stacks` [E, ...], up, down and any biases, and the rows that train.
 
-    `trained` [n, ...] or longer are in the order of `stacks`. Biases are small: each pair becomes one [E, ...], differentiable in
-    the trained rows.
+    `trained` [n, ...] or longer are in the order of `stacks`. Biases are small: each pair becomes one [E, ...], differentiable
+    in the trained rows.
     """
     index = getattr(module, EXPERT)
     n = index.numel()

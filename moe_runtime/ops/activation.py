@@ -50,9 +50,8 @@ class Activation(NamedTuple):
         check_choice("act", self.act, ACTIVATIONS)
         # math.isfinite of a number that dynamo makes a variable would break the graph
         if (self.limit is not None and not 0 < self.limit < math.inf) or not -math.inf < self.up_offset < math.inf:
-            raise ValueError(
-                f"limit is {self.limit}, up_offset {self.up_offset}; expected a finite limit above 0 or None, and a finite up_offset"
-            )
+            got = f"limit is {self.limit}, up_offset {self.up_offset}"
+            raise ValueError(f"{got}; expected a finite limit above 0 or None, and a finite up_offset")
         if not self.gated and (self.limit or self.up_offset or self.interleaved):
             raise ValueError(f"gated is False in {self}; limit, up_offset and interleaved are for gated experts")
 

@@ -58,10 +58,9 @@ def local_parts(
     others = [dim for dim in range(mesh.ndim) if dim not in shards]
     if len(shards) > 1 or not all(placements[dim].is_replicate() for dim in others):
         raise ValueError(f"experts are placed as {placements}; want Shard(0) on one dimension, Replicate on the others")
-    if any(tensor.device_mesh != mesh or tuple(tensor.placements) != placements for tensor in spread):
+    alike = all(tensor.device_mesh == mesh and tuple(tensor.placements) == placements for tensor in spread)
+    if not alike or len(spread) < sum(tensor is not None for tensor in tensors):
         raise ValueError("the stacks of one layer are placed differently; want all of them sharded alike")
-    if len(spread) < sum(tensor is not None for tensor in tensors):
-        raise ValueError("some stacks of one layer are sharded, others are not; want all of them sharded alike")
     local = [None if tensor is None else tensor.to_local() for tensor in tensors]
     if not shards:
         return local, None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward
 
 
 def combine(
@@ -19,13 +19,10 @@ def combine(
 
     Summed in float32, float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
     """
-    if y.dim() != 2 or topk_weight.dim() != 2 or not y.shape[0] == topk_weight.numel() == slot_row.numel():
-        raise ValueError(
-            f"y is {tuple(y.shape)}, topk_weight {tuple(topk_weight.shape)}, slot_row {tuple(slot_row.shape)}; "
-            "want [T * K, H], [T, K], [T * K]"
-        )
-    if slot_row.dtype not in INTEGERS:
-        raise ValueError(f"slot_row is {slot_row.dtype}; want integers")
+    fits = y.dim() == 2 and topk_weight.dim() == 2 and y.shape[0] == topk_weight.numel() == slot_row.numel()
+    if not fits or slot_row.dtype not in INTEGERS:
+        got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
+        raise ValueError(f"{got}; want [T * K, H], [T, K], [T * K] integers")
     topk_weight = topk_weight.double() if y.dtype == torch.float64 else topk_weight.float()
     return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
 

@@ -30,7 +30,7 @@ def check_experts(num_experts: int) -> None:
     """Raise ValueError for more experts than the kernels of route and dispatch take."""
     if not fits(num_experts):
         raise ValueError(
-            f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}; or another backend"
+            f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}, or another backend"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, kind, register
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -30,10 +30,9 @@ class Dispatch(NamedTuple):
 
 def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
     """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a bad shape or dtype."""
-    if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS:
-        raise ValueError(f"topk_idx is {tuple(topk_idx.shape)} {topk_idx.dtype}; want [T, K] integers")
-    if num_experts < 1:
-        raise ValueError(f"num_experts is {num_experts}; want at least 1")
+    if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS or num_experts < 1:
+        got = f"topk_idx is {kind(topk_idx)}, num_experts is {num_experts}"
+        raise ValueError(f"{got}; want [T, K] integers and at least 1 expert")
     chosen = backends.pick("dispatch", topk_idx, backend, cuda_fits=cuda_kernels.fits(num_experts))
     if chosen == "cuda":
         cuda_kernels.check_experts(num_experts)

@@ -21,7 +21,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice, check_fraction, check_seed
-from moe_runtime.ops.library import LIB, register
+from moe_runtime.ops.library import LIB, kind, register
 
 METRICS = ("cosine", "l2")
 FEW = 64  # experts whose products are taken at once
@@ -39,28 +39,19 @@ def gram(
     tensors to compare its experts as a whole. More than FEW tensors, of a sequence, are read several times. No gradient.
     Raises ValueError for shapes, dtypes, devices that differ.
     """
-    if len(experts) > FEW and not isinstance(experts, torch.Tensor):
+    is_stack = isinstance(experts, torch.Tensor)
+    if len(experts) > FEW and not is_stack:
         return _gram_of_many(experts, base, backend)
-    first = experts[0] if len(experts) else None
-    tensors = [] if first is None else [*([experts] if isinstance(experts, torch.Tensor) else experts)]
-    if first is None or len(experts) > FEW:
+    if not 0 < len(experts) <= FEW:
         raise ValueError(f"experts are {len(experts)}; want 1 to {FEW}")
-    shape = experts.shape[1:] if isinstance(experts, torch.Tensor) else first.shape
-    for name, tensor in [*(("experts", t) for t in tensors), *([] if base is None else [("base", base)])]:
-        stack = tensor is experts
-        if tensor.shape != (experts.shape if stack else shape) or (tensor.dtype, tensor.device) != (
-            first.dtype,
-            first.device,
-        ):
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {tuple(shape)} {first.dtype} on "
-                f"{first.device}, as the first expert"
-            )
-    if not first.is_floating_point():
-        raise ValueError(f"experts are {first.dtype}; want a floating dtype")
+    first = experts[0]
+    for tensor in (first,) if is_stack else experts:
+        _check_like("experts", tensor, first, "as the first expert")
+    if base is not None:
+        _check_like("base", base, first, "as the first expert")
     chosen = backends.pick("gram", first, backend)
     base = None if base is None else base.reshape(-1)
-    if isinstance(experts, torch.Tensor):
+    if is_stack:
         return torch.ops.moe_runtime.gram(experts.reshape(len(experts), first.numel()), base, chosen)
     rows = [tensor.reshape(-1) for tensor in experts]
     step = WHOLE if first.device.type != "cpu" else max(BLOCK // len(rows), 1024)
@@ -70,6 +61,13 @@ def gram(
         stack = torch.stack([row[part] for row in rows])
         total += torch.ops.moe_runtime.gram(stack, None if base is None else base[part], chosen)
     return total
+
+
+def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) -> None:
+    """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of `first`."""
+    wanted = (first.shape, first.dtype, first.device)
+    if (tensor.shape, tensor.dtype, tensor.device) != wanted or not first.is_floating_point():
+        raise ValueError(f"{name} is {kind(tensor)}; want {kind(first)}, {how}, of a floating dtype")
 
 
 def _gram_of_many(experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None) -> torch.Tensor:
@@ -106,8 +104,6 @@ def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.T
 def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
     """Return the distance [n, n] float64 of each pair, 0 on the diagonal. A zero vector is at cosine distance 1 from others."""
     check_choice("metric", metric, METRICS)
-    if gram.dim() != 2 or gram.shape[0] != gram.shape[1]:
-        raise ValueError(f"gram is {tuple(gram.shape)}; want [n, n]")
     gram = gram.double()
     square = gram.diagonal().clamp_min(0)
     if metric == "l2":
@@ -122,11 +118,11 @@ def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
 def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
     """Return the pair i < j of `distance` [n, n] that is farthest apart, the first of equals; ValueError for NaN."""
     values = distance.detach().double().cpu().numpy()
-    if values.ndim != 2 or values.shape[0] != values.shape[1] or len(values) < 2:
-        raise ValueError(f"distance is {values.shape}; want [n, n], n >= 2")
     i, j = np.triu_indices(len(values), 1)
-    if np.isnan(values[i, j]).any():
-        raise ValueError("distance has NaN; want numbers: an expert is not finite")
+    if len(values) < 2 or np.isnan(values[i, j]).any():
+        raise ValueError(
+            f"distance is {values.shape}, with NaN if an expert is not finite; want numbers [n, n], n >= 2"
+        )
     best = int(values[i, j].argmax())
     return int(i[best]), int(j[best])
 
@@ -157,14 +153,8 @@ def dare_merge(
     child. Computed in float32 (float64 for float64) and rounded once. No gradient. Raises ValueError for shapes, dtypes,
     devices that differ and numbers out of range.
     """
-    for name, other in (("second", second), ("base", base)):
-        if other is not None and (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
-            raise ValueError(
-                f"{name} is {tuple(other.shape)} {other.dtype} on {other.device}; want {tuple(first.shape)} {first.dtype} on "
-                f"{first.device}, as first"
-            )
-    if not first.is_floating_point():
-        raise ValueError(f"first is {first.dtype}; want a floating dtype")
+    for name, other in (("second", second), ("base", first if base is None else base)):
+        _check_like(name, other, first, "as first")
     check_drop(drop)
     if len(weights) != 2 or not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights is {weights!r}; want two finite numbers")

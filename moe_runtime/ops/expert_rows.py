@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.library import kind
 from moe_runtime.ops.workspace import lease
 
 ROWS = 8  # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
@@ -22,7 +23,7 @@ GROUP_ELEMENTS = 1 << 19  # rows of the experts that go together, times the colu
 
 
 def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True) -> None:
-    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, fit `stack` [E, ...], which is frozen.
+    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, fit the frozen `stack` [E, ...].
 
     Without `trained`, `trainable` is a mask [E] bool, where the op takes `masks`.
     """
@@ -31,18 +32,16 @@ def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained"
     dtype = torch.bool if trained is None and masks else torch.int32
     fits = trainable is not None and trainable.shape == stack.shape[:1] and trainable.dtype == dtype
     if not fits or trainable.device != stack.device or (trained is None and not masks):
-        got = None if trainable is None else f"{tuple(trainable.shape)} {trainable.dtype} on {trainable.device}"
         wanted = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
-        raise ValueError(f"trainable is {got}; want {wanted}{'' if dtype == torch.bool else ', and trained with it'}")
+        wanted += "" if dtype == torch.bool else ", and trained with it"
+        raise ValueError(f"trainable is {kind(trainable)}; want {wanted}")
     if trained is None:
         return
     if trained.shape[1:] != stack.shape[1:] or trained.dtype != stack.dtype or trained.device != stack.device:
-        raise ValueError(
-            f"{name} is {tuple(trained.shape)} {trained.dtype} on {trained.device}; want [n, *{list(stack.shape[1:])}] "
-            f"{stack.dtype} on {stack.device}"
-        )
+        wanted = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
+        raise ValueError(f"{name} is {kind(trained)}; want {wanted}")
     if stack.requires_grad:
-        raise ValueError(f"the stack of {name} requires a gradient; freeze it: `trained` holds what trains")
+        raise ValueError(f"the stack beside {name} requires a gradient; want it frozen: `trained` holds what trains")
 
 
 def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:

@@ -17,7 +17,6 @@ backend mixes the logits and computes their gradient.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops import fusion_torch
-from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, inputs_of, kind, register, register_backward
 from moe_runtime.ops.workspace import scratch
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -133,31 +132,27 @@ def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tor
 
 def _check(hidden, heads, gate_weight, labels=None) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit."""
-    if not len(hidden) or len(hidden) != len(heads):
-        raise ValueError(f"hidden has {len(hidden)} tensors, heads {len(heads)}; want one of each per specialist")
-    shape = hidden[0].shape[:-1]
+    shape = hidden[0].shape[:-1] if len(hidden) else ()
     want = f"want hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
+    if not 0 < len(hidden) == len(heads) or gate_weight.shape != (*shape, len(hidden)):
+        got = f"hidden {len(hidden)} of [{tuple(shape)}, H_s], heads are {len(heads)}"
+        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, {got}; {want}")
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
         fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
         if not fits or h.shape[:-1] != shape:
             raise ValueError(f"hidden[{s}] is {tuple(h.shape)}, heads[{s}] {tuple(head.shape)}; {want}")
-    if gate_weight.shape != (*shape, len(hidden)):
-        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, hidden {tuple(hidden[0].shape)}; {want}")
     if labels is None:
         return
     if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"labels is {labels.dtype} {tuple(labels.shape)}, hidden {tuple(hidden[0].shape)}; want an int64 or int32 of "
-            "each position"
-        )
-    dtypes = {compute_dtype(t) for t in (*hidden, *heads)}
-    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"hidden and heads are {names}; want one floating dtype; cast the specialists")
-    devices = {t.device for t in (*hidden, *heads, gate_weight, labels)}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"hidden, heads, gate_weight and labels are on {names}; want one device; move the heads there")
+        raise ValueError(f"labels is {kind(labels)}; want an int64 or int32 for each of the positions {tuple(shape)}")
+    dtypes, devices = (
+        {compute_dtype(t) for t in (*hidden, *heads)},
+        {t.device for t in (*hidden, *heads, gate_weight, labels)},
+    )
+    if len(dtypes) > 1 or len(devices) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        dtypes, devices = (", ".join(sorted(map(str, found))) for found in (dtypes, devices))
+        want = "one floating dtype and one device; cast the specialists, move the heads"
+        raise ValueError(f"hidden and heads are {dtypes}, with gate_weight and labels on {devices}; want {want}")
 
 
 def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
@@ -227,6 +222,7 @@ LIB.define(
     "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor dgate, Tensor[] dhidden, "
     "Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
 )
+NLLInputs, LossInputs = inputs_of("fused_nll"), inputs_of("fused_loss")
 
 
 def check_labels(labels, ignore_index, V) -> None:
@@ -234,10 +230,8 @@ def check_labels(labels, ignore_index, V) -> None:
     if labels.device.type == "cpu":
         bad = (labels != ignore_index) & ((labels < 0) | (labels >= V))
         if bad.any():
-            raise ValueError(
-                f"labels hold {int(labels[bad][0])}, ignore_index is {ignore_index}; want ids below {V}, the smallest "
-                "vocabulary's size"
-            )
+            got = f"labels hold {int(labels[bad][0])}, ignore_index is {ignore_index}"
+            raise ValueError(f"{got}; want ids below {V}, the smallest vocabulary's size")
 
 
 def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
@@ -250,44 +244,31 @@ def _nll_fake(gate, labels, hidden, heads, ignore_index, need_score, backend):
     return gate.new_empty(gate.shape[0]), gate.new_empty(gate.shape if need_score else 0)
 
 
-class Inputs(NamedTuple):
-    """What `fused_nll` and `fused_loss` take first; of their gradients, None where there is none."""
-
-    gate: torch.Tensor | None
-    labels: torch.Tensor | None
-    hidden: Sequence[torch.Tensor | None]
-    heads: Sequence[torch.Tensor | None]
-
-    def only(self, needs: "Inputs") -> "Inputs":
-        """Return the gradients of hidden and heads that `needs` asks for."""
-        return self._replace(hidden=_only(self.hidden, needs.hidden), heads=_only(self.heads, needs.heads))
-
-
 def _only(grads, needs) -> list:
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 def _nll_setup_context(ctx, inputs, output):
-    *tensors, ctx.ignore_index, need_score, ctx.backend = inputs
-    i, score = Inputs(*tensors), output[1] if need_score else None
-    ctx.mark_non_differentiable(output[1])
+    i, score = NLLInputs(*inputs), output[1]
+    ctx.mark_non_differentiable(score)
     ctx.set_materialize_grads(False)
-    ctx.S = len(i.hidden)
-    ctx.save_for_backward(i.gate, score, *() if need_score else (i.labels, *i.hidden, *i.heads))
+    ctx.S, ctx.ignore_index, ctx.need_score, ctx.backend = len(i.hidden), i.ignore_index, i.need_score, i.backend
+    ctx.save_for_backward(i.gate, *(score,) if i.need_score else (i.labels, *i.hidden, *i.heads))
 
 
 def _nll_autograd(ctx, dnll, _):
-    S, (gate, score, *rest) = ctx.S, ctx.saved_tensors
-    grads = Inputs(None, None, [None] * S, [None] * S)
-    if dnll is not None and score is not None:
-        grads = grads._replace(gate=torch.ops.moe_runtime.fused_nll_backward_gate(dnll, score, gate, ctx.backend))
+    S, (gate, *saved) = ctx.S, ctx.saved_tensors
+    grads = NLLInputs(hidden=[None] * S, heads=[None] * S)
+    if dnll is not None and ctx.need_score:
+        dgate = torch.ops.moe_runtime.fused_nll_backward_gate(dnll, *saved, gate, ctx.backend)
+        grads = grads._replace(gate=dgate)
     elif dnll is not None:
-        needs, (labels, *tensors) = Inputs(*ctx.needs_input_grad[: len(grads)]), rest
+        needs, (labels, *tensors) = NLLInputs(*ctx.needs_input_grad), saved
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
             dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, needs.hidden, needs.heads, ctx.backend
         )
-        grads = Inputs(dgate, None, dhidden, dheads).only(needs)
-    return *grads, None, None, None
+        grads = NLLInputs(gate=dgate, hidden=_only(dhidden, needs.hidden), heads=_only(dheads, needs.heads))
+    return tuple(grads)
 
 
 def _nll_backward(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
@@ -325,9 +306,8 @@ def _loss_fake(gate, labels, hidden, heads, ignore_index, need_hidden, need_head
 
 
 def _loss_setup_context(ctx, inputs, output):
-    *tensors, _, need_hidden, need_heads, ctx.backend = inputs
-    i, (_, dgate, dhidden, dheads) = Inputs(*tensors), output
-    ctx.needs, ctx.S = Inputs(True, False, need_hidden, need_heads), len(i.hidden)
+    i, (_, dgate, dhidden, dheads) = LossInputs(*inputs), output
+    ctx.S, ctx.need_hidden, ctx.need_heads, ctx.backend = len(i.hidden), i.need_hidden, i.need_heads, i.backend
     ctx.mark_non_differentiable(dgate, *dhidden, *dheads)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dgate, i.gate, *dhidden, *dheads, *i.hidden, *i.heads)
@@ -336,7 +316,7 @@ def _loss_setup_context(ctx, inputs, output):
 def _loss_autograd(ctx, dloss, *_):
     S = ctx.S
     if dloss is None:
-        return None, None, [None] * S, [None] * S, None, None, None, None
+        return tuple(LossInputs(hidden=[None] * S, heads=[None] * S))
     dgate, gate, *lists = ctx.saved_tensors
     dhidden, dheads, hidden, heads = (lists[at : at + S] for at in range(0, 4 * S, S))
     if torch.is_grad_enabled() or _is_traced() or _graph_is_kept():
@@ -346,7 +326,8 @@ def _loss_autograd(ctx, dloss, *_):
     else:  # nobody asks again: the heads' gradients need not be in memory twice
         dgate, *dhidden = (_scale_in_place(grad, dloss) for grad in (dgate, *dhidden))
         dheads = [_scale_in_place(grad, dloss).to(head.dtype) for grad, head in zip(dheads, heads, strict=True)]
-    return *Inputs(dgate, None, dhidden, dheads).only(ctx.needs), None, None, None, None
+    dhidden, dheads = _only(dhidden, ctx.need_hidden), _only(dheads, ctx.need_heads)
+    return tuple(LossInputs(gate=dgate, hidden=dhidden, heads=dheads))
 
 
 def _scale_in_place(grad, dloss):

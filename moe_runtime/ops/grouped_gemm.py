@@ -7,13 +7,12 @@ that train may lie apart: trained[trainable[e]] is then the weight of e where tr
 """
 
 import itertools
-from typing import NamedTuple
 
 import torch
 
 from moe_runtime import backends
 from moe_runtime.ops.expert_rows import check_trained, trained_rows, weight_at
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
 
 
 def grouped_gemm(
@@ -33,16 +32,14 @@ def grouped_gemm(
     size that do not fit; offsets that do not ascend from 0 to at most R are seen by the torch backend only, the kernels do not
     wait for the GPU to tell.
     """
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-        raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; want [R, in] and [E, out, in]")
-    if weight.dtype != x.dtype or weight.device != x.device:
-        raise ValueError(f"weight is {weight.dtype} on {weight.device}, x {x.dtype} on {x.device}; want the same")
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
+    if not fits or weight.dtype != x.dtype or weight.device != x.device:
+        want = "[R, in] and [E, out, in] of one dtype on one device"
+        raise ValueError(f"x is {kind(x)}, weight {kind(weight)}; want {want}")
     if expert_offsets.shape != (weight.shape[0] + 1,) or expert_offsets.is_floating_point():
-        raise ValueError(
-            f"expert_offsets is {tuple(expert_offsets.shape)} {expert_offsets.dtype}; want [{weight.shape[0] + 1}] integers"
-        )
+        raise ValueError(f"expert_offsets is {kind(expert_offsets)}; want [{weight.shape[0] + 1}] integers")
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {tuple(bias.shape)} {bias.dtype}; want {tuple(weight.shape[:2])} {x.dtype}")
+        raise ValueError(f"bias is {kind(bias)}; want {tuple(weight.shape[:2])} {x.dtype}")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
@@ -57,6 +54,7 @@ LIB.define(
     f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, bool[3] needs, str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
+Inputs = inputs_of("grouped_gemm")
 
 
 def _segments(expert_offsets: torch.Tensor, R: int):
@@ -174,18 +172,6 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
 def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
     shapes = _shapes(x, weight, trained)
     return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
-
-
-class Inputs(NamedTuple):
-    """What the op takes, in the order of its schema; of its gradients, None where there is none."""
-
-    x: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    expert_offsets: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    trainable: torch.Tensor | None = None
-    trained: torch.Tensor | None = None
-    backend: str | None = None
 
 
 def _setup_context(ctx, inputs, output):

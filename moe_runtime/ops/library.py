@@ -5,6 +5,7 @@ And in which dtype autocast wants an op's arguments, which are cast before the o
 """
 
 import functools
+from collections import namedtuple
 
 import torch
 
@@ -27,6 +28,17 @@ def register_backward(name: str, kernel, fake) -> None:
         raise RuntimeError(f"moe_runtime::{op} has no second derivative; want create_graph=False")
 
     register(name, kernel, fake, refuse)
+
+
+def kind(tensor: torch.Tensor | None) -> str:
+    """Return a tensor's shape, dtype and device as errors show them."""
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def inputs_of(op: str) -> type:
+    """Return a named tuple of the op's arguments: what it was given, autograd's flags, or the gradients, None by default."""
+    names = [argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments]
+    return namedtuple(f"{op}_inputs", names, defaults=[None] * len(names))
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:

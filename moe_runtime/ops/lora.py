@@ -22,7 +22,7 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
@@ -79,7 +79,7 @@ def lora_mlp(
 
 def _check_base(x, base) -> None:
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; want [T, H] of a floating dtype")
+        raise ValueError(f"x is {kind(x)}; want [T, H] of a floating dtype")
     H, down = x.shape[1], base[2]
     I = down.shape[-1]
     names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
@@ -87,10 +87,8 @@ def _check_base(x, base) -> None:
         if tensor is None and name.endswith("bias"):
             continue
         if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {shape} {x.dtype} on {x.device}, as "
-                f"x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
-            )
+            want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
+            raise ValueError(f"{name} is {kind(tensor)}; want {want}")
         if tensor.requires_grad:
             raise ValueError(f"{name} requires a gradient; want a frozen base; call requires_grad_(False) on it")
 
@@ -107,30 +105,21 @@ def _check_pairs(x, down, pairs) -> int:
     for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
             if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:
-                raise ValueError(
-                    f"{name}.{part} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {(E, r, size)} "
-                    f"{x.dtype} on {x.device}"
-                )
+                raise ValueError(f"{name}.{part} is {kind(tensor)}; want {(E, r, size)} {x.dtype} on {x.device}")
     return E
 
 
 def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
-    T = x.shape[0]
-    if topk_idx is None:
-        fits, want = topk_weight.shape == (T, E), f"{(T, E)} without topk_idx"
-    else:
-        fits, want = (
-            topk_weight.dim() == 2 and topk_weight.shape == topk_idx.shape == (T, topk_weight.shape[1]),
-            f"[{T}, K] both",
-        )
-    if not fits or not topk_weight.is_floating_point() or topk_weight.device != x.device:
-        got = "" if topk_idx is None else f", topk_idx {tuple(topk_idx.shape)}"
+    T, K = x.shape[0], E if topk_idx is None else topk_idx.shape[-1]
+    fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point() and topk_weight.device == x.device
+    want = f"{(T, E)} without topk_idx"
+    if topk_idx is not None:
+        fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS and topk_idx.device == x.device
+        want = f"[{T}, K] both, topk_idx integers"
+    if not fits:
         raise ValueError(
-            f"topk_weight is {tuple(topk_weight.shape)} {topk_weight.dtype} on {topk_weight.device}{got}; want {want}, "
-            f"floats on {x.device}"
+            f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}, floats on {x.device}"
         )
-    if topk_idx is not None and (topk_idx.dtype not in INTEGERS or topk_idx.device != x.device):
-        raise ValueError(f"topk_idx is {topk_idx.dtype} on {topk_idx.device}; want integers on {x.device}")
 
 
 def lora_mlp_reference(
@@ -150,42 +139,10 @@ def lora_mlp_reference(
     return out
 
 
-class Inputs(NamedTuple):
-    """What the op `lora_mlp` takes, in the order of its schema; of its gradients, None where there is none."""
-
-    x: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
-    up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
-    gate_bias: torch.Tensor | None = None
-    up_bias: torch.Tensor | None = None
-    topk_weight: torch.Tensor | None = None
-    topk_idx: torch.Tensor | None = None
-    gate_a: torch.Tensor | None = None
-    gate_b: torch.Tensor | None = None
-    up_a: torch.Tensor | None = None
-    up_b: torch.Tensor | None = None
-    down_a: torch.Tensor | None = None
-    down_b: torch.Tensor | None = None
-    E: int | None = None
-    scaling: float | None = None
-    act: str | None = None
-    save: bool | None = None
-    backend: str | None = None
-
-    def base(self) -> Base:
-        """Return the frozen MLP."""
-        return Base(self.gate, self.up, self.down, self.gate_bias, self.up_bias)
-
-    def pairs(self) -> Pairs:
-        """Return the experts' halves, or what autograd says about each."""
-        return Pairs(self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
-
-
 _SCHEMA = (
-    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor topk_weight, Tensor? topk_idx, "
-    "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, int E, float scaling, str act, "
-    "bool save, str backend"
+    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor topk_weight, "
+    "Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, int E, "
+    "float scaling, str act, bool save, str backend"
 )
 LIB.define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 LIB.define(
@@ -193,13 +150,20 @@ LIB.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
+Inputs = inputs_of("lora_mlp")
+
+
+def _part(group: type, i: Inputs):
+    """Return those of the inputs that make up a Base or Pairs, or what autograd says about each."""
+    return group(*(getattr(i, name) for name in group._fields))
+
 
 def _forward(*arguments):
     i = Inputs(*arguments)
-    pairs, x = i.pairs().in_order(), i.x.contiguous()
+    pairs, x = _part(Pairs, i).in_order(), i.x.contiguous()
     low = pairs.low(x)
     mixed = _mixed_triton if i.backend == "triton" else lora_torch.mixed
-    z, h = mixed(x, i.base(), pairs, low, i.topk_weight, i.topk_idx, i.E, i.scaling, i.act, i.save)
+    z, h = mixed(x, _part(Base, i), pairs, low, i.topk_weight, i.topk_idx, i.E, i.scaling, i.act, i.save)
     out = h @ i.down.t()
     if pairs.down_b is not None:
         out.addmm_(low[2], flat(pairs.down_b), alpha=i.scaling)
@@ -209,7 +173,7 @@ def _forward(*arguments):
 def _mixed_triton(
     x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool
 ):
-    """As `lora_torch.mixed`: the base's product is the library's, the rest one kernel; no row of a single expert in memory."""
+    """As `lora_torch.mixed`: a product of the library and one kernel; no row of a single expert in memory."""
     from moe_runtime.kernels.lora import lora_forward
 
     z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
@@ -220,14 +184,14 @@ def _mixed_triton(
 
 def _forward_fake(*arguments):
     i = Inputs(*arguments)
-    T, rank = i.x.shape[0], next(t for t in i.pairs() if t is not None).shape[1]
+    T, rank = i.x.shape[0], next(t for t in _part(Pairs, i) if t is not None).shape[1]
     z = i.x.new_empty(T if i.save else 0, 2 * i.gate.shape[0])
     return i.x.new_empty(i.x.shape), z, i.x.new_empty(3, T, i.E * rank)
 
 
 def _backward(dout, z, low, need_x, needs, *arguments):
     i, needs, dout = Inputs(*arguments), Pairs(*needs), dout.contiguous()
-    base, pairs, x = i.base(), i.pairs().in_order(), i.x.contiguous()
+    base, pairs, x = _part(Base, i), _part(Pairs, i).in_order(), i.x.contiguous()
     if z.shape[0] != x.shape[0]:
         z = base.first(x, x.new_empty(x.shape[0], 2 * i.gate.shape[0]))
     dq = None if pairs.down_b is None else torch.mm(dout, flat(pairs.down_b).t()).mul_(i.scaling)
@@ -239,15 +203,14 @@ def _backward(dout, z, low, need_x, needs, *arguments):
         for dplane, a in ((dgate, pairs.gate_a), (dup, pairs.up_a)):
             if a is not None:
                 dx.addmm_(dplane, flat(a))
+    wanted = Pairs(*(half if need else None for half, need in zip(pairs, needs)))
     grads = Pairs(
-        gate_a=torch.mm(dgate.t(), x).view(pairs.gate_a.shape) if needs.gate_a and pairs.gate_a is not None else None,
+        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape),
         gate_b=mixed.gate_b,
-        up_a=torch.mm(dup.t(), x).view(pairs.up_a.shape) if needs.up_a and pairs.up_a is not None else None,
+        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape),
         up_b=mixed.up_b,
         down_a=mixed.down_a,
-        down_b=torch.mm(low[2].t(), dout).mul_(i.scaling).view(pairs.down_b.shape)
-        if needs.down_b and dq is not None
-        else None,
+        down_b=None if wanted.down_b is None else torch.mm(low[2].t(), dout).mul_(i.scaling).view(wanted.down_b.shape),
     )
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
     return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
@@ -279,7 +242,7 @@ def _slots(dweight, topk_idx, E: int):
 
 def _backward_fake(dout, z, low, need_x, needs, *arguments):
     i = Inputs(*arguments)
-    wanted = zip((i.x, i.topk_weight, *i.pairs()), (need_x, True, *needs))
+    wanted = zip((i.x, i.topk_weight, *_part(Pairs, i)), (need_x, True, *needs))
     return tuple(i.x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
 
 
@@ -297,7 +260,7 @@ def _autograd(ctx, dout, *_):
         return tuple(Inputs())
     z, low, *tensors = ctx.saved_tensors
     dx, dweight, *dpairs = torch.ops.moe_runtime.lora_mlp_backward(
-        dout, z, low, needs.x, needs.pairs(), *tensors, *ctx.settings
+        dout, z, low, needs.x, _part(Pairs, needs), *tensors, *ctx.settings
     )
     wanted = {name: grad for name, grad in zip(Pairs._fields, dpairs) if getattr(needs, name)}
     return tuple(Inputs(x=dx if needs.x else None, topk_weight=dweight if needs.topk_weight else None, **wanted))

@@ -18,7 +18,7 @@ from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, compute_dtype, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward
 from moe_runtime.ops.workspace import scratch
 
 
@@ -85,10 +85,9 @@ def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
 
 def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in float32; differentiable in both."""
-    if weight.dim() == 0 or alpha.shape != weight.shape[:1]:
-        raise ValueError(f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}; want one alpha per expert")
-    if weight.shape[0] == 0:
-        raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
+    if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
+        got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
+        raise ValueError(f"{got}; want one alpha per expert and at least one expert")
     alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
     return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
 
@@ -149,23 +148,23 @@ def merged_linear(
 
 
 def _check_linear(x, weight, alpha, merged, bias) -> None:
-    if weight.dim() != 3 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
-        raise ValueError(
-            f"weight is {tuple(weight.shape)}, alpha {tuple(alpha.shape)}; want [E, out, in] and [E], E >= 1"
-        )
-    if x.dim() == 0 or x.shape[-1] != weight.shape[2]:
-        raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; want [..., in] and [E, out, in]")
+    fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
+    if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
+        got = f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
+        raise ValueError(f"{got}; want [..., in], [E, out, in] and [E], E >= 1")
     if merged is not None and merged.requires_grad:
         raise ValueError("merged requires grad; want it detached: alpha's gradient comes from x and the experts")
-    dtype = compute_dtype(x)
-    for name, tensor, shape in (("merged", merged, weight.shape[1:]), ("bias", bias, weight.shape[1:2])):
-        if tensor is not None and (tensor.shape != shape or compute_dtype(tensor) != dtype):
-            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; want {tuple(shape)} {dtype}, as x")
-    if merged is None and compute_dtype(weight) != dtype:
-        raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; want the same dtype, or merged in x's")
-    for name, tensor in (("weight", weight), ("alpha", alpha), ("merged", merged), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; want the same device")
+    dtype, shapes = compute_dtype(x), {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
+    tensors = {"weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        # weight and alpha may have other dtypes, unless weight is merged here
+        own_dtype = name == "alpha" or (name == "weight" and merged is not None)
+        fits = tensor.shape == shapes.get(name, tensor.shape) and (own_dtype or compute_dtype(tensor) == dtype)
+        if not fits or tensor.device != x.device:
+            want = f"{tuple(shapes.get(name, tensor.shape))} {tensor.dtype if own_dtype else dtype} on {x.device}"
+            raise ValueError(f"{name} is {kind(tensor)}; want {want}, as x")
 
 
 LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
@@ -344,7 +343,7 @@ def _linear_backward_fake(dout, x, weight, merged, bias, backend):
 
 def _linear_setup_context(ctx, inputs, output):
     x, weight, alpha, merged, _, ctx.backend = inputs
-    need_x, _, need_alpha, _, ctx.need_bias, _ = ctx.needs_input_grad
+    need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
     ctx.x_shape = x.shape
     ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
 

@@ -14,7 +14,7 @@ import torch
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward
 from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick
 
 
@@ -46,8 +46,7 @@ def moe_layer(
     check_experts(x, experts)
     wanted = (experts.up.shape[0] - (gate in SHARED_GATES), x.shape[1])
     if router_weight.shape != wanted or router_weight.dtype != x.dtype or router_weight.device != x.device:
-        got = f"{tuple(router_weight.shape)} {router_weight.dtype} on {router_weight.device}"
-        raise ValueError(f"router_weight is {got}; want {wanted} {x.dtype} on {x.device}")
+        raise ValueError(f"router_weight is {kind(router_weight)}; want {wanted} {x.dtype} on {x.device}")
     routing.check_top_k(top_k, wanted[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
         raise ValueError(

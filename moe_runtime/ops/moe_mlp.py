@@ -17,7 +17,7 @@ from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward
 
 
 def moe_mlp(
@@ -46,7 +46,7 @@ def moe_mlp(
     `topk_weight` [T, K] (used in float32), `topk_idx` [T, K] integers. Differentiable in all but topk_idx. `recompute` keeps
     x only and computes the pre-activation again in the backward pass.
 
-    `limit` clamps gate and up, and `up_offset` is added to up. With `interleaved`, the rows of gate_up_proj and gate_up_bias are
+    `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of gate_up_proj and gate_up_bias are
     gate_0, up_0, gate_1, up_1, ... All three are for gated experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0
     and up_offset=1.0; its stacks are transposed views, which need not be contiguous.
 
@@ -102,7 +102,7 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
     experts.activation.check()
     check_choice("shared", experts.shared, SHARED_MODES)
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; want [T, H] of a floating dtype")
+        raise ValueError(f"x is {kind(x)}; want [T, H] of a floating dtype")
     up, down, gated, H = experts.up, experts.down, experts.activation.gated, x.shape[1]
     E, I = (down.shape[0], down.shape[2]) if down.dim() == 3 else (0, 0)
     if E == 0 or up.shape != (E, I * (1 + gated), H) or down.shape != (E, H, I):
@@ -115,10 +115,7 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
         if tensor is None:
             continue
         if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; want {tuple(shape)} {x.dtype} on "
-                f"{x.device}, as x"
-            )
+            raise ValueError(f"{name} is {kind(tensor)}; want {tuple(shape)} {x.dtype} on {x.device}, as x")
     for name, stack, trained in (("gate_up", up, experts.up_trained), ("down", down, experts.down_trained)):
         check_trained(stack, experts.trainable, trained, f"trained {name}")
     if experts.up_trained is not None and experts.up_trained.shape[0] != experts.down_trained.shape[0]:
@@ -127,17 +124,11 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
 
 
 def _check_slots(x, topk_weight, topk_idx) -> None:
-    T = x.shape[0]
-    if topk_idx.dim() != 2 or topk_weight.shape != topk_idx.shape or topk_idx.shape[0] != T:
-        raise ValueError(
-            f"topk_weight is {tuple(topk_weight.shape)}, topk_idx {tuple(topk_idx.shape)}; want [{T}, K] both"
-        )
-    if topk_idx.dtype not in INTEGERS or not topk_weight.is_floating_point():
-        raise ValueError(f"topk_idx is {topk_idx.dtype}, topk_weight {topk_weight.dtype}; want integers and floats")
-    if not x.device == topk_weight.device == topk_idx.device:
-        raise ValueError(
-            f"topk_weight is on {topk_weight.device}, topk_idx on {topk_idx.device}, x on {x.device}; want the same device"
-        )
+    fits = topk_idx.dim() == 2 and topk_weight.shape == topk_idx.shape and topk_idx.shape[0] == x.shape[0]
+    fits = fits and topk_idx.dtype in INTEGERS and topk_weight.is_floating_point()
+    if not fits or not x.device == topk_weight.device == topk_idx.device:
+        want = f"[{x.shape[0]}, K] floats and integers on {x.device}"
+        raise ValueError(f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}")
 
 
 def _check_shared(experts: Experts, topk_idx) -> None:
@@ -149,10 +140,8 @@ def _check_shared(experts: Experts, topk_idx) -> None:
     knows = topk_idx.device.type == "cpu" and not torch.compiler.is_compiling()
     is_shared = topk_idx == 0 if knows and topk_idx.shape[1] else None
     if topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0])):
-        raise ValueError(
-            f"shared is 'dense', topk_idx {tuple(topk_idx.shape)} does not have expert 0 in every token's last slot and nowhere "
-            "else; want 'group'"
-        )
+        got = f"topk_idx {tuple(topk_idx.shape)} does not have expert 0 in every token's last slot, and only there"
+        raise ValueError(f"shared is 'dense', {got}; want 'group'")
 
 
 def moe_mlp_reference(

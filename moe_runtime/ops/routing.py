@@ -23,7 +23,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward
 
 
 class Routing(NamedTuple):
@@ -66,24 +66,18 @@ def check_top_k(top_k: int, routed: int, gate: str) -> None:
     """Raise ValueError unless `gate` can choose top_k experts, the shared one counted, with `routed` logits per token."""
     shared = int(gate in SHARED_GATES)
     if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
-        raise ValueError(
-            f"top_k is {top_k}, router_logits is [T, {routed}], gate is {gate!r}; want "
-            f"{'2 <= top_k <= E, the shared expert counted' if shared else '1 <= top_k <= E'}"
-        )
+        want = "2 <= top_k <= E, the shared expert counted" if shared else "1 <= top_k <= E"
+        raise ValueError(f"top_k is {top_k}, router_logits is [T, {routed}], gate is {gate!r}; want {want}")
 
 
 def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     check_choice("gate", gate, GATES)
-    if router_logits.dim() != 2:
-        raise ValueError(f"router_logits is {tuple(router_logits.shape)}; want [T, E], tokens by experts")
-    if not router_logits.is_floating_point():
-        raise ValueError(f"router_logits is {router_logits.dtype}; want a floating dtype")
+    if router_logits.dim() != 2 or not router_logits.is_floating_point():
+        raise ValueError(f"router_logits is {kind(router_logits)}; want [T, E], tokens by experts, of a floating dtype")
     routed = router_logits.shape[1]
     check_top_k(top_k, routed, gate)
     if noise is not None and noise.shape != router_logits.shape:
-        raise ValueError(
-            f"noise is {tuple(noise.shape)}, router_logits {tuple(router_logits.shape)}; want equal shapes"
-        )
+        raise ValueError(f"noise is {tuple(noise.shape)}; want {tuple(router_logits.shape)}, as router_logits")
     if bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
         raise ValueError(f"bias is {tuple(bias.shape)}, gate is {gate!r}; want [{routed}] with gate 'sigmoid_topk'")
     shape = (router_logits.shape[0], top_k)

@@ -397,8 +397,8 @@ def good():
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param({"hidden": []}, "hidden has 0 tensors, heads 2", id="none"),
-        pytest.param({"heads": [torch.randn(20, 16)]}, "hidden has 2 tensors, heads 1", id="a head is missing"),
+        pytest.param({"hidden": []}, "hidden 0 of [(), H_s], heads are 2", id="none"),
+        pytest.param({"heads": [torch.randn(20, 16)]}, "hidden 2 of [(6,), H_s], heads are 1", id="a head is missing"),
         pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17), heads[1] (20, 16)", id="H_s"),
         pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
         pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),

@@ -280,7 +280,9 @@ def test_opcheck_of_weights_apart():
         pytest.param({"trained": torch.randn(2, 3, 17)}, "trained is (2, 3, 17)", id="another shape"),
         pytest.param({"trained": torch.randn(2, 17, 3).double()}, "trained is (2, 17, 3) torch.float64", id="dtype"),
         pytest.param(
-            {"weight": torch.randn(4, 17, 3, requires_grad=True)}, "weight requires a gradient", id="not frozen"
+            {"weight": torch.randn(4, 17, 3, requires_grad=True)},
+            "the stack beside trained requires a gradient",
+            id="not frozen",
         ),
     ],
 )

@@ -196,7 +196,7 @@ def test_the_base_runs_once_per_token(backend, device):
     own = 3 * T * E * rank * (H + I)
     assert 3 * T * H * I <= products.total <= 3 * T * H * I + own < 3 * T * K * H * I
     with Products({"gate": gate, "up": up, "down": down}) as products:
-        lora_ops._backward(x, *shared, z, low, [True] * 8, E, 1.0, "silu", backend)
+        lora_ops._backward(x, z, low, True, [True] * 6, *shared, E, 1.0, "silu", True, backend)
     assert sorted(products.found) == ["down", "gate", "up"]  # and no gradient of the base
     assert products.total <= 3 * T * H * I + 3 * own
 
@@ -255,7 +255,7 @@ def test_opcheck(options, save):
     _, z, low = op.lora_mlp(*tensors, 3, 1.5, "silu", save, "torch")
     plain = [None if t is None else t.detach() for t in tensors]
     torch.library.opcheck(
-        op.lora_mlp_backward, (dout, *plain, z.detach(), low.detach(), [True] * 8, 3, 1.5, "silu", "torch")
+        op.lora_mlp_backward, (dout, z.detach(), low.detach(), True, [True] * 6, *plain, 3, 1.5, "silu", save, "torch")
     )
 
 
@@ -300,7 +300,7 @@ BAD = [
         change(3, lambda w: w.clone().requires_grad_()), "down_proj requires a gradient", id="a base that trains"
     ),
     pytest.param(change(4, lambda w: w[:, :1]), "topk_weight is (7, 1)", id="fewer weights than slots"),
-    pytest.param(change(5, lambda i: i.float()), "topk_idx is torch.float32", id="ids that are no integers"),
+    pytest.param(change(5, lambda i: i.float()), "topk_idx (7, 2) torch.float32", id="ids that are no integers"),
     pytest.param(change(5, lambda i: None), "want (7, 3) without topk_idx", id="dense, with two weights"),
     pytest.param(change("up", lambda p: LoRA(p.a, p.b[:2])), "up.b is (2, 2, 6)", id="b of another E"),
     pytest.param(change("down", lambda p: LoRA(p.b, p.a)), "down.a is (3, 2, 5)", id="a and b exchanged"),

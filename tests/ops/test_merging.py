@@ -208,7 +208,7 @@ def test_bad_logits_are_named(logits, words):
         pytest.param(torch.randn(8, 3), torch.rand(7), "alpha is (7,)", id="alpha of another E"),
         pytest.param(torch.randn(8, 3), torch.rand(8, 1), "alpha is (8, 1)", id="alpha with a dim too many"),
         pytest.param(torch.randn(()), torch.rand(()), "weight ()", id="a number"),
-        pytest.param(torch.randn(0, 3), torch.rand(0), "weight is (0, 3)", id="no experts"),
+        pytest.param(torch.randn(0, 3), torch.rand(0), "weight (0, 3)", id="no experts"),
     ],
 )
 def test_bad_arguments_are_named(weight, alpha, words):

@@ -34,9 +34,9 @@ def whole(v, gate, backend, recompute=False, **options):
     return moe_layer(v["x"], v["router"], experts_of(v, **options), K, gate, recompute=recompute, backend=backend)
 
 
-def experts_of(v, gated=True, shared="group"):
+def experts_of(v, shared="group", **activation):
     return Experts(
-        v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(gated=gated), shared=shared
+        v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(**activation), shared=shared
     )
 
 

@@ -304,16 +304,18 @@ def _bad(**change):
             "(5, 2)",
             id="another T",
         ),
-        pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx is torch.float32", id="float ids"),
+        pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx (6, 2) torch.float32", id="float ids"),
         pytest.param(
-            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight torch.int64", id="integer weights"
+            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)},
+            "topk_weight is (6, 2) torch.int64",
+            id="integer weights",
         ),
         pytest.param({"act": "tanh"}, "act is 'tanh'", id="unknown activation"),
         pytest.param({"gate_up_bias": torch.randn(4, 17)}, "gate_up_bias is (4, 17)", id="bias of another size"),
         pytest.param({"down_bias": torch.randn(33)}, "down_bias is (33,)", id="bias without E"),
         pytest.param({"x": torch.randn(6, 33).bfloat16()}, "torch.bfloat16", id="x and weights differ in dtype"),
         pytest.param(
-            {"down_bias": torch.randn(4, 33).half()}, "down_bias is torch.float16", id="bias of another dtype"
+            {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
         ),
         pytest.param({"trainable": torch.ones(4)}, "trainable is (4,) torch.float32", id="trainable is no mask"),
         pytest.param({"trainable": torch.ones(3, dtype=torch.bool)}, "trainable is (3,)", id="trainable of another E"),

@@ -276,7 +276,9 @@ REFUSED = [
     pytest.param({"gate_up_proj": torch.randn(4, 33, 34)}, "gate_up_proj is (4, 33, 34)", id="weights in x out"),
     pytest.param({"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"),
     pytest.param({"x": torch.randn(6, 33).bfloat16()}, "torch.bfloat16", id="x and weights differ in dtype"),
-    pytest.param({"down_bias": torch.randn(4, 33).half()}, "down_bias is torch.float16", id="bias of another dtype"),
+    pytest.param(
+        {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
+    ),
     pytest.param({"down_proj": torch.randn(4, 33, 17).half()}, "down_proj is torch.float16", id="mixed weights"),
     pytest.param(DOUBLE, "want 'torch' for float64", id="float64"),
     pytest.param({"x": torch.randn(6, 33, device="meta")}, "meta", id="x elsewhere"),

@@ -122,7 +122,7 @@ def parse_verb(arguments: list[str], page: str = "") -> None:
     if path == "moe-runtime train":
         import trl
 
-        from moe_runtime.hf.training.trainer import sft
+        from moe_runtime.hf.training import sft
 
         sft.parse(trl, context.args)
 

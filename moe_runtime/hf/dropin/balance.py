@@ -7,7 +7,6 @@ compute an auxiliary loss of their own, whose place it takes, and for those that
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from moe_runtime.config import check_choice
+from moe_runtime.config import check_choice, check_number
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.dropin.layers import (
     OpenCall,
@@ -55,18 +54,14 @@ def per_layer_loss(
 
 def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> torch.Tensor | None:
     shapes = sorted({tuple(logits.shape) for logits in router_logits})
-    if len(shapes) != 1 or shapes[0][1:] != (num_experts,) or not 1 <= top_k <= num_experts:
+    fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,) and 1 <= top_k <= num_experts
+    if not fits or (attention_mask is not None and attention_mask.numel() != shapes[0][0]):
+        got = "" if attention_mask is None else f", attention_mask is {tuple(attention_mask.shape)}"
         raise ValueError(
-            f"router_logits are {shapes}, num_experts is {num_experts}, top_k is {top_k}; want one [T, {num_experts}] per "
-            "layer and 1 <= top_k <= num_experts"
+            f"router_logits are {shapes}, num_experts is {num_experts}, top_k is {top_k}{got}; want one [T, {num_experts}] per "
+            "layer, 1 <= top_k <= num_experts and an attention_mask [B, S] with B S = T"
         )
-    if attention_mask is None:
-        return None
-    if attention_mask.numel() != shapes[0][0]:
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}; want [B, S] with B S = {shapes[0][0]} tokens"
-        )
-    return attention_mask.reshape(-1) != 0
+    return None if attention_mask is None else attention_mask.reshape(-1) != 0
 
 
 class BalanceLoss:
@@ -206,8 +201,7 @@ def use_balance_loss(model: nn.Module, kind: str = "per_layer", coef: float | No
         if isinstance(getattr(hook, "__self__", None), BalanceLoss):
             hook.__self__.close()
     coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) if coef is None else coef
-    if isinstance(coef, bool) or not isinstance(coef, (int, float)) or not 0 < coef < math.inf:
-        raise ValueError(f"coef is {coef}; want a number above 0, not infinity, such as 0.001")
+    check_number("coef", coef, positive=True)
     return BalanceLoss(model, kind, float(coef))
 
 

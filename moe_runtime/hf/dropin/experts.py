@@ -3,7 +3,7 @@
     out[t] = sum_k top_k_weights[t, k] norm(down_e(gate_e(up_e x[t]))),   e = top_k_index[t, k]
 
 `norm` is the identity but for models with a norm behind each expert. The router stays the model's own. What a class does
-between its two products is found out numerically (hf.dropin.gates): where our kernels have it, `moe_mlp` runs all of it; anything
+between its two products is found numerically (hf.dropin.gates): where our kernels have it, `moe_mlp` runs all of it; anything
 else goes through the class's own `_apply_gate` between two grouped products. Parameters keep names, shapes and layout.
 """
 
@@ -55,14 +55,13 @@ def patch(model: nn.Module) -> int:
     """
     from transformers import PreTrainedModel
 
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {model!r}; want a torch module")
     register()
-    layers = {name: module for name, module in model.named_modules() if is_experts(module)}
-    ours = sum(isinstance(module, MoE) for module in model.modules())
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    layers = {name: module for name, module in modules.items() if is_experts(module)}
+    ours = sum(isinstance(module, MoE) for module in modules.values())
     if not layers and not ours:
         raise ValueError(
-            f"model is {type(model).__name__}, without experts that go through transformers' experts interface; want a MoE "
+            f"model is a {type(model).__name__} without experts that go through transformers' experts interface; want a MoE "
             "model whose modeling file uses it (docs/families.md lists them)"
         )
     for name, module in layers.items():

@@ -1,9 +1,7 @@
-"""Where a model routes: our own layers and the stock experts of transformers side by side, and what their calls say.
+"""The layers of a model that route, our own and transformers' stock experts: which they are, what their calls say, their size.
 
-A layer is watched only while the model that it is in runs: gradient checkpointing runs it again in the backward pass, and that
-is not a call of the model.
-
-How many parameters a model has, and how many of them a token passes through.
+A layer is watched only while the model that contains it runs: gradient checkpointing runs it again in the backward pass, and
+that is not a call of the model.
 """
 
 import functools
@@ -96,19 +94,17 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
     numbered: dict[int, RoutedLayer] = {}
     for layer in routed_layers(model).values():
         digits = re.search(r"\d+", plain_name(layer.name))
-        if digits is None:
-            raise ValueError(f"layer {layer.name} has no number in its path; want a model with numbered layers")
-        number = int(digits[0])
-        other = numbered.get(number)
-        if other is not None and plain_name(other.name) != plain_name(layer.name):
+        number = None if digits is None else int(digits[0])
+        other, problem = numbered.get(number), None
+        if number is None:
+            problem = f"layer {layer.name} has no number in its path; want a model with numbered layers"
+        elif other is not None and plain_name(other.name) != plain_name(layer.name):
+            both = f"layers {other.name} and {layer.name} have the same number {number}"
+            problem = f"{both}; want a model with one stack of layers"
             if isinstance(block_of(model, layer), LoRALinear):
-                raise ValueError(
-                    f"{layer.name} and {other.name} are of LoRA experts with a router for each linear layer; want one for a "
-                    "layer, as of form 'block'"
-                )
-            raise ValueError(
-                f"layers {other.name} and {layer.name} have the same number {number}; want a model with one stack of layers"
-            )
+                problem += ", or LoRA experts of form 'block', which have one router for a layer"
+        if problem is not None:
+            raise ValueError(problem)
         if other is None or _TRAINED_COPY.search(layer.name):
             numbered[number] = layer
     return numbered

@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
+from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
-
-SPREAD = "moe_runtime_spread"  # attribute of a model of transformers whose experts are spread over ranks
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -36,24 +35,25 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
-    leaves the experts alone. PEFT's adapters of other modules come before it as well. Trainer then refuses on every rank to
-    train with a save_strategy, which would write on one rank alone. A second call with the same mesh changes nothing.
+    leaves the experts alone. PEFT's adapters of other modules come before it as well. A Trainer's checkpoints would be written
+    on one rank alone: MoETrainer refuses a save_strategy, transformers' Trainer raises at the first. A second call with the same mesh changes nothing.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
     """
-    if gradients not in GRADIENTS:
-        raise ValueError(f"gradients is {gradients!r}; want one of {', '.join(GRADIENTS)}")
+    check_choice("gradients", gradients, GRADIENTS)
+    modules = dict(model.named_modules())
+    layers = {name: part for name, part in modules.items() if is_experts(part) or isinstance(part, Experts)}
+    lora = [name for name, part in modules.items() if isinstance(part, LoRAMoE | LoRALinear)]
+    problem = None
     if mesh.ndim > 2:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions; want the experts' alone, or replicas and the experts'")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("model is wrapped in DistributedDataParallel; want it before that: DDP holds its parameters")
-    layers = {
-        name: module for name, module in model.named_modules() if is_experts(module) or isinstance(module, Experts)
-    }
-    lora = [name for name, module in model.named_modules() if isinstance(module, LoRAMoE | LoRALinear)]
-    if lora:
-        raise ValueError(f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them")
+        problem = f"mesh has {mesh.ndim} dimensions; want the experts' alone, or replicas and the experts'"
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        problem = "model is wrapped in DistributedDataParallel; want it before that: DDP holds its parameters"
+    elif lora:
+        problem = f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them"
+    if problem is not None:
+        raise ValueError(problem)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for name, module in layers.items():
         _check(name, module, mesh, placements)
@@ -70,30 +70,12 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
-            setattr(module, SPREAD, True)
-    _watch_trainers()
     return len(layers)
 
 
-class NoCheckpoints(TrainerCallback):
-    """Refuses a training that would save what `shard_experts` has spread, on every rank, before the first step."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if args.save_strategy != "no" and SPREAD in model.__dict__:
-            raise ValueError(
-                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with its experts on several "
-                "ranks, and Trainer writes on one; want save_strategy='no', then on every rank "
-                "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder), or esft.save_adapter(model, folder) after "
-                "esft.train_only"
-            )
-
-
-def _watch_trainers() -> None:
-    """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
-    from transformers.trainer import DEFAULT_CALLBACKS
-
-    if NoCheckpoints not in DEFAULT_CALLBACKS:
-        DEFAULT_CALLBACKS.append(NoCheckpoints)
+def is_spread(model: nn.Module) -> bool:
+    """Return whether `model` refuses transformers' save_pretrained, because `shard_experts` has spread its experts."""
+    return getattr(getattr(model, "save_pretrained", None), "__func__", None) is _save_whole_only
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
@@ -112,32 +94,28 @@ def _stacks(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
-    stacks, n = _stacks(module), mesh.size(-1)
+    stacks, n, problem = _stacks(module), mesh.size(-1), None
     if trainable.split_of(module) is not None:
-        raise ValueError(f"rows of {name} train apart from its stacks; want shard_experts before train_rows")
-    if ADAPTED.intersection(name.split(".")):
-        raise ValueError(
-            f"{name} lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
+        problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
+    elif ADAPTED.intersection(name.split(".")):
+        problem = (
+            "lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
         )
-    if getattr(module, "_is_expert_parallel", False):
-        raise ValueError(
-            f"{name} holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
+    elif getattr(module, "_is_expert_parallel", False):
+        problem = (
+            "holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
         )
-    for parameter_name, parameter in stacks:
-        E = parameter.shape[0]
-        if E % n:
-            raise ValueError(f"num_experts is {E} in {name}, the mesh has {n} ranks; want a multiple of them")
-        if isinstance(parameter, DTensor) and not (
-            parameter.device_mesh == mesh and list(parameter.placements) == placements
-        ):
-            raise ValueError(
-                f"{name}.{parameter_name} is a DTensor {tuple(parameter.placements)} on {parameter.device_mesh}; want it "
-                "whole; shard the experts before fully_shard"
-            )
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"{name}.{parameter_name} is {parameter.dtype}; want floats: quantized experts cannot be spread"
-            )
+    for part, stack in stacks:
+        spread = isinstance(stack, DTensor)
+        if stack.shape[0] % n:
+            problem = f"has num_experts {stack.shape[0]}, the mesh has {n} ranks; want a multiple of them"
+        elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
+            got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
+            problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
+        elif not stack.is_floating_point():
+            problem = f"has {part} in {stack.dtype}; want floats: quantized experts cannot be spread"
+    if problem is not None:
+        raise ValueError(f"{name} {problem}")
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:

@@ -16,6 +16,7 @@ sparsemixer, ZAYA's skip expert) cannot be steered, and is refused as soon as it
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,15 +64,12 @@ class RoutingRecord:
         """Read what `save` wrote; raise ValueError for another file, and for ids that no expert has."""
         path = Path(path)
         with Checkpoint(path.parent, path.name) as file:
-            if file.metadata.get("format") != FORMAT:
-                raise ValueError(f"format of {path} is {file.metadata.get('format')!r}; want {FORMAT!r}")
-            sizes = {
-                k.removeprefix("num_experts/"): v for k, v in file.metadata.items() if k.startswith("num_experts/")
-            }
+            prefix, found = "num_experts/", file.metadata.get("format")
+            sizes = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
             names = [name.rpartition("/") for name in file.keys()]
-            wrong = [n for n in (*sizes.values(), *(name[2] for name in names)) if not (n.isascii() and n.isdigit())]
-            if wrong:
-                raise ValueError(f"a number of {path} is {wrong[0][:80]!r}; want a file that save wrote")
+            numbers = (*sizes.values(), *(name[2] for name in names))
+            if found != FORMAT or not all(number.isascii() and number.isdigit() for number in numbers):
+                raise ValueError(f"format of {path} is {found!r}; want a file that save wrote, of format {FORMAT!r}")
             record = cls({}, {layer: int(size) for layer, size in sizes.items()})
             for layer, _, call in sorted(names, key=lambda name: int(name[2])):
                 record.ids.setdefault(layer, []).append(file.get(f"{layer}/{call}"))
@@ -81,15 +79,15 @@ class RoutingRecord:
     def check(self) -> None:
         """Raise ValueError unless all ids are [T, K] integers from 0 to the number of experts."""
         for layer, calls in self.ids.items():
-            E = self.num_experts.get(layer)
+            E = self.num_experts.get(layer, math.inf)
             for call, ids in enumerate(calls):
-                if ids.dim() != 2 or ids.is_floating_point():
+                fits = ids.dim() == 2 and not ids.is_floating_point()
+                low, high = map(int, ids.aminmax()) if fits and ids.numel() else (0, 0)
+                if not fits or low < 0 or high >= E:
+                    got = f"{tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
                     raise ValueError(
-                        f"ids of {layer}, call {call}, are {tuple(ids.shape)}, {ids.dtype}; want [T, K] integers"
+                        f"ids of {layer}, call {call}, are {got}; want [T, K] integers from 0 to {E}, exclusive"
                     )
-                low, high = (int(bound) for bound in ids.aminmax()) if ids.numel() else (0, 0)
-                if low < 0 or (E is not None and high >= E):
-                    raise ValueError(f"ids of {layer}, call {call}, are {low} to {high}; want 0 to {E}, exclusive")
 
 
 @contextlib.contextmanager
@@ -156,17 +154,12 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: RoutingRecord) -> None:
     if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
         raise ValueError(f"model is {type(model).__name__}, compiled; want the model that torch.compile was given")
-    record.check()
-    names = {plain_name(name): layer for name, layer in layers.items()}
-    if not any(record.ids.values()) or record.ids.keys() - names.keys():
+    sizes = {plain_name(name): layer.num_experts for name, layer in layers.items()}
+    if not any(record.ids.values()) or record.ids.keys() - sizes.keys():
         raise ValueError(
-            f"record has the layers {', '.join(record.ids) or '(none)'}; want some of the model's, {', '.join(names)}"
+            f"record has the layers {', '.join(record.ids) or '(none)'}; want some of the model's, {', '.join(sizes)}"
         )
-    for name, calls in record.ids.items():
-        E = names[name].num_experts
-        top = max((int(ids.max()) for ids in calls if ids.numel()), default=0)
-        if top >= E:
-            raise ValueError(f"record sends tokens of {name} to expert {top}; want 0 to {E - 1}")
+    RoutingRecord(record.ids, sizes).check()
 
 
 class _Replay:
@@ -192,24 +185,21 @@ class _Replay:
         else:
             number = self._repetition(x)
             self.repetitions += 1
-        if number >= len(self.ids) or len(self.ids[number]) != len(x):
-            has = f"{len(self.ids[number])} tokens" if number < len(self.ids) else f"{len(self.ids)} calls"
-            raise ValueError(
-                f"call {number} of {self.layer.name} has {len(x)} tokens, the record has {has}; want the batches that were "
-                "recorded, in their order"
-            )
+        if number is None or number >= len(self.ids) or len(self.ids[number]) != len(x):
+            if number is None:
+                problem = f"{self.layer.name} was called outside of a call of the model"
+            else:
+                has = f"{len(self.ids[number])} tokens" if number < len(self.ids) else f"{len(self.ids)} calls"
+                problem = f"call {number} of {self.layer.name} has {len(x)} tokens, the record has {has}"
+            want = "the batches that were recorded, in their order, and gradient checkpointing that repeats them"
+            raise ValueError(f"{problem}; want {want}")
         return self.ids[number]
 
-    def _repetition(self, x: torch.Tensor) -> int:
+    def _repetition(self, x: torch.Tensor) -> int | None:
         """Find the call that checkpointing repeats: the only one of this size, or the latest with this input."""
         found = [i for i in reversed(range(len(self.inputs))) if self.inputs[i].shape == x.shape]
         found = found if len(found) == 1 else [i for i in found if torch.equal(self.inputs[i], x)]
-        if not found:
-            raise ValueError(
-                f"{self.layer.name} was called outside of a call of the model; want calls of the model, and gradient "
-                "checkpointing that repeats them as they were"
-            )
-        return found[0]
+        return found[0] if found else None
 
     def finish(self) -> None:
         """Raise ValueError if calls of the record are left."""
@@ -254,13 +244,12 @@ class _StockReplay(_Replay):
 
     def _compare(self, module, args, kwargs) -> None:
         mode, got = self.mode, ids_of(args, kwargs)
-        if mode is None or got.shape != mode.ids.shape:
-            want = "none" if mode is None else tuple(mode.ids.shape)
-            raise ValueError(f"{self.layer.name} got {tuple(got.shape)} ids, the record has {want}; want the same")
-        mode.ends = True
-        self.steers = self.steers and mode.answered
-        is_wrong = (got != mode.ids).any()
-        if self.is_wrong is None:
+        same = mode is not None and got.shape == mode.ids.shape
+        if mode is not None:
+            mode.ends = True
+        self.steers = self.steers and same and mode.answered
+        is_wrong = (got != mode.ids).any() if same else torch.ones((), dtype=torch.bool)
+        if self.is_wrong is None or not same:
             self._refuse(is_wrong)
         self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong
 

@@ -1,16 +1,14 @@
 """What a model's routers do: how the tokens' slots fall on the experts, layer by layer, and pictures of it.
 
-Max violation and entropy (`moe_runtime.hf.dropin.stats`) are over the routed experts: a shared one (gates xft, nonorm) sees
-every token and would only dilute them.
-Our own layers count, and the stock ones of transformers whose experts go through its experts interface, whoever computes
-them. Where experts_implementation is "moe_runtime" and the call has no attention mask, the counts are those the dispatch
-makes anyway; else counting costs one small integer scatter per layer on the device. Nothing is read back before somebody asks.
-
-How evenly a router spreads the tokens' slots over its experts, from the slots that each got.
-
 load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
 entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
+
+Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every token and would only dilute
+them. Our own layers count, and the stock ones of transformers whose experts go through its experts interface, whoever computes
+them. Where experts_implementation is "moe_runtime" and the call has no attention mask, the counts are those that the dispatch
+makes anyway; otherwise counting costs one small integer scatter per layer on the device. Nothing is read back before somebody
+asks.
 """
 
 import csv
@@ -27,6 +25,11 @@ from torch import nn
 from moe_runtime.hf.dropin.experts import NAME
 from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, forget_compiled, plain_name, routed_layers, token_mask
 from moe_runtime.io.files import atomic_file
+from moe_runtime.io.rows import require
+
+FIELDS = ("layer", "expert", "shared", "slots", "load")
+LOW_ENTROPY = 0.5
+ENOUGH = 10  # balanced slots per expert below which an unused expert says nothing
 
 
 def expert_load(counts: torch.Tensor) -> torch.Tensor:
@@ -51,11 +54,6 @@ def load_entropy(counts: torch.Tensor) -> torch.Tensor:
     if E < 2:
         return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
     return torch.special.entr(expert_load(counts)).sum(-1) / math.log(E)
-
-
-FIELDS = ("layer", "expert", "shared", "slots", "load")
-LOW_ENTROPY = 0.5
-ENOUGH = 10  # balanced slots per expert below which an unused expert says nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +158,13 @@ class RouterStats:
 
         Returns the Axes. Raises ImportError without matplotlib.
         """
-        figure_class = _matplotlib_figure()
         ids = [self._experts(i) for i in range(len(self.layers))]
         first, stop, L = min(r.start for r in ids), self.counts.shape[1], len(ids)
         is_path = isinstance(ax_or_path, (str, Path))
         if is_path or ax_or_path is None:
             # a Figure of its own, not pyplot's: no display and no global state
             size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
-            ax = figure_class(figsize=size, layout="constrained").add_subplot()
+            ax = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained").add_subplot()
         else:
             ax = ax_or_path
         relative = torch.full((L, stop), math.nan, dtype=torch.float64)
@@ -182,14 +179,6 @@ class RouterStats:
             with atomic_file(ax_or_path) as beside:
                 ax.figure.savefig(beside, dpi=150)
         return ax
-
-
-def _matplotlib_figure() -> type:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"matplotlib cannot be imported ({error}); pip install 'moe-runtime[plot]'") from error
-    return Figure
 
 
 class RouterCounter:

@@ -232,7 +232,7 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
                 reasons.append(f"layer {layer}'s experts are {kind}; want Experts; merge adapters (merge_and_unload)")
             elif split_of(module.experts) is not None:
                 reasons.append(
-                    f"experts of layer {layer} train apart from their stacks; call trainable.fold_rows(model) first"
+                    f"experts of layer {layer} train apart from their stacks; want them folded in; trainable.fold_rows(model)"
                 )
     if reasons:
         raise ValueError(reasons[0])

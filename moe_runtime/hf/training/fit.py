@@ -378,8 +378,8 @@ def check_training(
     """Raise ValueError for settings of `train` that cannot work here, as far as can be said without the rows."""
     split_batch(batch_size, per_device_batch_size)
     check_choice("optimizer", optimizer, tuple(name.value for name in OptimizerNames))
-    if steps and warmup_steps and warmup_steps >= steps:
-        raise ValueError(f"warmup_steps is {warmup_steps}, steps is {steps}; want fewer warmup steps")
+    if steps:
+        _warmup(warmup_steps, steps)
 
 
 def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:

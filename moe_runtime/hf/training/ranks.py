@@ -44,10 +44,8 @@ def leading() -> Iterator[bool]:
         error = raised
     kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
     said = agree(None if error is None else (kind, str(error) or type(error).__name__))
-    if error is not None:
-        raise error
-    if said is not None:
-        raise said[0](said[1])
+    if error is not None or said is not None:
+        raise error or said[0](said[1])
 
 
 def gather(values: list) -> list:

@@ -94,26 +94,25 @@ class Best:
         return self.rows
 
     def _kept(self) -> dict:
-        """What the file holds; raises ValueError for one that `see` has not written of this model's parameters."""
-        how = "want what this training kept; remove the file's folder, and it begins anew"
+        """Return what the file holds; raises ValueError for one that `see` has not written of this model's parameters."""
         try:
-            kept = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-        except MemoryError:
-            raise
-        except Exception as error:  # a zip file, a pickle: whatever they raise
-            reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-            raise ValueError(f"path is {self.path}, which cannot be read ({reason}); {how}") from error
-        if not isinstance(kept, dict) or not isinstance(kept.get("weights"), dict):
-            raise ValueError(f"path is {self.path}, which holds no weights; {how}")
+            kept, reason = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True), None
+        except Exception as error:  # torch.load raises anything for a file that is none of its own
+            kept, reason = {}, str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        for name, weight in self._weights().items() if reason is None else ():
+            found = (
+                kept["weights"].get(name) if isinstance(kept, dict) and isinstance(kept.get("weights"), dict) else None
+            )
+            if not torch.is_tensor(found) or found.shape != weight.shape or found.dtype != weight.dtype:
+                reason = f"{name} is not {list(weight.shape)}, {weight.dtype}"
+        if reason is not None:
+            raise ValueError(
+                f"path is {self.path}, which cannot be read ({reason}); want what this training kept; remove the file's "
+                "folder, and it begins anew"
+            )
         for name in ("losses", "tokens"):
             check_numbers(f"{name} of {self.path}", kept.get(name), None, finite=False)
         check_numbers(f"loss of {self.path}", kept.get("loss"))
-        for name, weight in self._weights().items():
-            found = kept["weights"].get(name)
-            if not torch.is_tensor(found) or found.shape != weight.shape or found.dtype != weight.dtype:
-                raise ValueError(
-                    f"path is {self.path}, whose {name} is not {list(weight.shape)}, {weight.dtype}; {how}"
-                )
         return kept
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -178,20 +177,16 @@ class Recorder(Watcher):
     def restore(self, checkpoint: Path) -> None:
         """Take what the history of a checkpoint says; raises ValueError for a file that `on_save` has not written."""
         values, place = read_json(checkpoint / self.NAME), f"of {checkpoint / self.NAME}"
-        if not isinstance(values.get("last"), list) or len(values["last"]) != 2:
-            raise ValueError(
-                f"last {place} is {shown(values.get('last'))}; want losses and tokens; remove the checkpoint"
-            )
+        points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
+        pairs = [values.get("last"), *(points["rows"] if isinstance(points["rows"], list) else [None])]
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"last and rows {place} are {shown(pairs)}; want pairs of lists; remove the checkpoint")
         losses, tokens = values["last"]
         for what, part in (("losses", losses), ("tokens", tokens)):
             check_numbers(f"{what} {place}", part, len(losses) if isinstance(losses, list) else None, finite=False)
         check_number(f"seconds {place}", values.get("seconds"))
-        points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
         for name in ("train", "held_out"):  # a loss may be NaN
             check_numbers(f"{name} {place}", points[name], None, 2, finite=False)
-        pairs = isinstance(points["rows"], list) and all(isinstance(p, list) and len(p) == 2 for p in points["rows"])
-        if not pairs:
-            raise ValueError(f"rows {place} are {shown(points['rows'])}; want pairs; remove the checkpoint")
         check_numbers(f"steps {place}", [step for step, _ in points["rows"]], None)
         for _, row in points["rows"]:
             check_numbers(f"rows {place}", row, None, finite=False)

@@ -1,9 +1,8 @@
-"""What a Trainer writes, whole or not at all: the model at the end, and checkpoints; half a one is not gone on from.
+"""What a Trainer writes, and when it stops: models and checkpoints are written atomically, signals end a training in order.
 
-Ctrl-C and SIGTERM in a training of transformers' Trainer: the step ends, a checkpoint is written, and it can go on.
-
-The processes of a run agree behind each step: a signal that reaches one of them, or all in different steps, ends all in the
-same step.
+`WholeSaves` never resumes from half a checkpoint. On Ctrl-C or SIGTERM the step ends, a checkpoint is written, and the same
+command can resume. The processes of a run agree after each step: a signal that reaches one of them, or all in different
+steps, ends all in the same step.
 """
 
 import functools
@@ -89,10 +88,9 @@ class WholeSaves:
         try:
             with naming(folder, folder):
                 super()._save_checkpoint(model, trial)
-        except BaseException:
+        finally:
             if self.args.should_save and not _is_whole(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            raise
 
 
 class StopCallback(TrainerCallback):
@@ -141,13 +139,12 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
         yield
         trainer.remove_callback(callback)
         callback.agree()  # what came behind the last step
-    if callback.agreed is None:
-        if stopping.asked is not None:  # since then, and in this process alone: at once, as between trainings
-            raise stopping.asked
-        return
-    if trainer.state.global_step < trainer.state.max_steps:
-        raise callback.agreed
-    signals.raise_later(callback.agreed)
+    # asked since then is this process alone, which ends at once, as between trainings
+    ended, asked = trainer.state.global_step >= trainer.state.max_steps, callback.agreed or stopping.asked
+    if callback.agreed is not None and ended:
+        signals.raise_later(callback.agreed)
+    elif asked is not None:
+        raise asked
 
 
 def hold_workers(loader):

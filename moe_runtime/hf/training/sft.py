@@ -1,7 +1,4 @@
-"""TRL's SFTTrainer and its command, for upcycled and mergeable models.
-
-The flags of `moe-runtime train`: TRL's own, a few beside them, and a file of them.
-"""
+"""TRL's SFTTrainer for upcycled and mergeable models, and `moe-runtime train`: TRL's SFT command with a few flags more."""
 
 import argparse
 import functools
@@ -18,7 +15,6 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.utils import is_torch_bf16_gpu_available
 
-from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.models import outputs
 from moe_runtime.hf.models.folders import check_folder
 from moe_runtime.hf.models.modeling import register_auto_classes
@@ -26,8 +22,8 @@ from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
 from moe_runtime.io.rows import read_rows, require
-from moe_runtime.modules.moe import Router
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 PROG = "moe-runtime train"
 HELP = {
     "usage": f"{PROG} --model MODEL --data DATA --output_dir FOLDER [OPTIONS]",
@@ -95,19 +91,13 @@ def _with_config(argv: list[str]) -> list[str]:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        is_fine = isinstance(values, dict) and all(isinstance(name, str) for name in values)
+        reason = None if is_fine else f"holds {type(values).__name__}"
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"config is {str(path)!r}, which cannot be read: {reason}; want a YAML file of options"
-        ) from None
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(
-            f"config is {str(path)!r}, which holds {type(values).__name__}; want options, a `name: value` each"
-        )
+        reason = f"cannot be read: {' '.join(str(error).split())}"
+    if reason is not None:
+        raise ValueError(f"config is {str(path)!r}, which {reason}; want a YAML file of options, a `name: value` each")
     return argv
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 class _MoESFTTrainer(_MoETrainer):
@@ -120,8 +110,6 @@ class _MoESFTTrainer(_MoETrainer):
         super().__init__(*args, **kwargs)
         self._caught: list[torch.Tensor] | None = None
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        if self.aux_loss_enabled and not any(isinstance(m, Router) or is_experts(m) for m in model.modules()):
-            raise ValueError(f"router_aux_loss_coef is {self.router_aux_loss_coef}; want 0 for a model without routers")
         model.base_model.register_forward_hook(self._catch)
 
     def _catch(self, module, args, out) -> None:
@@ -181,11 +169,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     trl = require("trl")
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
-    _check_model(name)
-    if not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
-        raise ValueError(
-            f"output_dir is {args.output_dir}, the folder of the model, which the tuned one would replace; want another folder"
-        )
+    _check(name, ours, script, args, model, mixture)
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # True, the last checkpoint, can only be spelled on a command line
     resume = args.resume_from_checkpoint
@@ -209,7 +193,7 @@ def train_command(argv: list[str] | None = None) -> Path:
 
 @contextmanager
 def _pace(trainer) -> Iterator[None]:
-    """Say how fast it goes, and how long it takes, where transformers' own bar is not seen: in a log."""
+    """Report speed and remaining time where transformers' own bar is not shown: in a log."""
 
     class Pace(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -223,7 +207,7 @@ def _pace(trainer) -> Iterator[None]:
 
 
 def _kept(folder: str) -> str:
-    """Say what an interrupted training left, and how it goes on."""
+    """Say what an interrupted training left, and how to resume it."""
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
@@ -255,31 +239,34 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
 
 
-def _check_model(name: str | None) -> None:
-    """Raise ValueError unless `name` is a folder with a model and a tokenizer, or may be an id of the Hub."""
+def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
+    """Raise ValueError for a model without files or tokenizer, no data, and an output that would replace the model."""
+    path, reason = Path(name or ""), None
+    is_id = not (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1)
     if name is None:
-        raise ValueError("model is None; want a folder or the id of a model; pass --model")
-    path = Path(name)
-    if not path.exists():
-        if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
-            raise ValueError(f"model is {name!r}, which does not exist; want a folder that save_pretrained wrote")
-        return
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model is {name!r}, which has no config.json; want a folder that save_pretrained wrote")
-    check_folder(path)
-    if not any((path / file).is_file() for file in TOKENIZER_FILES):
-        raise ValueError(
+        reason = "model is None; want a folder or the id of a model; pass --model"
+    elif not path.exists():
+        reason = None if is_id else f"model is {name!r}, which does not exist; want a folder that save_pretrained wrote"
+    elif not (path / "config.json").is_file():
+        reason = f"model is {name!r}, which has no config.json; want a folder that save_pretrained wrote"
+    elif not any((path / file).is_file() for file in TOKENIZER_FILES):
+        reason = (
             f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
+    elif not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
+        reason = f"output_dir is {args.output_dir}, the folder of the model, which the tuned one would replace; want another folder"
+    if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
+        reason = "data is None; want a file, a folder or the id of a data set; pass --data"
+    elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
+        reason = "eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no"
+    if reason is not None:
+        raise ValueError(reason)
+    check_folder(name)
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
     """Return the rows to train on and those to evaluate on: ours from --data, else those of TRL's own flags."""
-    if ours.data is None and not (script.dataset_name or mixture.datasets):
-        raise ValueError("data is None; want a file, a folder or the id of a data set; pass --data")
-    if evaluates and ours.data is not None and ours.eval_data is None:
-        raise ValueError("eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no")
     if ours.data is not None:
         rows = read_rows(ours.data)
         rows = rows.add_column(ROW_ID, list(range(len(rows))))

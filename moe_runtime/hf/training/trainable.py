@@ -9,23 +9,21 @@ read in place of the stacks' rows. Layers are numbered as `hf.dropin.layers.numb
 shared expert of our own layers is expert 0. Experts are spread over ranks (`shard_experts`) before, DDP and fully_shard come
 after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the gradient of the
 embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the reentrant kind).
-
-What tells transformers' Trainer, before the first step, that a model whose rows train apart cannot be saved as it is.
+MoETrainer refuses to write checkpoints of such a model before the first step; transformers' Trainer raises at the first one.
 """
 
+import contextlib
 import functools
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
-from transformers.trainer import DEFAULT_CALLBACKS
 
 from moe_runtime.hf.dropin import experts as stock
+from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.layers import forget_compiled, plain_name
 from moe_runtime.hf.training.trainable_layers import (
     STATE,
@@ -36,6 +34,7 @@ from moe_runtime.hf.training.trainable_layers import (
     with_shared,
 )
 from moe_runtime.modules import trainable
+from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.all_to_all import is_distributed
 
 # MLPs that every token goes through, beside the experts; the gate in front of one is a gate
@@ -114,7 +113,7 @@ def freeze_for_esft(
     for name, parameter in parameters.items():
         asked = shared_experts if any(name.startswith(f"{path}.") for path in shared) else non_expert_modules
         trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
-        if trains[name] and parameter.dtype not in stock.FLOATS:
+        if trains[name] and parameter.dtype not in FLOATS:
             raise ValueError(f"{name} is {parameter.dtype}; want floats in what is to train, or it frozen")
     before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
     _split(model, layers, experts, dtype, before)
@@ -160,20 +159,17 @@ def _split(model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dty
         stock.patch(model)
         forget_compiled()
     setattr(model, STATE, _Before(patched, before))
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(drop_rows, model)
         for number, ids in experts.items():
             _split_layer(model, layers[number], ids, dtype)
         _guard(model)
-    except BaseException:
-        drop_rows(model)
-        raise
+        undo.pop_all()
 
 
 def _split_layer(model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dtype: torch.dtype | None) -> None:
     if is_distributed(layer.module.down_proj):
-        from moe_runtime.hf.dropin.parallel import split_spread_rows
-
-        split_spread_rows(model, layer.name, layer.names, ids, dtype)
+        parallel.split_spread_rows(model, layer.name, layer.names, ids, dtype)
     else:
         trainable.split_rows(layer.module, layer.names, ids, dtype)
     if stock.is_experts(layer.module):
@@ -186,9 +182,6 @@ def _guard(model: nn.Module) -> None:
         saves = hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
         if saves and any(trainable.split_of(part) is not None for part in module.modules()):
             module.save_pretrained = functools.partial(_refuse_to_save, module)
-    # seconds to import; whoever trains by it has done so, or hears of it at the first checkpoint
-    if "transformers.trainer" in sys.modules:
-        watch_trainers()
 
 
 def is_guarded(module: nn.Module) -> bool:
@@ -237,9 +230,7 @@ def _undo(model: nn.Module, rejoin) -> None:
         if trainable.split_of(module) is None:
             continue
         if is_distributed(module.down_proj):
-            from moe_runtime.hf.dropin.parallel import forget_rows
-
-            forget_rows(inner, name)
+            parallel.forget_rows(inner, name)
         rejoin(module)
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others]:
             del module._forward_pre_hooks[key]
@@ -264,20 +255,3 @@ def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),
     )
-
-
-class NoCheckpoints(TrainerCallback):
-    """Refuses a training that would come to save_pretrained."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if args.save_strategy != "no" and is_guarded(model):
-            raise ValueError(
-                f"save_strategy is {args.save_strategy.value!r}, some experts of {type(model).__name__} train apart; want "
-                "'no', or esft.train_only, whose checkpoints are adapters"
-            )
-
-
-def watch_trainers() -> None:
-    """Give every Trainer that is made from here on the callback above; a model has no other way to see its Trainer."""
-    if NoCheckpoints not in DEFAULT_CALLBACKS:
-        DEFAULT_CALLBACKS.append(NoCheckpoints)

@@ -12,6 +12,7 @@ from transformers.modeling_utils import is_fsdp_enabled
 from moe_runtime.hf.dropin import experts as stock
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.modules import trainable
+from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
 
 STATE = "moe_runtime_trainable"  # attribute of a model whose rows train: what it was before
@@ -56,57 +57,50 @@ def checked_experts(
     layers: dict[int, ExpertsLayer], experts: Mapping, dtype: torch.dtype | None
 ) -> dict[int, tuple[int, ...]]:
     """Return `experts` without layers of none; raise ValueError for what cannot be trained."""
-    if dtype is not None and dtype not in stock.FLOATS:
-        raise ValueError(f"dtype is {dtype}; want one of {', '.join(map(str, stock.FLOATS))}")
-    checked = {}
-    for number, ids in experts.items():
+    checked, reason = {}, None
+    if dtype is not None and dtype not in FLOATS:
+        reason = f"dtype is {dtype}; want one of {', '.join(map(str, FLOATS))}"
+    for number, ids in experts.items() if reason is None else ():
         ids = tuple(operator.index(e) for e in ids)
         if number not in layers:
-            raise ValueError(f"experts name layer {number!r}; want layers with experts: {', '.join(map(str, layers))}")
-        E = layers[number].num_experts
-        if len(set(ids)) < len(ids) or any(not 0 <= e < E for e in ids):
-            raise ValueError(
-                f"experts of layer {number} are {list(ids)}; want ids from 0 to {E - 1}, none of them twice"
-            )
-        if ids:
-            _check_stacks(layers[number])
-            _check_untied(layers, number)
+            reason = f"experts name layer {number!r}; want layers with experts: {', '.join(map(str, layers))}"
+        elif len(set(ids)) < len(ids) or any(e not in range(layers[number].num_experts) for e in ids):
+            most = layers[number].num_experts - 1
+            reason = f"experts of layer {number} are {list(ids)}; want ids from 0 to {most}, none of them twice"
+        elif ids:
+            reason = _unfit(layers, number)
             checked[number] = ids
+        if reason is not None:
+            break
+    if reason is not None:
+        raise ValueError(reason)
     return checked
 
 
-def _check_untied(layers: dict[int, ExpertsLayer], number: int) -> None:
-    own = {id(getattr(layers[number].module, name)) for name in layers[number].names}
-    for other, layer in layers.items():
-        for name in layer.names:
-            if other != number and id(layer.module._parameters.get(name)) in own:
-                raise ValueError(
-                    f"{name} of layer {number} is layer {other}'s too; want stacks of its own, or an expert would move in both"
-                )
-
-
-def _check_stacks(layer: ExpertsLayer) -> None:
+def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
+    """Say why the experts of a layer cannot be trained; None if they can."""
+    layer = layers[number]
     if stock.ADAPTED.intersection(layer.name.split(".")):
-        raise ValueError(f"{layer.name} lies in PEFT's adapters; want adapters of other modules, or none")
+        return f"{layer.name} lies in PEFT's adapters; want adapters of other modules, or none"
+    if getattr(layer.module, "_is_expert_parallel", False):
+        return f"{layer.name} holds a part of its experts; want shard_experts in place of transformers' expert-parallel plan"
+    owners = {
+        id(other.module._parameters.get(name)): n for n, other in layers.items() if n != number for name in other.names
+    }
     for name in layer.names:
-        stack = layer.module._parameters.get(name)
+        stack, path = layer.module._parameters.get(name), f"{layer.name}.{name}"
         if stack is None or not stack.is_floating_point():
             got = "no parameter" if stack is None else str(stack.dtype)
-            raise ValueError(
-                f"{layer.name}.{name} is {got}; want one of floats, neither quantized nor held by an engine"
-            )
-        # ranks that load nothing and wait for the first one's weights
-        if stack.is_meta and not is_fsdp_enabled():
-            raise ValueError(
-                f"{layer.name}.{name} is on the meta device; want weights that stay where they are; load the model with "
-                "from_pretrained and without offloading"
-            )
+            return f"{path} is {got}; want one of floats, neither quantized nor held by an engine"
+        if (
+            stack.is_meta and not is_fsdp_enabled()
+        ):  # whose other ranks load nothing and wait for the first one's weights
+            return f"{path} is on the meta device; want weights that stay where they are; load the model without offloading"
         if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
-            raise ValueError(f"{layer.name}.{name} is sharded; want train_rows before FSDP2, and after shard_experts")
-    if getattr(layer.module, "_is_expert_parallel", False):
-        raise ValueError(
-            f"{layer.name} holds a part of its experts; want shard_experts in place of transformers' expert-parallel plan"
-        )
+            return f"{path} is sharded; want train_rows before FSDP2, and after shard_experts"
+        if id(stack) in owners:
+            return f"{name} of layer {number} is layer {owners[id(stack)]}'s too; want stacks of its own"
+    return None
 
 
 def check_unwrapped(model: nn.Module) -> None:

@@ -1,16 +1,11 @@
-"""What a model trains beside its stacks, as ESFT's files have it; saved, and read back to go on training.
+"""Adapters in ESFT's format: what a model trains, saved, and read back to resume.
 
-The experts' tensors have the names of `hf.training.trained_files`, whatever else trains has the model's own. The file is
-model.safetensors, with expert_cfg.json beside it.
-
-How ESFT's files name and lay out the experts of a model, whatever its stacks are.
-
-A row e of a layer's stacks is
+A folder holds model.safetensors, with expert_cfg.json beside it. Row e of a layer's stacks is
 
     <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
 
-which in a DeepSeek model are the official names, model.layers.{l}.mlp.experts.{e}.*; where experts have biases, *.bias
-[I], [I] and [H] too.
+whatever the model's stacks look like; in a DeepSeek model these are the official names, model.layers.{l}.mlp.experts.{e}.*.
+Where experts have biases, *.bias [I], [I] and [H] too. Whatever else trains keeps the model's own names.
 """
 
 import functools
@@ -34,6 +29,9 @@ from moe_runtime.io.files import atomic_file, atomic_write_text, weights_of
 from moe_runtime.modules.trainable import PREFIX, split_of, trained_parameters
 from moe_runtime.ops.all_to_all import is_distributed
 
+CONFIG = "expert_cfg.json"
+TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
+Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
 _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.(?:weight|bias))")
 
 
@@ -103,11 +101,6 @@ def experts_path(layer: RoutedLayer) -> str:
     """Return the path of a layer's experts module, without what wrappers put into it."""
     name = plain_name(layer.name)
     return name if layer.is_stock else f"{name.rpartition('.')[0]}.experts"
-
-
-CONFIG = "expert_cfg.json"
-TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
-Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,12 +226,8 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
     """
     parameters, found = {plain_name(name): parameter for name, parameter in model.named_parameters()}, {}
     for name in _trained_names(model):
-        if name not in parameters:  # an engine has renamed them
-            raise ValueError(
-                f"model is {type(model).__name__}, without the parameter {name}; want what it trains as it was"
-            )
-        tensor = whole(parameters[name])
-        if keep:
+        tensor = whole(parameters[name]) if name in parameters else None
+        if keep and tensor is not None:  # what an engine has renamed is missed by whoever writes the file
             found[name] = tensor
     return found
 
@@ -254,7 +243,9 @@ def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | N
 
     def find(name: str) -> torch.Tensor:
         if name not in source:
-            raise ValueError(f"state_dict has {len(source)} tensors, without {name}; want all that the model trains")
+            raise ValueError(
+                f"{name} is missing from {len(source)} tensors of {type(model).__name__}; want all that the model trains"
+            )
         return whole(source[name])
 
     for path, module in split_modules(model).items():
@@ -279,13 +270,12 @@ def save_trained(
 
     Takes the arguments of transformers' method; of those that are not named here none changes what is written.
     """
-    if push_to_hub:
-        raise ValueError("push_to_hub is True, the model trains experts apart; want model.push_to_hub(repository)")
-    # one rank alone would wait for the others for ever
-    if state_dict is None and is_split(model):
+    # one rank alone would wait for the others forever
+    if push_to_hub or (state_dict is None and is_split(model)):
         raise ValueError(
-            f"model is {type(model).__name__}, whose trained experts are spread over processes; want "
-            "esft.save_adapter(model, folder) on every rank, and MoETrainer, or save_strategy='no' in Trainer"
+            f"push_to_hub is {push_to_hub}, model is {type(model).__name__}, which trains experts alone; want "
+            "model.push_to_hub(repository), or, for experts that are spread over processes, esft.save_adapter(model, folder) "
+            "on every rank, and MoETrainer, or save_strategy='no' in Trainer"
         )
     tensors = trained_tensors(model, state_dict)
     if is_main_process:
@@ -319,20 +309,22 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     The names in old files, which begin with "layers.", get "model." before it. Raises ValueError where there is no
     file, for one that is cut off, and for a name that is there twice.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"adapter is {str(folder)!r}, which has no .safetensors file; want the folder of an adapter")
+    files, reason = sorted(Path(folder).glob("*.safetensors")), None
     tensors: dict[str, torch.Tensor] = {}
+    if not files:
+        reason = f"adapter is {str(folder)!r}, which has no .safetensors file; want the folder of an adapter"
     for file in files:
         try:
             found = load_file(file)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); want a whole safetensors file; get it again") from error
-        for name, tensor in found.items():
-            name = f"model.{name}" if name.startswith("layers.") else name
-            if name in tensors:
-                raise ValueError(f"{file} has {name}, which another file beside it has too; want each tensor once")
-            tensors[name] = tensor
+            reason = f"{file} cannot be read ({error}); want a whole safetensors file; get it again"
+            break
+        found = {f"model.{name}" if name.startswith("layers.") else name: tensor for name, tensor in found.items()}
+        if twice := sorted(found.keys() & tensors.keys()):
+            reason = f"{file} has {twice[0]}, which another file beside it has too; want each tensor once"
+        tensors |= found
+    if reason is not None:
+        raise ValueError(reason)
     return tensors
 
 
@@ -343,24 +335,28 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
     trains, by name and shape, and for what the `check` of `mark` refuses.
     """
-    training, tensors = training_of(model), read_tensors(folder)
+    training, tensors, reason = training_of(model), read_tensors(folder), None
     if training is None:
-        raise ValueError(
+        reason = (
             f"model is {type(model).__name__}, which trains no experts apart, {folder} is an adapter; want it made ready "
             "by esft.train_only with the same selection; or esft.apply the adapter"
         )
-    targets = _targets(model, training)
-    want = {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for kind, names in (("lacks", want.keys() - own.keys()), ("has", own.keys() - want.keys())):
-        if names:
-            raise ValueError(
-                f"{folder} {kind} {min(names)}; want the {len(want)} tensors that the model trains; make it ready with the "
-                "selection in expert_cfg.json"
+    elif any(hasattr(p, "placements") for p in model.parameters()):
+        reason = f"model is {type(model).__name__}, split over processes; want an adapter loaded before it is split"
+    else:
+        targets = _targets(model, training)
+        want, own = ({name: tuple(t.shape) for name, t in found.items()} for found in (targets, tensors))
+        if lacks := want.keys() ^ own.keys():
+            reason = (
+                f"{folder} {'lacks' if min(lacks) in want else 'has'} {min(lacks)}; want the {len(want)} tensors that the model "
+                "trains; make it ready with the selection in expert_cfg.json"
             )
-    for name in want:
-        if own[name] != want[name]:
-            raise ValueError(f"{name} in {folder} is {list(own[name])}; want {list(want[name])}, as the model has it")
+        elif other := [name for name in want if own[name] != want[name]]:
+            reason = (
+                f"{other[0]} in {folder} is {list(own[other[0]])}; want {list(want[other[0]])}, as the model has it"
+            )
+    if reason is not None:
+        raise ValueError(reason)
     if training.check is not None:
         training.check(training.config, folder)
     for name, place in targets.items():
@@ -374,16 +370,10 @@ def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
         split, layout = split_of(module), layout_of(module)
         for stack, parameter in trained_parameters(module).items():
             for expert, place in zip(split.ids, split.places, strict=True):
-                for part, view in split_row(layout, stack, _unsplit(parameter, path)[place]).items():
+                for part, view in split_row(layout, stack, parameter.detach()[place]).items():
                     tensors[f"{path}.{expert}.{part}"] = view
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    return tensors | {name: _unsplit(parameters[name], name) for name in training.others}
-
-
-def _unsplit(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    if hasattr(parameter, "placements"):
-        raise ValueError(f"{name} is split over processes; want an adapter loaded before the model is split")
-    return parameter.detach()
+    return tensors | {name: parameters[name].detach() for name in training.others}
 
 
 def _take_names(

@@ -6,9 +6,8 @@
 
 A layer's loss has its coefficient in it. Over the micro-batches of a step it is a mean weighted by label tokens
 (outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the optimizer, checkpoints and
-resumption are transformers' own. MoESFTTrainer and train_command are in moe_runtime.hf.training.sft, and found here too.
-
-Token ids that a model has no row for: said by name before anything runs, where the embedding would only raise IndexError.
+resumption are transformers' own. `check_rows` names a token id that the model has no row for before anything runs.
+MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
 
 import csv
@@ -26,107 +25,25 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
+from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
 from moe_runtime.hf.models import outputs
-from moe_runtime.hf.training import trained_files
+from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
 from moe_runtime.io.files import atomic_file, read_json
 from moe_runtime.modules.moe import Router
-
-
-def check_rows(model, rows, tokenizer=None) -> None:
-    """Raise ValueError for an id in the column `input_ids` that the model's embedding has no row for; warn of such padding.
-
-    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; what is read only later is not looked at.
-    """
-    if isinstance(rows, Mapping):
-        for part in rows.values():
-            check_rows(model, part, tokenizer)
-        return
-    largest = _largest(rows)
-    if largest is not None:
-        check_ids(model, [largest], tokenizer)
-        pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
-        if pad is not None and size is not None and pad >= size:
-            # packed rows are never padded
-            text = f"pad_token_id is {pad}, vocab_size is {size}; want an id below it where rows are padded"
-            warnings.warn(text, stacklevel=3)
-
-
-def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
-    """Raise ValueError for a token id that the model's embedding has no row for."""
-    size, largest = _size(model), max(ids, default=0)
-    if size is None or largest < size:
-        return
-    text = None
-    if hasattr(tokenizer, "convert_ids_to_tokens"):
-        text = tokenizer.convert_ids_to_tokens(largest)
-    rows = max(largest + 1, len(tokenizer) if text is not None else 0)
-    raise ValueError(
-        f"token id is {largest}{'' if text is None else f' ({text!r})'}, vocab_size is {size}; want ids below it; take the "
-        f"model's own tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
-    )
-
-
-def _size(model) -> int | None:
-    """Return the rows of a model's embedding; None where they cannot be told."""
-    try:
-        return getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _largest(rows) -> int | None:
-    """Return the largest id of rows that are there; None where there is none to be seen."""
-    if isinstance(rows, list | tuple):
-        return max(
-            (one for row in rows if _has_ids(row) and (one := _most(row["input_ids"])) is not None), default=None
-        )
-    names = getattr(rows, "column_names", None)
-    if isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (names or ()):
-        return None
-    # a batch at a time, from the disk: rows may be more than memory holds
-    batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
-    return max((one for table in batches if (one := _column_most(table["input_ids"])) is not None), default=None)
-
-
-def _column_most(column) -> int | None:
-    """Return the largest id of an Arrow column, one a row or lists however nested; None where it has no ids."""
-    values = column.combine_chunks()
-    while "list" in str(values.type).partition("<")[0]:
-        values = values.flatten()
-    if not str(values.type).startswith(("int", "uint")):
-        return None
-    values = values.drop_null().to_numpy(zero_copy_only=False)
-    return int(values.max()) if values.size else None
-
-
-def _most(ids) -> int | None:
-    """Return the largest of a row's ids, a list or a tensor, however nested; None where there is none."""
-    if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
-        ids = torch.as_tensor(ids)
-        return int(ids.max()) if ids.numel() else None
-    if isinstance(ids[0], Integral):
-        return int(max(ids))
-    return max((one for part in ids if len(part) and (one := _most(part)) is not None), default=None)
-
-
-def _has_ids(row) -> bool:
-    return isinstance(row, Mapping) and row.get("input_ids") is not None and len(row["input_ids"]) > 0
-
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
 logger = logging.get_logger(__name__)
 
 
 def _whole_lines(path: Path) -> list[list[str]]:
-    """Read the lines of router_stats.csv; what a killed process left of one, and what is none, is passed over."""
+    """Read the lines of router_stats.csv, except for a last one that a killed process did not finish, and for damaged ones."""
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         text = file.read()
     lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
-    # more digits are no step of a training
     return [one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])]
 
 
@@ -212,48 +129,60 @@ class _MoETrainer(WholeSaves):
             # before transformers' class, since TRL reads the config when it is made
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         super().__init__(*args, **kwargs)
-        self._check_training()
+        routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
+        self._check(routers)
+        self._check_place(self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         for rows in (self.train_dataset, self.eval_dataset):
             check_rows(self.model, rows, tokenizer)
         self.stop_on_nan = stop_on_nan
         self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._row_ids: torch.Tensor | None = None
-        routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
-        self._check([module for module in routers if isinstance(module, Router)])
         callbacks = self.callback_handler.callbacks
         mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback)]
         if router_stats and routers and not mine:
             mine = [RouterStatsCallback()]
         callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
 
-    def _check(self, routers: list[Router]) -> None:
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"this process sees {self.args.n_gpu} GPUs; want one per process; use accelerate launch or torchrun, "
-                "or set CUDA_VISIBLE_DEVICES"
+    def _check(self, routers: list[torch.nn.Module]) -> None:
+        """Raise ValueError for a model and arguments that cannot train together, or could not be saved."""
+        args, model = self.args, self.model
+        trained_files.check_trains(model)
+        balanced = self.balance_loss is not None or any(
+            r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers if isinstance(r, Router)
+        )
+        spread = trained_files.training_of(model) is None and parallel.is_spread(model)
+        reason = None
+        if args.n_gpu > 1:
+            reason = (
+                f"this process sees {args.n_gpu} GPUs; want one per process; use accelerate launch or torchrun, or set "
+                "CUDA_VISIBLE_DEVICES"
             )
-        balanced = any(r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers)
-        balanced = balanced or self.balance_loss is not None
-        if balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
-            raise ValueError(
-                f"label_smoothing_factor is {self.args.label_smoothing_factor}, compute_loss_func is "
-                f"{self.compute_loss_func}; want 0 and None with a balance loss, which they would leave out"
+        elif balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
+            reason = (
+                f"label_smoothing_factor is {args.label_smoothing_factor}, compute_loss_func is {self.compute_loss_func}; "
+                "want 0 and None with a balance loss, which they would leave out"
             )
-
-    def _check_training(self) -> None:
-        """Raise ValueError for a model that trains experts apart, as esft.train_only makes it, but cannot as it is now."""
-        trained_files.check_trains(self.model)
-        self._check_place(self.args.output_dir)
-        if trained_files.training_of(self.model) is not None and trained_files.is_split(self.model):
-            from moe_runtime.hf.dropin.parallel import NoCheckpoints
-
-            self.remove_callback(NoCheckpoints)  # save_model gathers on every rank
-        if trained_files.needs_autocast(self.model) and not (self.args.bf16 or self.args.fp16):
-            raise ValueError(
+        elif getattr(self, "aux_loss_enabled", False) and not routers:
+            reason = f"router_aux_loss_coef is {self.router_aux_loss_coef}; want 0 for a model without routers"
+        elif trained_files.needs_autocast(model) and not (args.bf16 or args.fp16):
+            reason = (
                 "bf16 is False, what trains beside the experts has another dtype than the rest of the model; want bf16=True, "
                 "or esft.train_only without dtype"
             )
+        elif args.save_strategy != "no" and (spread or trainable.is_guarded(model)):
+            what = "its experts on several ranks" if spread else "experts that train outside of their stacks"
+            how = (
+                "parallel.save_pretrained(model, folder) on every rank"
+                if spread
+                else "esft.train_only, which saves an adapter"
+            )
+            reason = (
+                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with {what}, which a "
+                f"checkpoint cannot hold; want save_strategy='no', and {how}"
+            )
+        if reason is not None:
+            raise ValueError(reason)
 
     def _check_place(self, folder: str | Path) -> None:
         """Raise ValueError for the folder of a whole model, if what will be saved are trained experts alone."""
@@ -342,21 +271,23 @@ class _MoETrainer(WholeSaves):
 
         Raises ValueError for a checkpoint of the other kind, or of other experts.
         """
-        trains_apart = trained_files.training_of(self.model) is not None
+        training, reason = trained_files.training_of(self.model), None
+        trains_apart, is_sharded = training is not None, self.is_fsdp_enabled
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
             kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
-            raise ValueError(
+            reason = (
                 f"checkpoint is {folder}, of a model that trains {kinds[trains_apart]}, this one trains "
                 f"{kinds[not trains_apart]}; want both alike"
             )
-        if trains_apart and not self.is_fsdp_enabled:
+        elif trains_apart and is_sharded:  # FSDP's own files hold rows without saying whose they are
+            reason = _other_experts(training.config, folder)
+        if reason is not None:
+            raise ValueError(reason)
+        if trains_apart and not is_sharded:
             trained_files.load_trained(self.model, folder)
-        elif trains_apart:  # FSDP's own files have rows, and no word of whose they are
-            training = trained_files.training_of(self.model)
-            _check_experts(training.config, folder)
-            if training.check is not None:
-                training.check(training.config, folder)
-        return trains_apart and not self.is_fsdp_enabled
+        elif trains_apart and training.check is not None:
+            training.check(training.config, folder)
+        return trains_apart and not is_sharded
 
     def _not_finite(self, what: str, want: str) -> str:
         rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
@@ -397,15 +328,16 @@ def _collate_with_row_ids(collator, rows: list[dict]):
     return batch
 
 
-def _check_experts(config: Mapping[str, Any], folder: str | Path) -> None:
-    """Raise ValueError if the checkpoint is of other experts than `config`, or has their rows in another order."""
+def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
+    """Say how a checkpoint's experts differ from `config`'s, in ids or order; None if they are the same."""
     saved, own = read_json(Path(folder) / trained_files.CONFIG), json.loads(json.dumps(config))
     for name in ("experts", "shared_experts", "non_expert_modules"):
         if saved.get(name) != own.get(name):
-            raise ValueError(
+            return (
                 f"{name} is {own.get(name)}, in the checkpoint {folder} {saved.get(name)}; want the same, in the same order; "
                 "make the model ready with the selection in expert_cfg.json there"
             )
+    return None
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -427,10 +359,82 @@ class MoETrainer(_MoETrainer, Trainer):
         return (loss, out) if return_outputs else loss
 
 
-def __getattr__(name: str):
-    """Find what needs TRL, an extra that takes seconds to import, in the file beside this one."""
-    if name not in ("MoESFTTrainer", "train_command"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from moe_runtime.hf.training import sft
+def check_rows(model, rows, tokenizer=None) -> None:
+    """Raise ValueError for an id in the column `input_ids` that the model's embedding has no row for; warn of such padding.
 
-    return getattr(sft, name)
+    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; what is read only later is not looked at.
+    """
+    if isinstance(rows, Mapping):
+        for part in rows.values():
+            check_rows(model, part, tokenizer)
+        return
+    largest = _largest(rows)
+    if largest is not None:
+        check_ids(model, [largest], tokenizer)
+        pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
+        if pad is not None and size is not None and pad >= size:
+            # packed rows are never padded
+            text = f"pad_token_id is {pad}, vocab_size is {size}; want an id below it where rows are padded"
+            warnings.warn(text, stacklevel=3)
+
+
+def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
+    """Raise ValueError for a token id that the model's embedding has no row for."""
+    size, largest = _size(model), max(ids, default=0)
+    if size is None or largest < size:
+        return
+    text = None
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        text = tokenizer.convert_ids_to_tokens(largest)
+    rows = max(largest + 1, len(tokenizer) if text is not None else 0)
+    raise ValueError(
+        f"token id is {largest}{'' if text is None else f' ({text!r})'}, vocab_size is {size}; want ids below it; take the "
+        f"model's own tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
+    )
+
+
+def _size(model) -> int | None:
+    """Return the rows of a model's embedding; None where they cannot be told."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _largest(rows) -> int | None:
+    """Return the largest id of rows that are there; None where there is none to be seen."""
+    if isinstance(rows, list | tuple):
+        return max(
+            (one for row in rows if _has_ids(row) and (one := _most(row["input_ids"])) is not None), default=None
+        )
+    names = getattr(rows, "column_names", None)
+    if isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (names or ()):
+        return None
+    # a batch at a time, from the disk: rows may be more than memory holds
+    batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
+    return max((one for table in batches if (one := _column_most(table["input_ids"])) is not None), default=None)
+
+
+def _column_most(column) -> int | None:
+    """Return the largest id of an Arrow column, one a row or lists however nested; None where it has no ids."""
+    values = column.combine_chunks()
+    while "list" in str(values.type).partition("<")[0]:
+        values = values.flatten()
+    if not str(values.type).startswith(("int", "uint")):
+        return None
+    values = values.drop_null().to_numpy(zero_copy_only=False)
+    return int(values.max()) if values.size else None
+
+
+def _most(ids) -> int | None:
+    """Return the largest of a row's ids, a list or a tensor, however nested; None where there is none."""
+    if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
+        ids = torch.as_tensor(ids)
+        return int(ids.max()) if ids.numel() else None
+    if isinstance(ids[0], Integral):
+        return int(max(ids))
+    return max((one for part in ids if len(part) and (one := _most(part)) is not None), default=None)
+
+
+def _has_ids(row) -> bool:
+    return isinstance(row, Mapping) and row.get("input_ids") is not None and len(row["input_ids"]) > 0

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss, mix_logits
-from moe_runtime.ops.fusion import fuse_logits
+from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
+from moe_runtime.ops.fusion import fuse_logits, mix
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -174,7 +174,7 @@ def logits_of(heads: Sequence[Head], hidden: Sequence[torch.Tensor], weight: tor
     if _fits_fused_loss(heads, hidden):
         states = [h * head.scale if head.scale != 1.0 else h for h, head in zip(hidden, heads, strict=True)]
         return fuse_logits(states, [head.linear.weight for head in heads], weight)
-    return mix_logits(hidden, heads, weight)
+    return mix((head(h) for h, head in zip(hidden, heads, strict=True)), weight)
 
 
 def loss_of(

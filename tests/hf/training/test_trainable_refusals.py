@@ -106,19 +106,22 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
 def test_a_trainer_says_so_before_the_first_step(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    def train(save: str) -> None:
+    def train(save: str, kind=MoETrainer) -> None:
         made = TrainingArguments(
             str(tmp_path), max_steps=1, save_strategy=save, use_cpu=True, report_to=[], disable_tqdm=True
         )
         row = {"input_ids": batch("qwen2_moe")[0], "labels": batch("qwen2_moe")[0]}
-        Trainer(model, made, train_dataset=[row] * 8).train()
+        kind(model, made, train_dataset=[row] * 8).train()
 
     model = model_of("qwen2_moe")
     freeze_for_esft(model, {0: range(model.config.num_experts)})
     before = gathered_rows(model)[0].stacks["down_proj"]
-    with pytest.raises(ValueError, match="save_strategy is 'steps', some experts of Qwen2MoeForCausalLM train"):
+    with pytest.raises(ValueError, match="save_strategy is 'steps', model is Qwen2MoeForCausalLM with experts that"):
         train("steps")
     assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
+    with pytest.raises(ValueError, match="some experts of Qwen2MoeForCausalLM train apart"):
+        train("steps", kind=Trainer)  # which asks the model at its first checkpoint
+    assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
     train("no")
     assert not torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
     fold_rows(model)

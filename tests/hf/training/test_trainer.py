@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.hf.dropin.balance import use_balance_loss
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
-from moe_runtime.hf.training.trainer import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.io import console
 from moe_runtime.io.rows import read_rows, tokenize_pairs
 from tests.hf import tiny
@@ -484,7 +484,7 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
         str(tmp_path / "train.yaml"),
     ]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
-    code = "import sys; from moe_runtime.hf.training.trainer import train_command; train_command(sys.argv[1:])"
+    code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
     done = forked(code, *argv)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"saved MoeRuntimeLlamaForCausalLM to {tmp_path / 'out'} after step 2" in done.stdout
@@ -518,3 +518,12 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_pa
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [2, 4]
     assert not (tmp_path / "router_stats.csv").exists()
+
+
+def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in ("moe", str(folder / "moe")):
+        with pytest.raises(ValueError, match="^output_dir is moe/, the folder of the model, .*; want another folder"):
+            train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -55,12 +55,12 @@ def shipped() -> list[Path]:
 def data_files(root: Path) -> set[str]:
     """List what else a wheel holds: recipes, the table of measured backends, and the sources of the CUDA library."""
     package = root / "moe_runtime"
-    recipes = {path.relative_to(root).as_posix() for path in (package / "recipes").rglob("*.yaml")}
+    recipes = {path.relative_to(root).as_posix() for path in package.glob("methods/*/recipes/*.yaml")}
     csrc = root / "csrc"
     sources = {f"moe_runtime/_csrc/{path.relative_to(csrc)}" for path in csrc.rglob("*") if path.suffix in SOURCES}
     sources |= {f"moe_runtime/_csrc/cpu/{path.name}" for path in (csrc / "cpu").glob("*.cpp")}
     assert len(recipes) >= 5 and len(sources) >= 7
-    return recipes | sources | {"moe_runtime/native/cuda_table.json"}
+    return recipes | sources | {"moe_runtime/native/cuda_table.json", "moe_runtime/hf/training/fsdp2.yaml"}
 
 
 def is_checkout() -> bool:
@@ -308,7 +308,7 @@ def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
 
 
 def test_installed_wheel_has_its_recipes(installed, tmp_path):
-    names = [path.stem for path in (ROOT / "moe_runtime" / "recipes" / "xft").glob("*.yaml")]
+    names = [path.stem for path in (ROOT / "moe_runtime" / "methods" / "xft" / "recipes").glob("*.yaml")]
     done = run("-c", RECIPES, cwd=tmp_path, path=[installed, *SITE])
     assert done.stdout.split() == sorted(names) and "tiny" in names
     assert (installed / "moe_runtime" / "hf" / "training" / "fsdp2.yaml").is_file()

@@ -1,4 +1,4 @@
-"""moe-runtime <verb>: the command. The verbs are in cli_app, imported here once signals and errors have an end that says so."""
+"""moe-runtime VERB: the command. The verbs are imported once signals and errors are handled."""
 
 import os
 import sys

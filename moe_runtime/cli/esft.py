@@ -1,29 +1,13 @@
 """moe-runtime esft: score experts, select some, train only those, and merge the adapter into its base."""
 
-from pathlib import Path
+from pathlib import Path  # noqa: I001
 from typing import Annotated
 
 import typer
 
 from moe_runtime.cli.verbs import (
-    DTYPES,
-    Bf16,
-    Checkpointing,
-    Data,
-    Kept,
-    MaxLength,
-    Overwrite,
-    Prompt,
-    Seed,
-    ShardSize,
-    Source,
-    Target,
-    argument,
-    group,
-    numbers,
-    one_gpu,
-    option,
-    verb,
+    DTYPES, Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, argument,
+    group, numbers, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
@@ -71,12 +55,8 @@ def score(
         typer.echo(f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} experts")
         typer.echo(f"wrote {out}" + (f" and the logs in {logs}" if logs else ""))
         typer.echo(f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json")
-    return {
-        "tokens": scores.n_tokens,
-        "layers": len(scores.layers),
-        "experts": scores.num_experts,
-        "files": [out, logs],
-    }
+    found = {"tokens": scores.n_tokens, "layers": len(scores.layers), "experts": scores.num_experts}
+    return found | {"files": [out, logs]}
 
 
 @verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json", Kept("{out}"))
@@ -98,13 +78,9 @@ def select(
 ):
     """Select the fewest experts of each layer whose scores sum to p; needs no model."""
     _check_free(out, overwrite)
-    if (summary is None) == (logs is None):
-        given = [None if path is None else str(path) for path in (summary, logs)]
-        raise ValueError(f"summary is {given[0]!r}, logs is {given[1]!r}; pass one of the two")
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
-    given = [name for name, value in options.items() if value is not None]
-    if logs is None and given:
-        raise ValueError(f"{given[0]} is {options[given[0]]!r}, logs is None; pass it with --logs only")
+    if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
+        raise ValueError("pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
     from moe_runtime.methods.esft.scores import ExpertScores
     from moe_runtime.methods.esft.selection import select_experts
 
@@ -148,13 +124,7 @@ def train(
     max_length: MaxLength = 4096,
     pack: Pack = True,
     prompt: Prompt = "plain",
-    dtype: Annotated[
-        str | None,
-        option(
-            "Of what trains; unless given the model's, at least float32.",
-            words=DTYPES,
-        ),
-    ] = None,
+    dtype: Annotated[str | None, option("Of what trains; the model's, float32 at least.", words=DTYPES)] = None,
     bf16: Bf16 = False,
     gradient_checkpointing: Checkpointing = False,
     save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
@@ -253,11 +223,10 @@ def merge(
     """Write a copy of the base with the adapter's experts in it; never holds the whole model in memory."""
     from moe_runtime.methods.esft.folders import merge_folder
 
-    with console.bar("merging", "B") as update:
-        receipt = merge_folder(
-            base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite, check_weights=not any_weights,
-            progress=update,
-        )  # fmt: skip
+    receipt = with_bar(
+        "merging", merge_folder, base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite,
+        check_weights=not any_weights,
+    )  # fmt: skip
     typer.echo(
         f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB, {receipt.changed} of them with the "
         f"{receipt.experts} experts of {adapter}; and {', '.join(receipt.side_files)}"
@@ -267,10 +236,10 @@ def merge(
 
 def _check_free(out: Path, overwrite: bool) -> None:
     """Raise ValueError if the file cannot be written, or is there and should not be replaced."""
-    if out.exists() and (out.is_dir() or not overwrite):
-        raise ValueError(f"out is {out}, which exists; pass a new file, or overwrite=True")
-    if above := next((one for one in out.parents if one.exists() and not one.is_dir()), None):
-        raise ValueError(f"out is {out}, below {above}, which is a file; pass a path in a folder")
+    above = next((one for one in out.parents if one.exists() and not one.is_dir()), None)
+    if above or out.is_dir() or (out.exists() and not overwrite):
+        why = f"below {above}, which is a file" if above else "which exists"
+        raise ValueError(f"out is {out}, {why}; pass a new file, or overwrite=True")
 
 
 def _say_selection(selection) -> None:

@@ -1,5 +1,6 @@
 """moe-runtime stats, doctor, tune, bench: what a model's routers do, what works here, launch configs, benchmarks."""
 
+import contextlib
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Source, again, option, verb
+from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Source, again, leaving, option, verb
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
 
@@ -92,25 +93,19 @@ def tune(
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
-    try:
+    read = None
+    with contextlib.suppress(ValueError) if out else contextlib.nullcontext():  # no home: the kernels read no file
         read = tuning.tiles.tuned_path()
-    except ValueError:  # no home, so that the kernels read no file
-        if out is None:
-            raise
-        read = None
     path, counts, kept = out or read, {}, Kept("{path}", resumes=True, drop=("--again",))
     try:
-        with console.bar("measuring", "config") as update:
+        with leaving(lambda: kept.say({"path": path})), console.bar("measuring", "config") as update:
             for step in tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds):
                 update(step.number, step.of)
                 counts[step.state] = counts.get(step.state, 0) + 1
                 typer.echo(f"[{step.number}/{step.of}] {step}", err=step.state == "failed")
     except tuning.ContextLost as lost:
         typer.echo(f"error: {lost}", err=True)
-        raise typer.Exit(3) from None
-    except KeyboardInterrupt as stop:
-        stop.kept = kept.say({"path": path})
-        raise
+        return Ends({"path": path, **counts}, 3)
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if path != read:
         typer.echo(f"the kernels read {read or 'no file: there is no home, and no XDG_CACHE_HOME'}, not this file")
@@ -123,11 +118,7 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     """Return name -> Layer of --shape, or of --model and the sizes given beside it."""
     from moe_runtime.config import LAYERS, Layer, check_choice
 
-    if (shape is None) == (model is None and not sizes):
-        raise ValueError(
-            "pass either --shape, or --model and sizes of your own: --hidden-size, --intermediate-size, --num-experts, --top-k"
-        )
-    if shape is not None:
+    if shape is not None and model is None and not sizes:
         known = {name.lower(): name for name in LAYERS}
         names = list(known) if shape.lower() == "all" else [part.strip().lower() for part in shape.split(",")]
         for name in names:
@@ -140,10 +131,9 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
         layer = read_layer(model)
     layer = layer._replace(**sizes)
     missing = [f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} is missing{f' in {model}' if model else ''}; pass the layer's four sizes"
-        )
+    if missing or shape is not None:
+        why = f"{', '.join(missing)} is missing{f' in {model}' if model else ''}" if missing else f"shape is {shape!r}"
+        raise ValueError(f"{why}; pass --shape alone, or --model or all four sizes of a layer")
     return {"layer" if model is None else model.name: layer}
 
 
@@ -189,13 +179,15 @@ def bench(
             return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
-    before = _mark(target)
-    try:
+    before, pictures = _mark(target), []
+    with leaving(lambda: _left(target, before)):
         outcome = _measure(paths, target, options)
-        pictures = _draw(outcome.path) if outcome.path else []
-    except KeyboardInterrupt as stop:
-        stop.kept = _left(target, before)
-        raise
+        if outcome.path and find_spec("matplotlib") is None:
+            print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
+        elif outcome.path:
+            from moe_runtime.bench.pictures import write_pictures
+
+            pictures = write_pictures(outcome.path)
     return _report(outcome, pictures, is_kept=True)
 
 
@@ -226,16 +218,6 @@ def _left(target: Path, before: tuple[int, int] | None) -> str:
     return f"already complete: {target}" if _mark(target) != before else "nothing was written"
 
 
-def _draw(path: Path) -> list[Path]:
-    """Draw what was measured, if matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
-        return []
-    from moe_runtime.bench.pictures import write_pictures
-
-    return write_pictures(path)
-
-
 def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
     """Say what was left out and what was written; return the same for --json."""
     from moe_runtime.bench.records import benchmarks
@@ -248,10 +230,7 @@ def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
     if outcome.failed and is_kept:
         print(f"{len(outcome.failed)} failed; rerun to try them again", file=sys.stderr)
     value = {
-        "path": outcome.path if is_kept else None,
-        "pictures": pictures,
-        "failed": outcome.failed,
-        "skipped": outcome.skipped,
-        "benchmarks": benchmarks(outcome.path) if outcome.path else [],
-    }
+        "path": outcome.path if is_kept else None, "pictures": pictures, "failed": outcome.failed,
+        "skipped": outcome.skipped, "benchmarks": benchmarks(outcome.path) if outcome.path else [],
+    }  # fmt: skip
     return Ends(value, 1 if outcome.failed else 0)

@@ -1,28 +1,14 @@
 """moe-runtime upit: from checkpoints to experts to one MoE model, step by step on folders."""
 
-from pathlib import Path
+from pathlib import Path  # noqa: I001
 from typing import Annotated
 
 import typer
 
 from moe_runtime import config
 from moe_runtime.cli.verbs import (
-    Bf16,
-    Checkpointing,
-    Data,
-    Kept,
-    MaxLength,
-    Overwrite,
-    Prompt,
-    Seed,
-    ShardSize,
-    Source,
-    Target,
-    argument,
-    group,
-    one_gpu,
-    option,
-    verb,
+    Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, argument, group,
+    one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.cli.xft import convert
 from moe_runtime.io import console
@@ -69,11 +55,10 @@ def grow(
     """Make more experts: each is a weighted, mutated sum of the two that differ most. Rerun to resume."""
     from moe_runtime.methods.upit import expand_experts
 
-    with console.bar("growing", "B") as update:
-        found = expand_experts(
-            experts, count, out, base=base, metric=metric, of=of, parents=parents, drop=drop, seed=seed,
-            overwrite=overwrite, progress=update,
-        )  # fmt: skip
+    found = with_bar(
+        "growing", expand_experts, experts, count, out, base=base, metric=metric, of=of, parents=parents, drop=drop,
+        seed=seed, overwrite=overwrite,
+    )  # fmt: skip
     for child in found.children:
         (i, j), (a, b) = child.parents, child.weights
         typer.echo(f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} of expert {j}; their distance {child.distance:.4f}")
@@ -142,11 +127,11 @@ def assemble(
     """Put experts behind a router made of their routing vectors: an MoE model to tune as any other."""
     from moe_runtime.methods.upit.folders import assemble_folders
 
-    with console.bar("assembling", "B") as update:
-        done = assemble_folders(
-            experts or (), out, routers=routers, base=base, top_k=top_k, gate=gate, balance_loss=balance_loss,
-            balance_loss_coef=balance_loss_coef, backbone=backbone, seed=seed, overwrite=overwrite, progress=update,
-        )  # fmt: skip
+    done = with_bar(
+        "assembling", assemble_folders, experts or (), out, routers=routers, base=base, top_k=top_k, gate=gate,
+        balance_loss=balance_loss, balance_loss_coef=balance_loss_coef, backbone=backbone, seed=seed,
+        overwrite=overwrite,
+    )  # fmt: skip
     typer.echo(f"wrote {done.path}: {done.config.num_experts} experts, {done.bytes / 1e6:,.1f} MB")
     typer.echo(f"next: moe-runtime train --model {done.path} --data rows.jsonl --output_dir tuned")
     return done

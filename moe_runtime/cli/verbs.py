@@ -29,17 +29,13 @@ def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]
     return complete
 
 
-def option(help: str, *names: str, words: Iterable = (), **more):
+def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.Option, **more):
     """Return typer's option of this help text, completed by `words`: a list, or a string of them."""
     words = words.split() if isinstance(words, str) else words
-    return typer.Option(*names, help=help, autocompletion=choices(*words) if words else None, **more)
+    return kind(*names, help=help, autocompletion=choices(*words) if words else None, **more)
 
 
-def argument(help: str, words: Iterable = (), **more):
-    """Return typer's argument of this help text, completed by `words`."""
-    return typer.Argument(help=help, autocompletion=choices(*words) if words else None, **more)
-
-
+argument = functools.partial(option, kind=typer.Argument)
 DTYPES = ("float32", "bfloat16", "float16")
 # arguments and options of several verbs
 Source = Annotated[Path, argument("Folder of the model to read.")]
@@ -123,6 +119,22 @@ def one_gpu() -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
+@contextlib.contextmanager
+def leaving(say: Callable[[], str]) -> Iterator[None]:
+    """Let an interruption of the block end in what `say` returns, in place of what the verb's `Kept` says."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.kept = say()
+        raise
+
+
+def with_bar(name: str, function: Callable, *args, **options):
+    """Call a function that reports its progress in bytes, under a bar of this name; return what it returns."""
+    with console.bar(name, "B") as update:
+        return function(*args, progress=update, **options)
+
+
 def verb(app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, **more) -> Callable:
     """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name."""
 
@@ -144,8 +156,11 @@ def _wrapped(function: Callable, kept: Kept) -> Callable:
             with _stdout_to_stderr() if json else contextlib.nullcontext():
                 value = function(*args, **options)
         except KeyboardInterrupt as stop:
-            _say_stopped(stop, getattr(stop, "kept", None) or kept.say(options))
-            raise typer.Exit(signals.code_of(stop)) from None
+            line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or kept.say(options)}"
+            with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
+                if console.is_main():
+                    print(line, file=sys.stderr, flush=True)
+            json, value = False, Ends(None, signals.code_of(stop))
         value, code = value if isinstance(value, Ends) else (value, 0)
         if json and console.is_main():
             print(json_module.dumps(console.jsonable(value), indent=2, allow_nan=False))
@@ -176,12 +191,6 @@ def _stdout_to_stderr() -> Iterator[None]:
         if kept is not None:
             os.dup2(kept, 1)
             os.close(kept)
-
-
-def _say_stopped(stop: KeyboardInterrupt, kept: str) -> None:
-    if console.is_main():
-        with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
-            print(f"{signals.word_of(stop)}; {kept}", file=sys.stderr, flush=True)
 
 
 def recipes(method: str | None = None) -> list[str]:

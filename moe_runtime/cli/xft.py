@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from moe_runtime import config
-from moe_runtime.cli.verbs import Kept, Overwrite, Seed, ShardSize, Source, Target, group, numbers, option, verb
+from moe_runtime.cli import verbs
+from moe_runtime.cli.verbs import Kept, Overwrite, Seed, ShardSize, Source, Target, group, option, verb, with_bar
 from moe_runtime.io import console
 
 app = group(
@@ -51,11 +52,10 @@ def upcycle(
             f"balance_loss is {settings['balance_loss']!r}, balance_loss_coef is {settings['balance_loss_coef']}; pass "
             "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
         )
-    with console.bar("upcycling", "B") as update:
-        receipt = folders.upcycle_folder(
-            source, target, layers=numbers(layers), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite,
-            progress=update, num_experts=num_experts, top_k=top_k, **settings,
-        )  # fmt: skip
+    receipt = with_bar(
+        "upcycling", folders.upcycle_folder, source, target, layers=verbs.numbers(layers), seed=seed,
+        max_shard_size=max_shard_size, overwrite=overwrite, num_experts=num_experts, top_k=top_k, **settings,
+    )  # fmt: skip
     _say(receipt)
     error = None
     if check:
@@ -78,11 +78,10 @@ def to_mergeable(
     """Make a tuned MoE model mergeable: each MLP weight becomes a mix of the experts' with coefficients to train."""
     from moe_runtime.methods.xft import folders
 
-    with console.bar("writing", "B") as update:
-        receipt = folders.mergeable_folder(
-            source, target, shared_rate=shared_rate, soup=soup, max_shard_size=max_shard_size, overwrite=overwrite,
-            progress=update,
-        )  # fmt: skip
+    receipt = with_bar(
+        "writing", folders.mergeable_folder, source, target, shared_rate=shared_rate, soup=soup,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
     _say(receipt)
     typer.echo(
         f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime xft merge mixed "
@@ -91,27 +90,33 @@ def to_mergeable(
     return receipt
 
 
+def _alpha(text: str) -> str | list[float]:
+    return text if text == "uniform" else [float(part) for part in text.split(",")]
+
+
+ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,... that sum to 1."
+Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
+
+
 @verb(app, "mixed dense", Kept("{target}"))
 def merge(
     source: Source,
     target: Target,
     shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
-    alpha: Annotated[str | None, option("Other coefficients than learned: uniform, or a,b,... of sum 1.")] = None,
+    alpha: Annotated[
+        str | None,
+        option("Other coefficients than learned: uniform, or a,b,... of sum 1.", parser=_alpha, metavar="<str>"),
+    ] = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ):
     """Merge the experts to a dense model of the base's architecture, with the learned or the initial coefficients."""
     from moe_runtime.methods.xft import folders
 
-    try:
-        values = alpha if alpha in (None, "uniform") else [float(part) for part in alpha.split(",")]
-    except ValueError:
-        raise ValueError(f"alpha is {alpha!r}; pass 'uniform' or numbers such as 0.75,0.125,0.125") from None
-    with console.bar("merging", "B") as update:
-        receipt = folders.merge_folder(
-            source, target, shared_rate=shared_rate, alpha=values, max_shard_size=max_shard_size, overwrite=overwrite,
-            progress=update,
-        )  # fmt: skip
+    receipt = with_bar(
+        "merging", folders.merge_folder, source, target, shared_rate=shared_rate, alpha=alpha,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
     _say(receipt)
     for layer, row in zip(receipt.layers, receipt.alpha):
         typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
@@ -165,9 +170,8 @@ def import_official(
 
 
 def convert(write, source: Path, target: Path, **options):
-    """Write a folder in another format with `write`, under a bar; return its receipt."""
-    with console.bar("writing", "B") as update:
-        receipt = write(source, target, progress=update, **options)
+    """Write a folder in another format with `write`; return its receipt."""
+    receipt = with_bar("writing", write, source, target, **options)
     typer.echo(f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB")
     return receipt
 

@@ -21,9 +21,10 @@ import sysconfig
 import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import model_validator
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments.recipe import Rows
@@ -210,14 +211,14 @@ THINGS = (
 CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Domain(Rows):
     """A domain in a recipe: its rows are one of DOMAINS or the user's own."""
 
-    def __post_init__(self):
-        Rows.__post_init__(self)
+    @model_validator(mode="after")
+    def _check_held_out(self):
         if self.train in DOMAINS and self.held_out is not None:
             raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
+        return self
 
 
 def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:

@@ -1,9 +1,5 @@
-"""What a table of models that are judged by domain says: the losses of each beside those of all, each column's comparisons.
+"""Models that are judged by domain: their losses stand domain after domain, and a table shows each domain beside all."""
 
-A model judged by domain: losses of rows that stand domain after domain, as those of each domain.
-"""
-
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +9,7 @@ from typing import NamedTuple
 
 from moe_runtime.experiments.compare import LEVEL, signed
 from moe_runtime.experiments.stages import loss_of
-from moe_runtime.experiments.tables import Entry, Report, difference_of, finite, p_of
+from moe_runtime.experiments.tables import Entry, Report, compared, finite, over_seeds
 from moe_runtime.hf.training import fit as trainers
 
 
@@ -68,7 +64,7 @@ def of_domain(result, domain: str):
 MARKS = {"lower": "-", "higher": "+"}  # of a domain's loss that the test found lower or higher than the reference's
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DomainReport(Report):
     """A table of models that are judged on several domains; its own losses are over the held-out rows of all."""
 
@@ -100,8 +96,8 @@ class DomainReport(Report):
             method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
             for seed, result in zip(method["seeds"], entry.results, strict=True):
                 seed["domains"] = result.domains
-        compared = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
-        return finite(values | {"rows": self.entries[0].results[0].rows, "comparisons_of_domains": compared})
+        comparisons = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
+        return finite(values | {"rows": self.entries[0].results[0].rows, "comparisons_of_domains": comparisons})
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -112,14 +108,13 @@ class DomainReport(Report):
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         one, first = self.comparison(entry.name), entry.results[0]
-        compared = ("", "", "reference") if one is None else (difference_of(one), p_of(one.p_corrected), one.verdict)
         trained = statistics.fmean(result.trained_parameters for result in entry.results)
         costs = f"{trained:,.0f}" if trained else "", f"{entry.seconds:,.0f}" if entry.seconds else ""
         return (
             entry.name,
             *(self._cell(entry.name, domain) for domain in self.domains),
-            _mean_sd(entry),
-            *compared,
+            entry.mean_sd(),
+            *compared(one),
             f"{first.parameters:,}",
             *costs,
         )
@@ -132,10 +127,10 @@ class DomainReport(Report):
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
         first = self.entries[0].results[0]
-        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
         rows = ", ".join(f"{count} of {domain}" for domain, count in first.rows.items())
         return (
-            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the mean; {over}.\n"
+            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the mean; "
+            f"{over_seeds(self.seeds)}.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column; - and + at a domain's loss: lower and "
             f"higher than {self.reference}'s by the same test.\ntrain s: all stages after the base."
@@ -149,7 +144,3 @@ def said(one) -> str:
 
 def _entry_of(entry: Entry, domain: str) -> Entry:
     return Entry(entry.name, [of_domain(result, domain) for result in entry.results])
-
-
-def _mean_sd(entry: Entry) -> str:
-    return f"{entry.loss:.4f}" + ("" if math.isnan(entry.sd) else f" ± {entry.sd:.4f}")

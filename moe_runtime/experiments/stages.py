@@ -1,11 +1,8 @@
-"""What a finished result was made of, as a hash, by which it is known again.
+"""The stages of a study: each is made once, is stored in its own folder, and is read back by whoever needs it.
 
-Stages that are kept: each is made once, lies in a folder of its own, and is read back by whoever needs it.
-
-OUT/<kind>-<hash>/ holds what a stage made and result.json, whole or not at all; the hash is over all that the stage depends on:
-settings, parents, data, seed. Under `accelerate launch` every process runs the same calls: all train, rank 0 writes.
-
-The rows and texts that a recipe names: read, told apart from those held out, tokenized.
+OUT/<kind>-<hash>/ holds what a stage made and result.json, written atomically; the hash is over all that the stage depends on:
+settings, parents, data, seed. Under `accelerate launch` every process makes the same calls: all train, rank 0 writes. The rows
+that a recipe names are read here too, told apart from those held out, and tokenized.
 """
 
 import contextlib
@@ -14,7 +11,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +21,9 @@ from moe_runtime.experiments.corpora import (
     SUMS,
     domain_rows,
     domain_text,
-    standard_library_pairs,
     standard_library_text,
 )
-from moe_runtime.experiments.recipe import Pretrain, Recipe, Training
+from moe_runtime.experiments.recipe import Node, Pretrain, Rows, Training, load_recipe
 from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
 from moe_runtime.hf.training import fit as trainers
@@ -87,23 +82,29 @@ class Result(NamedTuple):
 class KeptStages:
     """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
 
-    A method's class has the stages, and says what its data are (`data_key`, `make_data`) and which trainings its recipe has.
-    `result` is the kind of its results, `FORMAT` part of every hash: a change of what a stage does gives new folders.
+    A method's class has the stages, and says what its data are (`data_key`, `make_data`) and which trainings its recipe, a
+    `Recipe`, has. `result` is the kind of its results, `FORMAT` part of every hash: a change of what a stage does gives new
+    folders. `recipe` is a recipe, its file, or the name of a shipped one; `seed` None is the recipe's own. The base and the
+    rows are the same for every seed.
     """
 
     FORMAT: int
+    Recipe: type[Node]
     result: type = Result
 
-    def __init__(self, recipe, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
+    def __init__(
+        self, recipe: Node | str | Path, out: str | Path, seed: int | None = 0, say: Callable[[str], None] = print
+    ):
         for module in ("accelerate", "datasets", "tokenizers"):
             data.require(module)  # now, not after minutes of training
-        self.recipe, self.out, self.seed = recipe, Path(out), seed
+        self.recipe, self.out = load_recipe(self.Recipe, recipe), Path(out)
+        self.seed = self.recipe.seed if seed is None else seed
         self.is_main = ranks.state().is_main_process
         self.say = say if self.is_main else lambda text: None
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"out is {out}, which is a file; want a folder")
         for training in self.trainings():
-            trainers.check_training(**asdict(training))
+            trainers.check_training(**training.to_dict())
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # once, as the rows are read once
@@ -180,13 +181,13 @@ class KeptStages:
 
     def _settings(self, training: Training) -> dict:
         """What a training adds to its stage's hash."""
-        values = {name: value for name, value in asdict(training).items() if name not in NOT_HASHED}
+        values = {name: value for name, value in training.to_dict().items() if name not in NOT_HASHED}
         return {"training": values, "dtype": self.recipe.dtype, "evaluations": self.recipe.evaluations}
 
     def _train(
         self, name: str, model, rows, held_out, training: Training, checkpoints: Path, callbacks=(), seed=None, **more
     ) -> trainers.Trained:
-        settings = {"evaluations": self.recipe.evaluations} | asdict(training) | more
+        settings = {"evaluations": self.recipe.evaluations} | training.to_dict() | more
         with console.bar(name, shown=self.is_main) as on_step:
             return trainers.train(
                 model, rows, self.tokenizer, folder=checkpoints, held_out=held_out, on_step=on_step,
@@ -209,9 +210,17 @@ class KeptStages:
         model = small_llama(self.tokenizer, max_length=max_length, **sizes)
         training = Training(
             steps=pretrain.steps, batch_size=pretrain.batch_size, learning_rate=pretrain.learning_rate,
-            optimizer="adamw_torch", schedule=schedule, max_grad_norm=1.0,
+            optimizer=pretrain.optimizer, schedule=schedule, max_grad_norm=1.0,
         )  # fmt: skip
         return model, self._train("base", model, rows, held_out, training, checkpoints, seed=pretrain.seed)
+
+    def _copy_base(self, folder: Path, check: Callable = lambda model: None) -> None:
+        """Write the recipe's base to a folder, on rank 0, once `check` accepts the model."""
+        with ranks.leading() as main:
+            if main:
+                model = ranks.load_model(self.recipe.base_model, self.recipe.dtype)
+                check(model)
+                ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype)
 
     def _save(self, model, trained: trainers.Trained, folder: Path) -> None:
         """Gather the weights once and write them, on rank 0."""
@@ -291,39 +300,29 @@ def sizes_of(model) -> dict:
 TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}  # that a way to put prompts brings along
 
 
-def tokenized(tokenizer, recipe: Recipe) -> tuple:
-    """Read the rows that a recipe names; return those to tune on and those to judge by, tokenized."""
-    d = recipe.data
-    built_in = standard_library_pairs() if data.BUILT_IN in (d.train, d.held_out) else None
-    if d.held_out is None and built_in is None:
-        train, held_out = data.hold_out(data.read_rows(d.train, d.split), d.held_out_rows)
-    else:
-        train = built_in.train if d.train == data.BUILT_IN else data.read_rows(d.train, d.split)
-        own = d.held_out in (None, data.BUILT_IN)
-        held_out = built_in.held_out if own else data.read_rows(d.held_out, d.held_out_split)
-        train = _without(train, held_out, d.held_out)
-    parts = []
-    for rows, count in ((train, d.limit), (held_out, d.held_out_rows)):
-        put = (put_prompt(row, d.prompt) for row in rows)
-        parts.append(data.tokenize_pairs(tokenizer, put, d.max_length, limit=count))
-    return tuple(parts)
+def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool = False) -> tuple:
+    """Return the rows to train on and those held out, not tokenized; no row is in both.
+
+    `built_in` makes both parts of the sources that it names. With `shuffle`, train rows of a file come in an order that is
+    always the same: a limit takes some of all, not the first.
+    """
+    own = built_in.get(rows.train)
+    if rows.held_out is None and own is None:
+        return data.hold_out(data.read_rows(rows.train, rows.split), rows.held_out_rows)
+    train = own()[0] if own else data.read_rows(rows.train, rows.split)
+    if rows.held_out is None:
+        return train, own()[1]
+    other = built_in.get(rows.held_out)
+    held_out = other()[1] if other else data.read_rows(rows.held_out, rows.held_out_split)
+    return without(train.shuffle(seed=0) if shuffle else train, held_out, rows.held_out), held_out
 
 
 def domain_pairs(domain) -> tuple:
-    """Return the rows of a recipe's domain, to train on and held out, not tokenized; no row is in both.
-
-    `domain` has train, split, limit, held_out, held_out_split and held_out_rows; of a built-in one these are all its held-out
-    rows. Rows of a file come shuffled, always alike: a limit takes some of all, not the first.
-    """
-    if domain.train in DOMAINS:
-        asked = max(domain.limit or 0, domain.held_out_rows)
-        # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
-        return tuple(domain_rows(domain.train, limit=asked + asked // 8 if asked > SUMS else None))
-    rows = data.read_rows(domain.train, domain.split)
-    if domain.held_out is None:
-        return data.hold_out(rows, domain.held_out_rows)
-    held_out = data.read_rows(domain.held_out, domain.held_out_split)
-    return _without(rows.shuffle(seed=0), held_out, domain.held_out), held_out
+    """Return the rows of a recipe's domain, to train on and held out, not tokenized; of a built-in one all held-out rows."""
+    asked = max(domain.limit or 0, domain.held_out_rows)
+    # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
+    limit = asked + asked // 8 if asked > SUMS else None
+    return split_rows(domain, {name: lambda: domain_rows(domain.train, limit=limit) for name in DOMAINS}, shuffle=True)
 
 
 def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
@@ -337,7 +336,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         tokenizer.chat_template = TEMPLATES.get(domain.prompt, own)
-        rows = {"train": _without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
+        rows = {"train": without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
         for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
             put = (put_prompt(row, domain.prompt) for row in rows[part])
             found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
@@ -357,8 +356,8 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     return found
 
 
-def _without(train, held_out, source: str | None) -> list:
-    """Return the rows of `train` that are not held out; raises ValueError where none is left."""
+def without(train, held_out, source: str | None) -> list:
+    """Return the rows of `train` that are not held out; raises ValueError if none is left."""
     known = {str(dict(row)) for row in held_out}
     left = [row for row in train if str(dict(row)) not in known]
     if not left:

@@ -1,18 +1,15 @@
-"""How a paper's table is made by one command: its plan for every seed, what it says, its picture, its JSON.
+"""How a paper's table is made by one command: a plan for every seed, the report that it gives, its picture, its JSON.
 
-A method's own file (xft_tables, esft_tables) has a Command per table, and its stages in a folder that all commands share. A
-stage that is there already is read, not trained, whichever command made it; so a command that was killed goes on.
-
-What a table says: every method's losses over the seeds, their comparison with one of them, JSON and sentences.
-
-The loss of a method is its mean over the seeds; verdicts come from `moe_runtime.experiments.compare` and from nowhere else.
+methods/METHOD/tables.py has a Command per table; all of them share a folder of stages. A stage that exists is read, not
+trained, whichever command made it; so a killed command resumes. The loss of a method is its mean over the seeds; verdicts
+come from `moe_runtime.experiments.compare` alone.
 """
 
 import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +18,7 @@ import moe_runtime
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.compare import LEVEL, Comparison, compare, signed
+from moe_runtime.experiments.recipe import load_recipe
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.rows import require
 
@@ -60,6 +58,10 @@ class Entry:
         """Seconds of training from the base to this model, all stages between them counted; mean over the seeds."""
         return statistics.fmean(result.total_seconds for result in self.results)
 
+    def mean_sd(self) -> str:
+        """Return the loss as text, with its deviation where there is one."""
+        return f"{self.loss:.4f}" + ("" if math.isnan(self.sd) else f" ± {self.sd:.4f}")
+
     def to_dict(self, seeds: Sequence[int]) -> dict:
         """Return the numbers of the entry and of every seed, JSON-ready once `finite` has seen them."""
         first = self.results[0]
@@ -82,18 +84,28 @@ def _of_seed(result) -> dict:
     return {"folder": "/".join(Path(result.folder).parts[-2:])} | known
 
 
-@dataclass
-class Report:
-    """A table, ready to be printed, drawn and written."""
+@dataclass(kw_only=True)
+class Finding:
+    """What a command found, ready to be printed, drawn and written."""
 
     command: str
     title: str
     source: str  # the paper and its table or figure
-    settings: dict  # a run with other ones does not replace this report unasked
+    settings: dict  # a run with other ones replaces this report only if asked to
     seeds: tuple[int, ...]
+    summary: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict:
+        """Return all fields as JSON-ready values."""
+        return finite({f.name: getattr(self, f.name) for f in fields(self)} | {"environment": environment()})
+
+
+@dataclass(kw_only=True)
+class Report(Finding):
+    """A table of methods: their losses over the seeds, and their comparison with one of them."""
+
     entries: list[Entry]
     reference: str
-    summary: list[str] = field(default_factory=list)
     extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -143,36 +155,46 @@ class Report:
         return [self._row(entry) for entry in self.entries]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
-        sd = "" if math.isnan(entry.sd) else f" ± {entry.sd:.4f}"
         one, first = self.comparison(entry.name), entry.results[0]
         numbers = (
-            f"{entry.loss:.4f}{sd}", f"{entry.perplexity:,.2f}", f"{first.parameters:,}", f"{first.active_parameters:,}",
+            entry.mean_sd(), f"{entry.perplexity:,.2f}", f"{first.parameters:,}", f"{first.active_parameters:,}",
             f"{entry.seconds:,.0f}",
         )  # fmt: skip
-        if one is None:
-            return entry.name, *numbers, "", "", "reference"
-        return entry.name, *numbers, difference_of(one), p_of(one.p_corrected), one.verdict
+        return entry.name, *numbers, *compared(one)
 
     def legend(self) -> str:
         """Return what the table's numbers are, in two lines."""
         rows, tokens = len(self.entries[0].results[0].tokens), sum(self.entries[0].results[0].tokens)
-        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
         return (
-            f"{rows} held-out rows, {tokens:,} label tokens; {over}; train s: all stages after the base, which has its own.\n"
+            f"{rows} held-out rows, {tokens:,} label tokens; {over_seeds(self.seeds)}; train s: all stages after the base, "
+            "which has its own.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for {len(self.comparisons)} comparisons."
         )
 
 
-def difference_of(one: Comparison) -> str:
-    """Return a comparison's difference and its interval as text, as far as there are such."""
+def compared(one: Comparison | None) -> tuple[str, str, str]:
+    """Return a comparison's difference with its interval, its p-value and its verdict as text, as far as they exist."""
+    if one is None:
+        return "", "", "reference"
     interval = "" if math.isnan(one.low) else f" [{signed(one.low)}, {signed(one.high)}]"
-    return "" if math.isnan(one.difference) else signed(one.difference) + interval
+    p = one.p_corrected
+    return (
+        "" if math.isnan(one.difference) else signed(one.difference) + interval,
+        "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}",
+        one.verdict,
+    )
 
 
-def p_of(p: float) -> str:
-    """Return a p-value as text."""
-    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
+def over_seeds(seeds: Sequence[int]) -> str:
+    """Say what a table's numbers are over."""
+    return f"mean ± sd over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of some values as text, with their standard deviation where there is one."""
+    sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{sd}"
 
 
 def verdict(report: Report, name: str) -> str:
@@ -218,12 +240,6 @@ def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
             f"out is {path.parent}, where {path.name} was made with other settings ({', '.join(changed)}); want another "
             "folder; or pass overwrite=True"
         )
-
-
-def write_report(path: Path, report: dict) -> None:
-    """Write a report's JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(path, report)
 
 
 def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
@@ -273,24 +289,25 @@ class Command(NamedTuple):
 def run(
     commands: Mapping[str, Command],
     stages: type,
-    load: Callable,
     command: str,
-    recipe,
-    out: str | Path,
+    recipe="tiny",
+    out: str | Path | None = None,
     *,
-    seeds: int,
-    say: Callable[[str], None],
-    overwrite: bool,
+    seeds: int = 3,
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
     **options,
 ):
     """Make one of `commands`: train what `out` has not yet, write OUT/<command>.json and .png, return the report.
 
-    `recipe` is a recipe or what `load` takes; the seeds are `seeds` in a row from the recipe's own. A report with other
-    settings is replaced with `overwrite` only; stages are never. Raises ValueError before anything is trained.
+    `recipe` is a recipe of the class `stages`, its file or its name, `out` runs/METHOD unless given; the seeds are `seeds` in
+    a row from the recipe's own. A report with other settings is replaced with `overwrite` only; stages are never. Raises
+    ValueError before anything is trained.
     """
     check_choice("command", command, tuple(commands))
-    recipe = load(recipe) if isinstance(recipe, str | Path) else recipe
+    recipe = load_recipe(stages.Recipe, recipe)
     check_positive("seeds", seeds)
+    out = Path("runs", recipe.method) if out is None else out
     kind, out = commands[command], Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"out is {out}, which is a file; want a folder")
@@ -308,8 +325,19 @@ def run(
     report.summary = summary(report)
     if process.is_main:
         plots.save(kind.draw(report), path.with_suffix(".png"))
-        write_report(path, report.to_dict())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(path, report.to_dict())
     return report
+
+
+def different(name: str, values: Sequence, check: Callable) -> tuple:
+    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
+    values = tuple(values)
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name} is {', '.join(map(str, values)) or 'not given'}; want different values")
+    for value in values:
+        check(value)
+    return values
 
 
 def each(report: Report) -> list[str]:

@@ -28,10 +28,11 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     """Parse one JSON object; raises ValueError naming `source` and the position."""
     try:
         value = json.loads(text.decode())
+        problem = f"is a JSON {type(value).__name__}"
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not valid JSON ({error}); want one JSON object") from error
+        value, problem = None, f"is not valid JSON ({error})"
     if not isinstance(value, dict):
-        raise ValueError(f"{source} is a JSON {type(value).__name__}; want one JSON object")
+        raise ValueError(f"{source} {problem}; want one JSON object")
     return value
 
 
@@ -51,16 +52,16 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def os_error_of(error: BaseException, path: str | os.PathLike) -> OSError | None:
+def _os_error_of(error: Exception, path: str) -> OSError | None:
     """Return the OSError behind a library's own exception, with `path` in it; None if it is not about writing."""
-    if isinstance(error, OSError):
-        return None
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # Rust's: safetensors, tokenizers
-        return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+        return OSError(int(found[1]), os.strerror(int(found[1])), path)
+    if type(error).__name__ == "SafetensorError":
+        return OSError(errno.EIO, str(error), path)
     if not re.search("inline_container|PytorchStreamWriter|basic_ios|iostream error", str(error)):  # torch.save's
         return None
     reason = re.search(r"strerror: ([^\n.]+)", str(error))
-    return OSError(errno.EIO, reason[1] if reason else "a file cannot be written, is the disk full?", str(path))
+    return OSError(errno.EIO, reason[1] if reason else "a file cannot be written, is the disk full?", path)
 
 
 @contextlib.contextmanager
@@ -73,9 +74,9 @@ def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
             error.filename = str(error.filename or path).replace(str(tmp), str(path))
         raise
     except Exception as error:
-        if (found := os_error_of(error, path)) is not None:
-            raise found from error
-        raise
+        if (found := _os_error_of(error, str(path))) is None:
+            raise
+        raise found from error
 
 
 _numbers = itertools.count()  # threads may write one path
@@ -85,25 +86,20 @@ def _beside(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{next(_numbers)}")
 
 
-def _lock(folder: Path, wait: bool = False) -> int:
-    """Lock a folder until the returned handle is closed or the process dies; OSError if it is locked or cannot be."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other writers from starting or sweeping in `folder`, where the filesystem has locks."""
-    handle = None
-    with contextlib.suppress(OSError):
-        handle = _lock(folder, wait=True)
+def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
+    """Lock a folder until the block ends or the process dies; yield False if another one has it, None where locks fail."""
+    handle, state = None, None
     try:
-        yield
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state = True
+        except BlockingIOError:
+            state = False
+        except OSError:  # another user's, or a filesystem without locks
+            pass
+        yield state
     finally:
         if handle is not None:
             os.close(handle)
@@ -113,48 +109,39 @@ def _remove(folder: Path) -> None:
     """Remove a folder to the end, also if a signal comes in between; what cannot be removed stays."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
-    except BaseException:
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _sweep(path: Path) -> bool:
-    """Remove what killed writers of `path` left, or bring back the folder one set aside; return whether another one is alive."""
+    """Remove what killed writers of `path` left, or bring back a folder set aside; return whether another writer is alive."""
     alive = False
     for left in list(path.parent.iterdir()):
         match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", left.name)
         if not match or not left.is_dir():
             continue
-        try:
-            handle = _lock(left)
-        except OSError as error:  # also another user's, or on a filesystem without locks
-            alive |= isinstance(error, BlockingIOError)
-            continue
-        if match[1] == "old" and not path.exists():
-            os.rename(left, path)
-        else:
-            shutil.rmtree(left, ignore_errors=True)
-        os.close(handle)
+        with _locked(left, wait=False) as dead:
+            alive |= dead is False
+            if dead and match[1] == "old" and not path.exists():
+                os.rename(left, path)
+            elif dead:
+                shutil.rmtree(left, ignore_errors=True)
     return alive
 
 
 @contextlib.contextmanager
 def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
     """Yield a new hidden folder beside `path` and remove it when the block ends; `alone` refuses a second writer."""
-    tmp, handle = _beside(path, "tmp"), None
-    try:
+    tmp = _beside(path, "tmp")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, tmp)
         with _locked(path.parent):
             if _sweep(path) and alone:
                 raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
             tmp.mkdir()
-            with contextlib.suppress(OSError):
-                handle = _lock(tmp)
+            stack.enter_context(_locked(tmp))
         with naming(path, tmp):
             yield tmp
-    finally:
-        _remove(tmp)
-        if handle is not None:
-            os.close(handle)
 
 
 @contextlib.contextmanager
@@ -220,10 +207,9 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
             try:
                 os.rename(path, old)
                 os.rename(tmp, path)
-            except BaseException:
+            finally:
                 if old.exists() and not path.exists():
                     os.rename(old, path)
-                raise
     _sync(path.parent)
     _remove(old)
 
@@ -251,10 +237,21 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
         _move_in(tmp, path, overwrite)
 
 
-# a folder without its mark is loaded by nobody; an adapter may stand beside the model that it is of
+# the files of weights, and those without which nobody loads them; an adapter may be beside the model that it is of
+_WEIGHTS = {
+    "model": r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
+    "adapter": r"adapter_model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
+}
 _MARKS = {"model": ("model.safetensors.index.json", "config.json"), "adapter": ("adapter_config.json",)}
-_WEIGHTS = r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 _CARD = "README.md"
+
+
+def weights_of(folder: str | os.PathLike) -> list[str]:
+    """Return the names of a model's files of weights, sorted; none without a config.json beside them."""
+    has_config = Path(folder, "config.json").is_file()
+    return (
+        sorted(p.name for p in Path(folder).iterdir() if re.fullmatch(_WEIGHTS["model"], p.name)) if has_config else []
+    )
 
 
 @contextlib.contextmanager
@@ -273,44 +270,26 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
         if (folder / _CARD).is_file():
             shutil.copyfile(folder / _CARD, tmp / _CARD)
         yield tmp
-        _move_model(tmp, folder)
+        new = [Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names]
+        # PEFT's adapters of other names are in folders of theirs
+        if not any(re.fullmatch("|".join(_WEIGHTS.values()), name.name) for name in new):
+            raise FileNotFoundError(errno.ENOENT, "no weights were written", str(folder))
+        for name in new:
+            _sync(tmp / name)
+        for kind, pattern in _WEIGHTS.items():
+            weights = {str(name) for name in new if re.fullmatch(pattern, str(name))}
+            old = {path.name for path in folder.iterdir() if re.fullmatch(pattern, path.name)} if weights else set()
+            if old - weights or len(weights) > 1 or any(_differ(tmp / m, folder / m) for m in _MARKS[kind] if weights):
+                for mark in _MARKS[kind]:
+                    (folder / mark).unlink(missing_ok=True)
+            for name in old - weights:
+                (folder / name).unlink(missing_ok=True)
+        for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
+            (folder / name).parent.mkdir(exist_ok=True)
+            os.replace(tmp / name, folder / name)
         _sync(folder)
 
 
-def weights_of(folder: str | os.PathLike) -> list[str]:
-    """Return the names of a folder's files of a model's weights, sorted; none where there is no config.json beside them."""
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        return []
-    return sorted(p.name for p in folder.iterdir() if re.fullmatch(_WEIGHTS, p.name) and _kind(p.name) == "model")
-
-
-def _kind(name: str) -> str:
-    """Return whose a file of weights is, by _MARKS."""
-    return "adapter" if name.startswith("adapter_model") else "model"
-
-
-def _differs(new: Path, standing: Path) -> bool:
-    """Whether a file comes in place of another one."""
-    return new.is_file() and standing.is_file() and new.read_bytes() != standing.read_bytes()
-
-
-def _move_model(tmp: Path, folder: Path) -> None:
-    new = [Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names]
-    # PEFT's adapters of other names are in folders of theirs
-    if not any(re.fullmatch(_WEIGHTS, name.name) for name in new):
-        raise FileNotFoundError(errno.ENOENT, "no weights were written", str(folder))
-    for name in new:
-        _sync(tmp / name)
-    weights = {str(name) for name in new if re.fullmatch(_WEIGHTS, str(name))}
-    kinds = {_kind(name) for name in weights}
-    old = {path.name for path in folder.iterdir() if re.fullmatch(_WEIGHTS, path.name) and _kind(path.name) in kinds}
-    marks = [mark for kind in kinds for mark in _MARKS[kind]]
-    if old - weights or len(weights) > 1 or any(_differs(tmp / mark, folder / mark) for mark in marks):
-        for mark in marks:
-            (folder / mark).unlink(missing_ok=True)
-    for name in old - weights:
-        (folder / name).unlink(missing_ok=True)
-    for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
-        (folder / name).parent.mkdir(exist_ok=True)
-        os.replace(tmp / name, folder / name)
+def _differ(new: Path, old: Path) -> bool:
+    """Whether a file replaces one of other contents."""
+    return new.is_file() and old.is_file() and new.read_bytes() != old.read_bytes()

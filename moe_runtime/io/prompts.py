@@ -1,4 +1,4 @@
-"""How a row's prompt is put to the model: as it is, in Magicoder's words, as a chat; and the chat templates."""
+"""How a row's prompt is presented to the model: as it is, in Magicoder's format, as a chat; and the chat templates."""
 
 from collections.abc import Mapping
 
@@ -45,12 +45,12 @@ def put_prompt(row: Mapping, prompt: str) -> Mapping:
         raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")
     if prompt == "plain" or (prompt != "magicoder" and "messages" in row) or (prompt == "deepseek" and "text" in row):
         return row
-    if "prompt" not in row or "completion" not in row:
-        raise ValueError(f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion")
+    question, answer = row.get("prompt"), row.get("completion")
+    if not isinstance(question, str) or "completion" not in row:
+        raise ValueError(
+            f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion as text"
+        )
     if PROMPTS[prompt] is None:
-        answer = {"role": "assistant", "content": row["completion"]}
-        return {"messages": [{"role": "user", "content": row["prompt"]}, answer]}
-    if not isinstance(row["prompt"], str):
-        raise ValueError(f"prompt of a row is {row['prompt']!r}; want text")
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
     # replace, not format: code has braces
-    return {"prompt": PROMPTS[prompt].replace("{instruction}", row["prompt"]), "completion": row["completion"]}
+    return {"prompt": PROMPTS[prompt].replace("{instruction}", question), "completion": answer}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a training ends after its step with a checkpoint, anything else at once; and what is said of it."""
+"""Ctrl-C and SIGTERM: a training ends after its step with a checkpoint, anything else at once."""
 
 import os
 import signal
@@ -8,45 +8,44 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+REPEAT = 2.0  # seconds; a scheduler signals the launcher and the workers, and the launcher signals them again
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which schedulers send, as an exception that unwinds what is open as Ctrl-C does."""
 
 
 def code_of(stop: KeyboardInterrupt) -> int:
-    """Return the exit code that a shell expects: 128 and the signal's number."""
+    """Return the exit code that a shell expects: 128 plus the signal's number."""
     return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
 def of(code: int) -> KeyboardInterrupt:
-    """Return what ends in this exit code."""
+    """Return the exception for an exit code of `code_of`."""
     return Terminated() if code == 128 + signal.SIGTERM else KeyboardInterrupt()
 
 
 def word_of(stop: KeyboardInterrupt) -> str:
-    """Return what happened, in a word."""
+    """Return "terminated" or "interrupted"."""
     return "terminated" if isinstance(stop, Terminated) else "interrupted"
 
 
 @contextmanager
 def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
-    """Handle signals while the block lasts, in the main thread; elsewhere, and where they are ignored, change nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    process = os.getpid()
+    """Handle signals in the main thread during the block; those that are ignored, or handled outside Python, stay so."""
+    process, before = os.getpid(), {}
 
     def ours(number, frame):
         if os.getpid() == process:
             return handler(number, frame)
-        # a forked child inherits the handler, and whoever forked it wants it to end
+        # a forked child inherits the handler, but its parent expects it to end
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        return None
+        return os.kill(os.getpid(), number)
 
-    # None: a handler that was not set from Python, and could not be put back
-    signals = tuple(one for one in signals if signal.getsignal(one) not in (signal.SIG_IGN, None))
-    before = {one: signal.signal(one, ours) for one in signals}
+    if threading.current_thread() is threading.main_thread():
+        for one in signals:
+            if signal.getsignal(one) not in (signal.SIG_IGN, None):
+                before[one] = signal.signal(one, ours)
     try:
         yield
     finally:
@@ -54,13 +53,13 @@ def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
             signal.signal(one, old)
 
 
-# of a command: the interruption that came in the last step of a training, whose result is kept before it is raised
+# of a command: the signal that came in the last step of a training, whose result is saved before it is raised
 _command: dict[str, KeyboardInterrupt | None] = {}
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise Terminated while the block lasts, so that nothing half written stays; the block is a command's."""
+    """Let SIGTERM raise Terminated during the block, a command, so that nothing half-written is left."""
 
     def stop(number, frame):
         raise Terminated
@@ -74,38 +73,29 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def raise_later(stop: KeyboardInterrupt) -> None:
-    """Raise `stop` where the command's next training begins: the one that it came into is done, and is kept first."""
+    """Raise `stop` when the command's next training begins: the one it interrupted is finished and is saved first."""
     if "late" in _command:
         _command["late"] = stop
 
 
-# a scheduler signals the launcher and the workers, and the launcher signals them again
-SAME_WISH = 2.0  # seconds
-
-
 class Stopping:
-    """What was asked while a training runs: `asked` is the exception to raise when its step is done, or None."""
+    """What was requested while a training runs: `asked` is the exception to raise when its step is done, or None."""
 
     def __init__(self):
         self.asked: KeyboardInterrupt | None = None
         self._since = 0.0
 
     def handle(self, number, frame) -> None:
-        """Take the first signal as a wish, and a second as an order; the same again within SAME_WISH is the same wish."""
+        """Record the first signal and raise at the second; the same one again within REPEAT seconds counts as the first."""
         stop = of(128 + number)
         if self.asked is not None:
-            if type(stop) is type(self.asked) and time.monotonic() - self._since < SAME_WISH:
+            if type(stop) is type(self.asked) and time.monotonic() - self._since < REPEAT:
                 return
             raise stop
         self.asked, self._since = stop, time.monotonic()
-        # print is not for signal handlers: it may be what was interrupted; a terminal's Ctrl-C ends `| tee log` as well
+        # print may be what was interrupted; a terminal's Ctrl-C ends `| tee log` as well
         with suppress(OSError, ValueError, AttributeError):
             os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
-
-
-def hold() -> None:
-    """Keep Ctrl-C and SIGTERM from this process, which ends with its parent: both are sent to whole groups of processes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from moe_runtime.config import check_positive
 from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.dropin.stats import RouterStats, collect_router_stats
 from moe_runtime.hf.models.folders import read_config
@@ -17,24 +18,18 @@ FILES = ("router_load.csv", "router_load.png")
 
 
 def router_report(
-    source: str | Path,
-    data: str | Path,
-    out: str | Path,
-    *,
-    tokens: int = 131072,
-    max_length: int = 1024,
+    source: str | Path, data: str | Path, out: str | Path, *, tokens: int = 131072, max_length: int = 1024,
     batch_size: int = 4,
-) -> RouterStats:
-    """Run at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
+) -> RouterStats:  # fmt: skip
+    """Route at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
 
-    `data` is what `read_rows` takes; a row gives at most max_length tokens. Runs on the GPU if there is one. Raises ValueError
-    for a folder or data that cannot be read, for data without a token or with one that the model does not have, and for a
-    model without routers; then it writes nothing.
+    `data` is what `read_rows` reads; an example gives at most max_length tokens. Runs on the GPU if there is one. Raises
+    ValueError for a folder or data that cannot be read, for data without a token or with one that the model does not have,
+    and for a model without routers; then it writes nothing.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; want at least 1")
-    read_config(source)  # says what is wrong with the folder
+        check_positive(name, value)
+    read_config(source)  # names what is wrong with the folder
     rows = read_rows(data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = ranks.load_tokenizer(source, "model")
@@ -76,37 +71,34 @@ def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
 
 
 def _text(row: dict, number: int, tokenizer) -> tuple[str, bool]:
-    """Return the text of the row of this number, and whether a chat template wrote it, special tokens and all."""
+    """Return the text of the example of this number, and whether a chat template wrote it, special tokens and all."""
     columns = [name for name in ("messages", "text", "prompt", "completion") if name in row]
     values = [row[name] for name in columns]
     if columns != ["messages"] and all(isinstance(value, str) for value in values):
         return "".join(values), False
     where = f"{' + '.join(columns)} of row {number}"
     if columns == ["text"] or not all(isinstance(value, list) for value in values):
-        kinds, want = " and ".join(type(value).__name__ for value in values), "a string"
-        if columns != ["text"]:
-            want = "a list of messages" if columns == ["messages"] else "two strings or two lists of messages"
-        raise ValueError(f"{where} is {kinds}; want {want}")
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{where} has messages, chat_template of the tokenizer is {tokenizer.chat_template!r}; want one; save the "
-            "tokenizer of a chat model beside the weights, or give text"
-        )
+        kinds = " and ".join(type(value).__name__ for value in values)
+        want = {"text": "a string", "messages": "a list of messages"}
+        raise ValueError(f"{where} is {kinds}; want {want.get(columns[0], 'two strings or two lists of messages')}")
     try:
         return tokenizer.apply_chat_template([m for value in values for m in value], tokenize=False), True
     except Exception as error:  # every template has exceptions of its own
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{where} does not fit the chat template: {reason}; want role and content") from error
+        raise ValueError(
+            f"{where} does not fit the chat template of the model's tokenizer: {reason}; want a template there, and messages "
+            "with role and content, or give text"
+        ) from error
 
 
 def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
-    """Yield padded batches until the tokens are used up; the last row is cut to what is left."""
+    """Yield padded batches until the tokens are used up; the last example is cut to what is left."""
     for first in range(0, len(rows), batch_size):
         ids = []
         for i in range(first, min(first + batch_size, len(rows))):
             text, is_chat = _text(rows[i], i, tokenizer)
             limit = min(max_length, max(tokens, 1))
-            # a chat template writes the special tokens itself: a second BOS would be one that no training has
+            # a chat template writes the special tokens itself: a second BOS occurs in no training
             found = tokenizer(text, truncation=True, max_length=limit, add_special_tokens=not is_chat)
             if tokens > 0 and found["input_ids"]:
                 ids.append(found["input_ids"])

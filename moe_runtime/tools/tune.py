@@ -1,13 +1,9 @@
-"""Launch configs measured on the user's own GPU, for `kernels.tiles` to look up: what `moe-runtime tune` does.
+"""Measure launch configs on the user's own GPU, for `kernels.tiles` to look up: `moe-runtime tune`.
 
 A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean rows per expert as a power of two,
 so never to T. For every problem of a layer each candidate runs on random rows and must give what the built-in config gives;
-then all are timed in turn, round after round. The file, `tuning_file`'s, is written after every problem: a run that was
-stopped goes on there. A process reads the file at its first launch and keeps its configs from then on.
-
-The file of measured launch configs, which `kernels.tiles` reads: what `tuning` has done, and what it must not try again.
-
-Times on a GPU, and how far two results are apart: what the tuner and the benchmarks share.
+then all are timed in turn, round after round. The file is written after every problem, so that a run that was stopped
+resumes there. A process reads the file at its first launch and keeps its configs from then on.
 """
 
 import contextlib
@@ -36,19 +32,35 @@ from moe_runtime.kernels.grouped_gemm import grouped_gemm_forward, up_forward
 from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backward
 from moe_runtime.kernels.tiles import Problem, Tile
 
+DTYPES = ("bfloat16", "float16", "float32")
+PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
+# largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
+GAIN = 0.01  # by less than this share a candidate does not replace the built-in config
+ROUNDS, SECONDS = 15, 1.5  # of timing per problem, at most
+LOSER = 1.25  # slower than the best by this factor after three rounds: not timed any more
+
 
 class Unwritten(OSError):
-    """What is measured cannot be kept: no fault of the config that was to run."""
+    """The measurements cannot be saved, which is not the fault of the config that was to run."""
+
+
+class ContextLost(RuntimeError):
+    """A config broke the CUDA context: nothing runs any more in this process."""
+
+    def __init__(self, tile: Tile, note: str):
+        super().__init__(f"{tile} broke the CUDA context ({note}); run the command again, it skips this config")
+        self.tile = tile
 
 
 class Results:
-    """The file of measured configs, for one GPU: what is done, what must not be tried again."""
+    """The file of measured configs, for one GPU: what is done, and what must not be tried again."""
 
     def __init__(self, path: Path, device: str):
         self.path, self.device = path, device
         self.marker = path.with_name(f".{path.name}.trying")
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
-        if self.marker.exists():  # the process that wrote it died without a word
+        if self.marker.exists():  # the process that wrote it died
             with contextlib.suppress(ValueError):
                 died = json.loads(self.marker.read_text())
                 self.save_broken(died["key"], died["tile"], "the process died")
@@ -58,17 +70,13 @@ class Results:
         """Return the GPU's part of the file."""
         return self._load()["devices"].get(self.device, {"tiles": {}})
 
-    def done(self) -> set[str]:
-        """Return the keys of the problems that are measured."""
-        return set(self.read()["tiles"])
-
     def broken(self, key: str) -> list[Tile | None]:
         """Return the configs that ended a process when they ran on this problem; None stands for compiling many at once."""
         entries = self.read().get("broken", {}).get(key, ())
         return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
 
     def save(self, key: str, entry: dict) -> None:
-        """Write the entry of a problem that `tuning.measure` made."""
+        """Write the entry of a problem, from `measure`."""
         self._change(lambda device: device["tiles"].update({key: entry}))
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
@@ -83,39 +91,34 @@ class Results:
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
-        """Leave a mark that stays if the process dies in this block, and only then."""
+        """Leave a marker that stays if the process dies in this block, and only then."""
         try:
-            self._mark(key, tile)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
+            except OSError as error:
+                raise Unwritten(error.errno, error.strerror, str(self.path)) from error
             yield
         finally:
             if self.marker.exists():
                 self.marker.unlink()
 
-    def _mark(self, key: str, tile: Tile | None) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
-        except OSError as error:
-            raise Unwritten(error.errno, error.strerror, str(self.path)) from error
-
     def _load(self) -> dict:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
 
     def _change(self, change: Callable[[dict], object]) -> None:
-        # read anew: another process may measure another layer into the same file
+        # read again: another process may measure another layer into the same file
         values = self._load()
         change(values["devices"].setdefault(self.device, {"tiles": {}}))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.atomic_write_json(self.path, values)
 
 
-LOSER = 1.25  # slower than the best by this factor after three rounds: not timed any more
-
-
 class EventTimer:
-    """Milliseconds that the GPU works, between two events; every call finds the L2 cache full of something else.
+    """Milliseconds of GPU work between two events; every call finds the L2 cache full of something else.
 
     The GPU sleeps before each call, so that the call's launches are queued by the time its first kernel runs.
+    triton.testing.do_bench would count the launches of small kernels, and cannot time candidates in turn.
     """
 
     def __init__(self, device: torch.device, ahead_ms: float = 0.2):
@@ -139,12 +142,10 @@ class EventTimer:
         return [start.elapsed_time(end) for start, end in pairs]
 
 
-def time_all(
-    functions: dict[Hashable, Callable[[], object]], timer, rounds: int, seconds: float
-) -> dict[Hashable, float]:
-    """Median milliseconds of each, all in turn in every round; who is far behind after three rounds is left there.
+def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: float) -> dict[Hashable, float]:
+    """Return the median milliseconds of each, all timed in turn; those far behind after three rounds are not timed further.
 
-    The first one stays to the end. After five rounds the next one begins only while all took less than `seconds`.
+    The first one always is. After five rounds the next one begins only while all took less than `seconds`.
     """
     times = {name: [] for name in functions}
     left, spent, medians = list(functions), 0.0, {}
@@ -179,14 +180,6 @@ def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
         errors.append((a.float() - b).square().sum(1).max())
     rms = torch.stack(norms).sum() / len(want)
     return float((torch.stack(errors).max() / rms.clamp_min(1e-30)).sqrt())
-
-
-DTYPES = ("bfloat16", "float16", "float32")
-PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
-# largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
-TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
-GAIN = 0.01  # by less than this share a candidate does not replace the built-in config
-ROUNDS, SECONDS = 15, 1.5  # of timing per problem, at most
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
@@ -240,14 +233,6 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
     if reason := backends.why_not("triton", "moe_mlp", device):
         raise ValueError(f"no GPU that runs the kernels: {reason}")
     return device, EventTimer(device)
-
-
-class ContextLost(RuntimeError):
-    """A config broke the CUDA context: nothing runs any more in this process."""
-
-    def __init__(self, tile: Tile, note: str):
-        super().__init__(f"{tile} broke the CUDA context ({note}); run the command again, it skips this config")
-        self.tile = tile
 
 
 def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying) -> dict:
@@ -387,29 +372,30 @@ def tune(
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
     if again:
         results.forget_broken()
-    begin, done = time.monotonic(), set() if again else results.done()
+    begin, done = time.monotonic(), {} if again else results.read()["tiles"]
     todo = {}  # key -> what to run; layers and tokens may share problems
     for T, dtype, (name, layer), product in itertools.product(tokens, dtypes, layers.items(), PRODUCTS):
         problem = problem_of(product, layer, T, dtype, device)
-        todo.setdefault(problem.key(), (problem, product, name, layer, T, dtype))
-    for n, (key, (problem, product, name, layer, T, dtype)) in enumerate(todo.items(), 1):
-        title = f"{name}, {T} tokens, {dtype}: {product}"
+        todo.setdefault(
+            problem.key(), (problem, f"{name}, {T} tokens, {dtype}: {product}", (product, layer, T, dtype, device))
+        )
+    for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
+        step = Step("failed", title, n, len(todo))
         if key in done:
-            yield Step("kept", title, n, len(todo), results.read()["tiles"][key])
+            yield step._replace(state="kept", entry=done[key])
         elif seconds is not None and time.monotonic() - begin > seconds:
-            yield Step("left", title, n, len(todo))
+            yield step._replace(state="left")
         else:
-            yield _step(results, timer, problem, (product, layer, T, dtype, device), title, n, len(todo))
+            yield _measured(step, results, timer, problem, work)
 
 
-def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n: int, of: int) -> Step:
+def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple) -> Step:
+    """Measure one problem and save its entry; return `step` with it, or with what failed."""
     trying = functools.partial(results.trying, problem.key())
     broken = results.broken(problem.key())
     pool = [tile for tile in candidates(problem) if tile not in broken]
     if tiles.heuristic(problem) not in pool:
-        return Step(
-            "failed", title, n, of, note="the built-in config ended a process before; --again tries it once more"
-        )
+        return step._replace(note="the built-in config ended a process before; --again tries it once more")
     try:
         run = runner(*work)
         if None not in broken:
@@ -421,8 +407,8 @@ def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n:
         raise
     except Unwritten:
         raise
-    except Exception as failure:  # out of memory, or a built-in config that this GPU does not take
-        return Step("failed", title, n, of, note=_one_line(failure))
+    except Exception as failure:  # out of memory, or a built-in config that does not run on this GPU
+        return step._replace(note=_one_line(failure))
     finally:
         run = None
         if torch.cuda.is_initialized():
@@ -430,7 +416,7 @@ def _step(results: Results, timer, problem: Problem, work: tuple, title: str, n:
                 torch.cuda.empty_cache()
     _, layer, T, dtype, _ = work
     results.save(problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
-    return Step("measured", title, n, of, entry)
+    return step._replace(state="measured", entry=entry)
 
 
 @functools.cache

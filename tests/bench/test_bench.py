@@ -27,7 +27,7 @@ from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.experiments.demo import PRESETS
 from moe_runtime.native.library import cpp
-from moe_runtime.tools.tune import worst_row
+from moe_runtime.tools import tune
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -251,8 +251,8 @@ def test_variants_of_a_layer_agree(dtype):
     assert {"transformers batched_mm", "torch grouped_mm"} <= variants.keys()
     want, dx = layer.ours().detach(), layer.both(layer.ours)()[0]
     for name, variant in variants.items():
-        assert worst_row(layer.forward(variant)().detach(), want) < 0.05, name
-        assert worst_row(layer.both(variant)()[0], dx) < 0.05, name
+        assert tune.worst_row(layer.forward(variant)().detach(), want) < 0.05, name
+        assert tune.worst_row(layer.both(variant)()[0], dx) < 0.05, name
 
 
 @pytest.mark.parametrize(

@@ -119,14 +119,11 @@ def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments
     assert sorted(base.iterdir()) == before and not list(tmp_path.iterdir())
 
 
-def test_unknown_architecture_is_refused_with_the_reason(run, tmp_path):
+def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path):
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
     out = run("xft", "upcycle", tmp_path / "opt", tmp_path / "out")
     assert out.returncode == 1 and "opt has no MLP module of its own" in out.stderr and not (tmp_path / "out").exists()
-
-
-def test_merge_of_a_dense_folder_is_refused(run, base, tmp_path):
     out = run("xft", "merge", base, tmp_path / "out")
     assert out.returncode == 1 and "want an upcycled model's folder" in out.stderr
 
@@ -143,6 +140,9 @@ def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, r
     assert run("run", recipe, "--out", tmp_path).returncode == 0
     ((name, path, out),) = calls
     assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
+    (tmp_path / "mine.yaml").write_text("method: dare")
+    done = run("run", tmp_path / "mine.yaml")
+    assert done.returncode == 1 and "method is 'dare'; want one of xft, esft, upit, ultrafuser" in done.stderr
 
 
 def test_doctor_names_every_op_and_why(run):
@@ -174,10 +174,14 @@ SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        pytest.param((), "pass either --shape, or --model and sizes of your own", id="no layer"),
-        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass the layer's four sizes", id="half a layer"),
+        pytest.param(
+            (),
+            "--num-experts, --top-k is missing; pass --shape alone",
+            id="no layer",
+        ),
+        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
         pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
-        pytest.param(("--shape", "olmoe", *SIZES), "pass either --shape, or --model", id="shape and sizes"),
+        pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),
         pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
         pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
         pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; pass integers of at least 1", id="bad tokens"),

@@ -90,13 +90,7 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
 )
 def test_bad_input_fails_at_once(sources, tmp_path, arguments, match):
     places = {"{here}": str(tmp_path), "{a}": str(sources[0]), "{b}": str(sources[1])}
-    arguments = [_filled(str(one), places) for one in arguments]
+    arguments = [re.sub(r"\{\w+\}", lambda found: places.get(found[0], found[0]), str(one)) for one in arguments]
     out = invoke(*arguments, *(("--out", tmp_path / "out") if arguments[0] == "train" else ()))
     assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception
     assert not list(tmp_path.iterdir())
-
-
-def _filled(text: str, places: dict[str, str]) -> str:
-    for name, place in places.items():
-        text = text.replace(name, place)
-    return text

@@ -18,7 +18,6 @@ from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, Kept, verb
 from moe_runtime.experiments.recipe import shipped_recipes
-from moe_runtime.io.console import jsonable, print_table
 from moe_runtime.io.prompts import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +57,7 @@ def test_help_says_what_everything_is_for_and_gives_an_example(words):
     out = CliRunner().invoke(main_app, [*words, "--help"])
     start = "Example: moe-runtime " + " ".join(words)
     assert out.exit_code == 0 and start in " ".join(out.output.split())
-    assert words not in VERBS or "--json" in out.output
+    assert words not in VERBS or "--json" in out.output, "no --json"
     assert out.output.startswith(("Usage: ", "usage: ")) and len(out.output.splitlines()[0]) < 100
 
 
@@ -73,12 +72,6 @@ def test_the_example_parses(words):
         context = command.make_context(command.name, list(typed), parent=context)
         name, command, typed = command.resolve_command(context, [*context._protected_args, *context.args])
     command.make_context(name, typed, parent=context)  # raises UsageError where it does not parse
-
-
-@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in VERBS])
-def test_every_verb_has_json(words):
-    options = {option.name: option for option in VERBS[words].params}
-    assert "json" in options and options["json"].opts == ["--json"], f"{words} has no --json"
 
 
 @pytest.fixture
@@ -150,33 +143,6 @@ def test_an_interruption_says_what_the_work_says_is_kept(app):
         assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line
 
 
-def test_records_become_objects():
-    import torch
-
-    from moe_runtime.config import MoEConfig
-
-    settings = MoEConfig(hidden_size=8, intermediate_size=4)
-    assert jsonable(settings)["hidden_size"] == 8
-    assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
-    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
-    json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
-
-
-def test_a_table_is_plain_where_nobody_looks(capsys):
-    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
-    out = capsys.readouterr().out
-    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
-    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
-
-
-def test_no_color_is_heeded(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_table("losses", [("model", "left")], [("a",)])
-    out = capsys.readouterr().out
-    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour
-
-
 # completion and start
 
 
@@ -224,14 +190,6 @@ def test_completion_offers_the_words_that_fit(line, offered):
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete_too(shell):
     assert "small" in "\n".join(completed("moe-runtime demo --preset ", shell)[0])
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_for_the_shell_is_shown(shell):
-    env = {**os.environ, "_MOE_RUNTIME_COMPLETE": f"source_{shell}"}
-    code = "import sys; from moe_runtime import cli; sys.argv = ['moe-runtime']; cli.main()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert "_MOE_RUNTIME_COMPLETE" in done.stdout and done.returncode == 0
 
 
 def test_words_that_are_offered_are_those_that_are_taken():

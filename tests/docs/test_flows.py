@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from tests.support import flows
-from tests.support.fences import PAGES, ROOT, Fence, statements
+from tests.support.fences import PAGES, ROOT, statements
 
 EVERY = [
     (str(path.relative_to(ROOT)), words) for path in PAGES for _, words in flows.commands(str(path.relative_to(ROOT)))
@@ -48,27 +48,6 @@ def test_what_is_not_run_is_shown_by_a_test_that_exists(key):
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("page", [page for page, flow in flows.FLOWS.items() if flow.smaller])
-def test_what_is_made_smaller_is_on_the_page(page, monkeypatch):
-    monkeypatch.setitem(flows.FLOWS, page, flows.FLOWS[page]._replace(smaller={"moe-runtime nothing": ""}))
-    with pytest.raises(ValueError, match="'moe-runtime nothing' is not in the page"):
-        flows.commands(page)
-
-
-@pytest.mark.parametrize(
-    "line, want",
-    [
-        pytest.param("make demo", "make demo", id="whole"),
-        pytest.param("make wheel-cuda ARCHS=90", "make wheel-cuda", id="arguments"),
-        pytest.param("MOE_RUNTIME_BUILD_CPU=1 pip wheel . --no-deps", "pip wheel", id="variable"),
-        pytest.param("make demonstration", None, id="another word"),
-        pytest.param("moe-runtime doctor", None, id="run"),
-    ],
-)
-def test_what_falls_under_the_list(line, want):
-    assert flows.reason_of(statements(line)[0]) == want
-
-
 def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for line in ("moe-runtime xft upcycle nowhere moe", "python -m moe_runtime.native.hub ."):
@@ -85,9 +64,3 @@ def test_a_table_that_is_not_what_was_printed_is_found():
         flows.check_table([["method", "losses"], ["XFT", "9"]], printed)
     with pytest.raises(AssertionError, match="no row EWA"):
         flows.check_table([["method", "loss"], ["EWA", "9"]], printed)
-
-
-def test_the_readmes_tables_are_compared():
-    tables = [flows.shown(fence) for fence in {fence.line: fence for fence, _ in flows.commands("README.md")}.values()]
-    assert sum(len(table) >= 5 for table in tables) == 4
-    assert not flows.shown(Fence("README.md", 1, "bash", {}, "", ""))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.bench.records import benchmarks
 from moe_runtime.hf.training.saving import last_whole_checkpoint
 from tests.faults.machine import kills, strays, tree
 from tests.faults.verbs import VERBS
@@ -148,25 +147,6 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
             assert found == want, f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
         assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
         killed.forget("new")
-
-
-def test_results_of_benchmarks_are_the_old_or_the_new(faulty, inputs, tmp_path):
-    """A file that holds others' numbers has them, whenever a run that adds to it dies."""
-    killed = Killed(faulty, inputs, tmp_path, "bench")
-    new = {bench["name"] for bench in benchmarks(tmp_path / "undisturbed" / "out.json")}
-    for at in killed.points(2, 60):
-        out = tmp_path / "here" / "out.json"
-        out.parent.mkdir()
-        old = {"name": "bench_old", "extra_info": {"tiny": True, "rows": {"moe_runtime": {"ms": 3.0}}}}
-        out.write_text(json.dumps({"benchmarks": [old]}))
-        killed.kill("here", at)
-        assert {bench["name"] for bench in benchmarks(out)} in ({"bench_old"}, {"bench_old"} | new), f"killed at {at}"
-        again = killed.run("here")
-        assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
-        found = benchmarks(out)
-        assert {bench["name"] for bench in found} == {"bench_old"} | new and old in found, f"killed at {at}"
-        assert not strays(tmp_path / "here") and not (tmp_path / "here" / "out.jsonl").exists()
-        killed.forget("here")
 
 
 def resumable(out: Path) -> bool:

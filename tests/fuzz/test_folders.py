@@ -18,7 +18,6 @@ from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training import ranks
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.kernels import tiles
 from moe_runtime.methods.esft import adapters as esft_adapters
 from moe_runtime.methods.lora import adapters as lora_adapters
@@ -211,15 +210,3 @@ def test_counts_that_no_model_has_are_refused_before_transformers_reads_them(tmp
         for read in (folders.read_config, ranks.load_config):
             with pytest.raises(ValueError, match=rf"{key} is 1000000000000; want at most \d+, in {path}"):
                 read(tmp_path)
-
-
-def test_more_layers_than_tensors_are_no_model(tmp_path):
-    write_model(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10_000}))
-    config = folders.read_config(tmp_path)
-    with (
-        Checkpoint(tmp_path) as checkpoint,
-        pytest.raises(ValueError, match="num_hidden_layers .* is 10000, .* tensors"),
-    ):
-        folders.check_tensors(config, checkpoint)

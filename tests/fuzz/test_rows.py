@@ -102,22 +102,14 @@ BROKEN = {
     "Latin": b'{"text": "\xe9"}\n', "UTF-16": '{"text": "a"}'.encode("utf-16"), "gzip": b"\x1f\x8b\x08\0\0\0\0\0", 
     "deep": b'{"text": ' + b"[" * 20_000 + b"]" * 20_000 + b"}\n", "later number": b'{"text": "a"}\n{"text": 2}\n',
     "later null": b'{"text": "a"}\n{"text": null}\n', "later missing": b'{"text": "a"}\n{"b": "a"}\n',
-    "key twice": b'{"text": "a", "text": "b"}\n',
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_that_are_read(tmp_path, tokenizer, name):
+@pytest.mark.parametrize("name", [*FILES, *BROKEN])
+def test_files_that_are_read_or_refused(tmp_path, tokenizer, name):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(FILES[name])
-    assert check(path, tokenizer)
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_files_that_are_refused(tmp_path, tokenizer, name):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(BROKEN[name])
-    assert not check(path, tokenizer)
+    path.write_bytes((FILES | BROKEN)[name])
+    assert check(path, tokenizer) == (name in FILES)
 
 
 def test_a_huge_line(tmp_path, tokenizer):
@@ -125,3 +117,22 @@ def test_a_huge_line(tmp_path, tokenizer):
     path.write_text('{"text": "' + "a b " * 50_000 + '"}\n{"text": "b"}\n')
     verdict = attempt(lambda: tokenize_pairs(tokenizer, read_rows(path), 64), str(path))
     assert [len(ids) for ids in verdict.value["input_ids"]] == [64, 3]
+
+
+def test_broken_parquet(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path, read = tmp_path / "rows.parquet", []
+    rows = [{"prompt": f"{i}?", "completion": "2026-11-22"} for i in range(40)]
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    data = path.read_bytes()
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(mutate_bytes(rng, data))
+        verdict = attempt(lambda: list(read_rows(path)), path.name)
+        read.append(verdict.is_read)
+        if verdict.is_read:
+            assert all(isinstance(row["prompt"], str) for row in verdict.value if "prompt" in row)
+
+    run_seeds(scaled(8, 600), case)
+    assert not all(read)

@@ -90,18 +90,18 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
 
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
 VERBS = (
-    "upcycle {model} {out} --num-experts 4 --top-k 2 --check",
-    "to-mergeable {model} {out}",
-    "merge {model} {out}",
-    "export {model} {out}",
+    "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check",
+    "xft to-mergeable {model} {out}",
+    "xft merge {model} {out}",
+    "upit export {model} {out}",
     "stats {model} --data {data} --out {out}",
     *["train --model {model} --data {data} --output_dir {out} --max_steps 1"] * STRESS,
     "xft import-official {model} {out}",
-    "xft export-official {model} {out}",
+    "xft export {model} {out} --to official",
     "esft score {model} --data {data} --out {out}.json",
     "esft merge {model} {model} {out}",
     "upit assemble {model} {model} --out {out}",
-    "fuse {model} {model} --name a --name b --out {out}",
+    "ultrafuser fuse {model} {model} --name a --name b --out {out}",
 )
 
 
@@ -173,9 +173,9 @@ def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
 
 # what a user does, one verb on what the one before it wrote
 WAY = (
-    "upcycle {model} {folder}/moe --num-experts 4 --top-k 2 --check",
+    "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2 --check",
     "stats {folder}/moe --data {data} --out {folder}/stats",
-    "to-mergeable {folder}/moe {folder}/mergeable",
+    "xft to-mergeable {folder}/moe {folder}/mergeable",
     "merge {folder}/mergeable {folder}/dense",
 )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import struct
@@ -11,7 +12,9 @@ import termios
 
 import pytest
 
+from moe_runtime.cli.verbs import Ends
 from moe_runtime.io import console
+from moe_runtime.io.console import jsonable, print_table
 
 RUN = """
 import time
@@ -53,8 +56,8 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
             update(step, 200, 2.5)
             clock.now += 1
     lines = clock.said().splitlines()
-    assert lines[0] == "training: 5% of 200 steps, 1 steps/s, 3:10 min left, loss 2.500"
-    assert len(lines) == 5 and lines[-1] == "training: done in 3:21 min"
+    assert lines[0] == "training: 5% 10/200 [00:10<03:10,  1.00step/s, loss 2.500]"
+    assert len(lines) == 5 and lines[-1] == "training: done in 03:21"
 
 
 def test_the_rate_is_of_this_run_alone(clock):
@@ -62,7 +65,7 @@ def test_the_rate_is_of_this_run_alone(clock):
         update(900, 1000)  # from a checkpoint on
         clock.now += 20
         update(910, 1000)
-    assert clock.said().splitlines()[0] == "training: 91% of 1,000 steps, 0.50 steps/s, 3:00 min left"
+    assert clock.said().splitlines()[0] == "training: 91% 910/1000 [00:20<03:00,  2.00s/step]"
 
 
 def test_a_block_that_raises_is_not_done(clock):
@@ -72,7 +75,7 @@ def test_a_block_that_raises_is_not_done(clock):
         update(1, 10)
         raise KeyboardInterrupt
     said = clock.said()
-    assert said.startswith("merging: 10% of 10.0 B") and len(said.splitlines()) == 1
+    assert said.startswith("merging: 10% 1.00/10.0 [") and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("shown, rank", [(False, "0"), (True, "1")])
@@ -100,7 +103,28 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
     assert "merging:" in text and "%|" in text and "MB/s" in text and "<00:0" in text
 
 
-def test_words():
-    assert [console.duration(s) for s in (0.4, 59, 61, 3600, 7500)] == ["0 s", "59 s", "1:01 min", "1:00 h", "2:05 h"]
-    assert [console.amount(n, "B") for n in (12, 1500, 2.5e9)] == ["12.0 B", "1.5 kB", "2.5 GB"]
-    assert [console.amount(n, "step") for n in (3, 0.25, 1234.5)] == ["3 steps", "0.25 steps", "1,234 steps"]
+def test_records_become_objects():
+    import torch
+
+    from moe_runtime.config import MoEConfig
+
+    settings = MoEConfig(hidden_size=8, intermediate_size=4)
+    assert jsonable(settings)["hidden_size"] == 8
+    assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
+    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
+    json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
+
+
+def test_a_table_is_plain_where_nobody_looks(capsys):
+    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
+    out = capsys.readouterr().out
+    assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
+    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
+
+
+def test_no_color_is_heeded(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table("losses", [("model", "left")], [("a",)])
+    out = capsys.readouterr().out
+    assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour

@@ -33,14 +33,10 @@ def main(rendezvous: str, out: str) -> None:
     cut = score_experts(model, shared_out(rank), n_tokens=25)
     score_folder(f"{out}/base", f"{out}/rows.jsonl", f"{out}/folder.json", **FOLDER)
     errors = []
-    for batches, options in (
-        (shared_out(rank), {"n_tokens": 1}),
-        (shared_out(rank), {"log_dir": f"{out}/logs"}),
-    ):
-        try:
-            score_experts(model, batches, **options)
-        except ValueError as error:
-            errors.append(str(error))
+    try:
+        score_experts(model, shared_out(rank), log_dir=f"{out}/logs")
+    except ValueError as error:
+        errors.append(str(error))
     alone = score_experts(model, shared_out(rank) if rank else [])
     for layer in model.model.layers:
         fully_shard(layer)

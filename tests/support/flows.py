@@ -201,9 +201,9 @@ FLOWS = {
     "README.md": Flow(
         (study("xft"), study("esft"), study("upit"), study("fuser"), three_domains),
         {
-            f"moe-runtime {command} --seeds 3": f"moe-runtime {command} --seeds 1 --recipe {method}/study.yaml"
+            f"paper {command} --seeds 3": f"paper {command} --seeds 1 --recipe {method}/study.yaml"
             for command, method in {
-                "xft table1": "xft", "esft main": "esft", "upit main": "upit", "fuser ablate": "fuser",
+                "xft table1": "xft", "esft main": "esft", "upit main": "upit", "ultrafuser ablate": "fuser",
             }.items()
         },
     ),

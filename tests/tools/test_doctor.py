@@ -181,11 +181,12 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
     assert found["launch configs"].endswith("remove it, and moe-runtime tune measures again")
 
 
-def test_a_library_of_other_sources(monkeypatch):
-    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build cuda"
-    monkeypatch.setattr(cuda, "_found", text)
-    assert problems() == {"cuda library": text}
-    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
+@pytest.mark.parametrize("library, row", [(cuda, "cuda library"), (cpp, "cpu library")])
+def test_a_library_of_other_sources(monkeypatch, library, row):
+    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build"
+    monkeypatch.setattr(library, "_found", text)
+    assert problems() == {row: text}
+    monkeypatch.setattr(library, "_found", "the library is not built; how to")
     assert problems() == {}
 
 
@@ -202,9 +203,9 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
-    code = """
+    code = f"""
 import sys
-from moe_runtime.cli.app import app as main_app
+sys.path.insert(0, {str(tmp_path)!r})
 from moe_runtime import cli
 sys.argv = ["moe-runtime", "doctor"]
 cli.main()
@@ -230,9 +231,3 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.report()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
-
-
-def test_a_cpu_library_of_other_sources(monkeypatch):
-    text = "lib.so is broken; rebuild it: python -m moe_runtime.native.build cpu"
-    monkeypatch.setattr(cpp, "_found", text)
-    assert problems() == {"cpu library": text}

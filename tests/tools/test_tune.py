@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.config import LAYERS, Layer
-from moe_runtime.hf.models import folders
+from moe_runtime.config import Layer
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
@@ -225,49 +224,6 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="no CUDA GPU"):
         tune()
-
-
-# what is tried
-
-
-@pytest.mark.parametrize("dtype", tuning.DTYPES)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120, 121])
-def test_candidates_fit_the_gpu(arch, dtype):
-    for layer in LAYERS.values():
-        for T in (1, 64, 512, 4096, 65536):
-            for product in tuning.PRODUCTS:
-                problem = tuning.problem_of(product, layer, T, dtype, CPU)._replace(arch=arch)
-                pool = candidates(problem)
-                assert pool[0] == tiles.heuristic(problem) and len(set(pool)) == len(pool)
-                assert 2 <= len(pool) <= 16 and (T < 4096 or len(pool) >= 5)
-                limit = tiles.SHARED_MEMORY[tiles.nearest(arch)]
-                for tile in pool:
-                    assert tiles.shared_bytes(tile, problem) < limit
-                    assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
-                    assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
-
-
-def config(folder, **values):
-    (folder / "config.json").write_text(json.dumps(values))
-    return folders.read_layer(folder)
-
-
-def test_layers_of_model_folders(tmp_path):
-    mixtral = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
-    assert config(tmp_path, **mixtral) == Layer(64, 96, 8, 2)
-    qwen = {
-        "hidden_size": 64,
-        "intermediate_size": 999,
-        "moe_intermediate_size": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-    }
-    assert config(tmp_path, **qwen) == Layer(64, 32, 16, 4) == config(tmp_path, text_config=qwen, hidden_size=1)
-    assert config(tmp_path, hidden_size=64, intermediate_size=96) == Layer(64, 96, 0, 0)
-    from moe_runtime.config import MoEConfig
-
-    block = {"config": MoEConfig(hidden_size=64, intermediate_size=96).to_dict()}
-    assert config(tmp_path, moe_runtime=block, num_experts=7) == Layer(64, 96, 8, 6, shared=True)
 
 
 # errors of results

@@ -9,6 +9,7 @@ import functools
 import json
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,7 @@ def hold_workers(loader):
 
 
 def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
-    signals.hold()
+    # both are sent to whole groups of processes; this one ends with its parent
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     if begin is not None:
         begin(number)

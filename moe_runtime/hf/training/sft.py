@@ -211,7 +211,7 @@ def _kept(folder: str) -> str:
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
-    return f"{last} is the last checkpoint; the same command with --resume_from_checkpoint true goes on"
+    return f"{last} is the last checkpoint; rerun with --resume_from_checkpoint true to resume"
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):

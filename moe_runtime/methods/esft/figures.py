@@ -5,7 +5,7 @@ counts        experts that each task's selection trains, by layer; how gate valu
 overlap       top experts that two samples share, of one task and of two                     Figure 3
 sample-size   the same by the samples' size                                                  Figure 8
 
-ESFT's own pictures: of each analysis in `esft_analyses` one. Those of the tables are in `pictures`.
+The analyses are in `analyses`; each has its picture here.
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.plots import COLOURS, GREY, MARKERS
-from moe_runtime.experiments.tables import Command, Run, environment, finite
+from moe_runtime.experiments.tables import Command, Finding, Run, finite
 from moe_runtime.io.rows import require
 from moe_runtime.methods.esft import analyses
 from moe_runtime.methods.esft.analyses import ExpertCounts, GateMass, Overlap, SampleSizes
@@ -117,20 +117,14 @@ def _styles(count: int) -> tuple[list[str], list[str]]:
 TEXTS = 4  # of a task on the page
 
 
-@dataclass
-class Study:
+@dataclass(kw_only=True)
+class Study(Finding):
     """What was found, for every seed's samples, as a table."""
 
-    command: str
-    title: str
-    source: str
-    settings: dict
-    seeds: tuple[int, ...]
-    found: list  # of each seed, an analysis of esft_analyses
+    found: list  # of each seed, an analysis of `analyses`
     table: list[tuple]  # its first row are the columns' names
     note: str
     files: dict = field(default_factory=dict)  # what was written beside the picture
-    summary: list[str] = field(default_factory=list)
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -148,9 +142,9 @@ class Study:
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
-        names = ("command", "title", "source", "settings", "seeds", "files", "summary")
-        values = {name: getattr(self, name) for name in names}
-        return finite(values | {"found": [one.to_dict() for one in self.found], "environment": environment()})
+        values = super().to_dict() | {"found": finite([one.to_dict() for one in self.found])}
+        del values["table"], values["note"]
+        return values
 
 
 def _counts(process: Run) -> dict:

@@ -7,36 +7,45 @@
 
 The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silent, the released code's.
 
-The rows of ESFT's tasks: read, told apart from those held out, tokenized and joined; and tasks that come with Python.
-
-Tasks of the standard library are made from its documented functions: `code` asks for one by its docstring, `docstring` for the
+Built-in tasks are made from its documented functions: `code` asks for one by its docstring, `docstring` for the
 docstring of one, `names` for its name, and `case` for the docstring's first sentence, given in upper case. Held-out rows are
 of files that nothing was trained on, for every task the same files.
 """
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Annotated, Literal
 
-from moe_runtime.config import check_choice, check_fraction, check_number, check_positive
+from pydantic import Field, model_validator
+
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments.corpora import standard_library_pairs, standard_library_text
-from moe_runtime.experiments.recipe import DTYPES, Node, Pretrain, Rows, Training, check_base, check_names
+from moe_runtime.experiments.recipe import (
+    AnyNumber,
+    BelowOne,
+    Count,
+    Dtype,
+    Fraction,
+    Node,
+    Number,
+    Positive,
+    Pretrain,
+    Prompt,
+    Rows,
+    Schedule,
+    Steps,
+    Training,
+    check_base,
+    check_names,
+)  # fmt: skip
+from moe_runtime.experiments.stages import split_rows
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import PROMPTS, put_prompt
-from moe_runtime.methods.esft.selection import SCORES, VARIANTS, check_p
+from moe_runtime.io.prompts import put_prompt
+from moe_runtime.methods.esft.selection import SCORES, VARIANTS
 
 GENERAL = data.BUILT_IN  # the source text itself: what the small base was trained on
 HIDDEN = "f"  # the name of a function whose name is asked for
-
-
-def check_source(source: str) -> None:
-    """Raise ValueError for a name of the standard library's tasks that is none of them."""
-    if source.startswith(f"{GENERAL}/") and source not in BUILT_IN:
-        raise ValueError(
-            f"train is {source!r}; want one of {', '.join(BUILT_IN)}, a file, a folder or an id of the Hub"
-        )
 
 
 def task_rows(tokenizer, task, recipe) -> dict:
@@ -45,18 +54,9 @@ def task_rows(tokenizer, task, recipe) -> dict:
     No row is in two of them. `task` is a Task of `recipe`. Raises ValueError for data that cannot be read or have too
     few rows.
     """
-    built_in = _built_in(task)
-    if built_in is not None:
-        train, held_out = built_in
-    elif task.held_out is None:
-        train, held_out = data.hold_out(data.read_rows(task.train, task.split), task.held_out_rows)
-    else:
-        train, held_out = data.read_rows(task.train, task.split), data.read_rows(task.held_out, task.held_out_split)
-        known = {str(row) for row in held_out}
-        left = [place for place, row in enumerate(train) if str(row) not in known]
-        if not left:
-            raise ValueError(f"held_out is {task.held_out!r}, which has every row of train; want other rows")
-        train = train.select(left)
+    train, held_out = split_rows(task, BUILT_IN)
+    of = data.require("datasets").Dataset
+    train = of.from_list(train) if isinstance(train, list) else train
     train, validation = data.hold_out(train, task.validation_rows, seed=1)
     parts = {}
     for name, rows, count in (
@@ -104,15 +104,6 @@ def mixed(rows, general, ratio: float):
     return data.require("datasets").concatenate_datasets(
         [rows, general.select([i % len(general) for i in range(count)])]
     )
-
-
-def _built_in(task) -> tuple | None:
-    """Return train and held-out rows of a task of the standard library; None for other sources."""
-    make = BUILT_IN.get(task.train)
-    if make is None:
-        return None
-    of = data.require("datasets").Dataset.from_list
-    return tuple(of(rows) for rows in make())
 
 
 def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[[], tuple]:
@@ -178,163 +169,121 @@ BUILT_IN = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Task(Rows):
     """The rows of a task: to train on, to choose the best step by, and to judge by."""
 
-    validation_rows: int = 64  # of the train rows; nothing is trained on them, nor judged by them
-    prompt: str = "deepseek"
+    validation_rows: Count = 64  # of the train rows; nothing is trained on them, nor judged by them
+    prompt: Prompt = "deepseek"
 
-    def __post_init__(self):
-        Rows.__post_init__(self)
-        check_source(self.train)
-        check_choice("prompt", self.prompt, tuple(PROMPTS))
-        check_positive("validation_rows", self.validation_rows)
+    @model_validator(mode="after")
+    def _check_source(self):
+        if self.train.startswith(f"{GENERAL}/") and self.train not in BUILT_IN:
+            raise ValueError(f"train is {self.train!r}; want one of {', '.join(BUILT_IN)}, or your own rows")
+        return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class General(Task):
     """Text of no task: what a model should not forget; mixed in while it trains, and judged by."""
 
     train: str = GENERAL
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainMoE(Pretrain):
     """A small DeepSeek-V2 to start from: fine-grained experts beside shared ones, pre-trained on the standard library.
 
     `intermediate_size` is the dense layers'.
     """
 
-    num_experts: int = 32
-    top_k: int = 4
-    expert_size: int = 32  # an expert's intermediate size
-    shared_experts: int = 2
-    dense_layers: int = 1  # the first ones, without experts
-    balance_loss_coef: float = 0.001
+    num_experts: Count = 32
+    top_k: Count = 4
+    expert_size: Count = 32  # an expert's intermediate size
+    shared_experts: Count = 2
+    dense_layers: Count = 1  # the first ones, without experts
+    balance_loss_coef: Number = 0.001
 
-    def __post_init__(self):
-        Pretrain.__post_init__(self)
-        for name in ("num_experts", "top_k", "expert_size", "shared_experts", "dense_layers"):
-            check_positive(name, getattr(self, name))
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
-        if self.dense_layers >= self.num_layers:
-            raise ValueError(f"dense_layers is {self.dense_layers}, num_layers is {self.num_layers}; want fewer")
-        check_number("balance_loss_coef", self.balance_loss_coef)
+    @model_validator(mode="after")
+    def _check_sizes(self):
+        if self.top_k > self.num_experts or self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"top_k is {self.top_k}, num_experts is {self.num_experts}, dense_layers is {self.dense_layers}, num_layers is "
+                f"{self.num_layers}; want top_k <= num_experts and dense_layers < num_layers"
+            )
+        return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning(Training):
     """A training of the study: AdamW at a constant rate, ended with the weights of its lowest validation loss."""
 
-    warmup_steps: int | None = 0
-    batch_size: int = 32
+    warmup_steps: Steps | None = 0
+    batch_size: Count = 32
     optimizer: str = "adamw_torch"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    weight_decay: float = 0.1
-    schedule: str = "constant"
-    max_grad_norm: float = 1.0
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.95
+    weight_decay: Number = 0.1
+    schedule: Schedule = "constant"
+    max_grad_norm: AnyNumber = 1.0
     keep_best: bool = True
 
-    def __post_init__(self):
-        Training.__post_init__(self)
-        for name in ("adam_beta1", "adam_beta2"):
-            check_fraction(name, getattr(self, name), one=False)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Lora(Node):
     """The baseline of low-rank matrices on all linear layers and experts, embeddings and head excepted."""
 
-    rank: int = 8
-    scaling: float = 2.0  # alpha / rank
+    rank: Count = 8
+    scaling: Positive = 2.0  # alpha / rank
     training: Tuning
 
-    def __post_init__(self):
-        check_positive("rank", self.rank)
-        check_number("scaling", self.scaling, positive=True)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring(Node):
     """The sample that experts are scored on."""
 
-    n_tokens: int = 131072
-    variant: str = "v1"
-
-    def __post_init__(self):
-        check_positive("n_tokens", self.n_tokens)
-        check_choice("variant", self.variant, VARIANTS)
+    n_tokens: Count = 131072
+    variant: Literal[VARIANTS] = "v1"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+Threshold = Annotated[Positive, Field(le=1)]
+
+
 class Thresholds(Node):
     """p of the two scores."""
 
-    gate: float = 0.1
-    token: float = 0.2
-
-    def __post_init__(self):
-        for name in ("gate", "token"):
-            try:
-                check_p(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+    gate: Threshold = 0.1
+    token: Threshold = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EsftRecipe(Node):
     """A whole study."""
 
-    method: str = "esft"
+    method: Literal["esft"] = "esft"
     name: str = "recipe"
     base_model: str | None = None
     pretrain: PretrainMoE | None = None
-    dtype: str = "float32"
-    trained_dtype: str | None = None  # of the experts that train; None: `dtype`
-    max_length: int = 4096
+    dtype: Dtype = "float32"
+    trained_dtype: Dtype | None = None  # of the experts that train; None: `dtype`
+    max_length: Count = 4096
     pack: bool = True  # samples joined to rows of max_length
-    drop_bos: float = 0.2  # of the samples within a row, so many begin without BOS
+    drop_bos: Fraction = 0.2  # of the samples within a row, so many begin without BOS
     tasks: dict[str, Task]
-    general: General = field(default_factory=General)
-    mix: float = 1.0
-    scores: Scoring = field(default_factory=Scoring)
-    p: Thresholds = field(default_factory=Thresholds)
-    score: str = "gate"  # that a whole run selects by; tables take both
+    general: General = General()
+    mix: Number = 1.0
+    scores: Scoring = Scoring()
+    p: Thresholds = Thresholds()
+    score: Literal[SCORES] = "gate"  # that a whole run selects by; tables take both
     fft: Tuning
     lora: Lora
     esft: Tuning
-    evaluations: int = 5  # times that a training takes the validation loss
+    evaluations: Count = 5  # times that a training takes the validation loss
     seed: int = 0
 
-    def __post_init__(self):
-        check_choice("method", self.method, ("esft",))
-        check_choice("dtype", self.dtype, DTYPES)
-        if self.trained_dtype is not None:
-            check_choice("trained_dtype", self.trained_dtype, DTYPES)
-        check_positive("max_length", self.max_length)
-        check_positive("evaluations", self.evaluations)
-        check_number("mix", self.mix)
-        check_choice("score", self.score, SCORES)
-        check_fraction("drop_bos", self.drop_bos)
+    @model_validator(mode="after")
+    def _check_recipe(self):
         check_base(self)
-        if not self.tasks:
-            raise ValueError("tasks is {}; want at least one task")
+        check_names("tasks", self.tasks)
+        if "general" in self.tasks:
+            raise ValueError("tasks has the name 'general', which is that of the general text; want another")
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
         if {"deepseek", "chat"} <= prompts:
             raise ValueError("prompt is 'deepseek' in one place and 'chat' in another; want one chat template for all")
-        if "general" in self.tasks:
-            raise ValueError("tasks has the name 'general', which is that of the general text; want another")
-        check_names("tasks", self.tasks)
+        return self
 
 
-def shipped_recipes() -> list[str]:
-    """Return the names of the studies that come with the package."""
-    return recipes.shipped_recipes("esft")
-
-
-def load_recipe(path_or_name: str | Path) -> EsftRecipe:
-    """Read a YAML file, or a shipped study by its name; raises ValueError with the file and the key of a mistake."""
-    return recipes.load_recipe(path_or_name, EsftRecipe)
+load_recipe = functools.partial(recipes.load_recipe, EsftRecipe)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,7 +138,7 @@ def train_folder(
     trained_files.check_place(out)
     check_positive("max_length", max_length)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
-    compared = {name: value for name, value in asdict(training).items() if name not in NOT_COMPARED}
+    compared = {name: value for name, value in training.to_dict().items() if name not in NOT_COMPARED}
     settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
     settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
     settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt]}
@@ -158,7 +157,7 @@ def train_folder(
     evaluations = max((training.steps or 0) // 100, 4)
     done = fit.train(
         model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
-        **asdict(training),
+        **training.to_dict(),
     )  # fmt: skip
     with ranks.leading():
         esft.save_adapter(model, out, overwrite=overwrite)

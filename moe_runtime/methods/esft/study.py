@@ -20,7 +20,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.prompts import DEEPSEEK_CHAT
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.analyses import SampleSizes, sample_sizes, two_samples
-from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, load_recipe, mixed, task_rows
+from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, mixed, task_rows
 from moe_runtime.methods.esft.recorder import group_routing
 from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches
 from moe_runtime.methods.esft.selection import group_experts
@@ -164,12 +164,8 @@ class ScoredStages(KeptStages):
     """The stages of a study that need no tuning; `esft_stages.Stages` has the others."""
 
     FORMAT = 1
+    Recipe = EsftRecipe
     result = Tuned
-
-    def __init__(
-        self, recipe: EsftRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
-    ):
-        super().__init__(recipe if isinstance(recipe, EsftRecipe) else load_recipe(recipe), out, seed, say)
 
     def trainings(self) -> tuple[Tuning, ...]:
         """Return the recipe's trainings."""
@@ -187,10 +183,7 @@ class ScoredStages(KeptStages):
                 self._save(model, trained, tmp / "model")
                 del model, trained
             else:
-                with ranks.leading() as main:
-                    if main:
-                        model = ranks.load_model(r.base_model, r.dtype)
-                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                self._copy_base(tmp / "model")
             model = self._load(tmp / "model")
             found = {task: loss_of(*self._losses(model, f"{task}-held_out")) for task in (*r.tasks, GENERAL)}
             return way | sizes_of(model) | {"found": found, "trained_parameters": 0, "optimizer_bytes": 0}
@@ -341,7 +334,7 @@ class ScoredStages(KeptStages):
         """Return a hash of the base, all rows and the Python that built-in text is of."""
         r, python = self.recipe, platform.python_version()
         base = [python, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        parts = {task: asdict(one) for task, one in {**r.tasks, GENERAL: r.general}.items()}
+        parts = {task: one.to_dict() for task, one in {**r.tasks, GENERAL: r.general}.items()}
         sources = [source for one in parts.values() for source in (one["train"], one["held_out"]) if source]
         rows = [python if source in BUILT_IN else files_print(source) for source in sources]
         how = [r.max_length, r.pack, r.drop_bos]
@@ -483,8 +476,8 @@ def run(recipe: EsftRecipe | str | Path, out: str | Path, seed: int | None = Non
 
     `seed` is the recipe's unless given. A result's folder is the task's adapter.
     """
-    recipe = recipe if isinstance(recipe, EsftRecipe) else load_recipe(recipe)
-    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    stages = Stages(recipe, out, seed=seed, say=say)
+    recipe = stages.recipe
     base = stages.base()
     tuned = {task: stages.esft(task, stages.selection(task, recipe.score)) for task in recipe.tasks}
     stages.say(

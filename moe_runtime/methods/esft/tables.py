@@ -1,4 +1,4 @@
-"""The tables and figures of the ESFT paper (arXiv 2407.01906), one command each, on the stages of `esft_stages`.
+"""The tables and figures of the ESFT paper (arXiv 2407.01906), one command each, on the stages of `study`.
 
     main            base, FFT, LoRA, ESFT-Token, ESFT-Gate           Tables 1 and 2, Figure 5
     sweep-p         ESFT by p, LoRA by rank                          Figure 6
@@ -6,44 +6,51 @@
     random-experts  as many experts, drawn                           Table 4
     group-size      coarser experts                                  Figure 7
     mix-data        with and without general data                    Tables 9 and 10
-    counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (esft_studies)
+    counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (figures)
 
 The measure is the held-out loss per label token, on the tasks and on general text, in the place of the paper's
-benchmarks. A stage that OUT holds already is read, not trained, whichever command made it; so a command that was killed
-goes on.
-
-What a table of ESFT says beside the losses on the tasks: losses on general text, what was trained, what it cost.
+benchmarks. A table also shows the losses on general text, what was trained, and what it cost.
 """
 
-import math
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import LEVEL, compare
-from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, difference_of, each, finite, p_of
+from moe_runtime.experiments.tables import (
+    Command,
+    Entry,
+    Report,
+    Run,
+    best,
+    compared,
+    different,
+    each,
+    finite,
+    over_seeds,
+)
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import figures
-from moe_runtime.methods.esft.recipe import EsftRecipe, load_recipe
+from moe_runtime.methods.esft.recipe import EsftRecipe
 from moe_runtime.methods.esft.selection import SCORES, check_p
 from moe_runtime.methods.esft.study import Stages, Tuned, join
 
 MANY = 3  # tasks beyond that have no columns of their own
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GeneralReport(Report):
     """The same methods, judged on general text."""
 
     label = "general loss per label token (lower is better)"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EsftReport(Report):
     """A table of methods that were each tuned on every task; its losses are over the held-out rows of all tasks."""
 
@@ -106,18 +113,19 @@ class EsftReport(Report):
         return (
             entry.name,
             *(f"{self.task_loss(entry, task):.4f}" for task in tasks),
-            *_compared(entry, self),
-            *_compared(general, self.general),
+            entry.mean_sd(),
+            *compared(self.comparison(entry.name)),
+            general.mean_sd(),
+            *compared(self.general.comparison(entry.name)),
             *(costs if trained else ("", "", "", "")),
         )
 
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
         result = self.entries[0].results[0]
-        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
         return (
             f"{len(result.tokens)} held-out rows of the tasks {', '.join(self.tasks)}, {sum(result.tokens):,} label tokens; "
-            f"{len(result.general_tokens)} rows of general text, {sum(result.general_tokens):,}; {over}.\n"
+            f"{len(result.general_tokens)} rows of general text, {sum(result.general_tokens):,}; {over_seeds(self.seeds)}.\n"
             f"A model per task; trained, optimizer and train s are means over them; train s: scoring and tuning.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column."
@@ -128,14 +136,6 @@ def _general(result):
     """A result as if the general rows were those it is judged by."""
     values = {of: getattr(result, f"general_{of}") for of in ("loss", "losses", "tokens")}
     return result._replace(**values)
-
-
-def _compared(entry: Entry, report: Report) -> tuple[str, str, str, str]:
-    sd = "" if math.isnan(entry.sd) else f" ± {entry.sd:.4f}"
-    one = report.comparison(entry.name)
-    if one is None:
-        return f"{entry.loss:.4f}{sd}", "", "", "reference"
-    return f"{entry.loss:.4f}{sd}", difference_of(one), p_of(one.p_corrected), one.verdict
 
 
 def _of_task(result) -> dict:
@@ -162,22 +162,6 @@ GRID = {
     "relevant, shared, others": ("relevant", True, True),
     "nothing (base)": ("none", False, False),
 }
-
-
-def run(
-    command: str,
-    recipe: EsftRecipe | str | Path = "tiny",
-    out: str | Path = "runs/esft",
-    *,
-    seeds: int = 3,
-    say: Callable[[str], None] = print,
-    overwrite: bool = False,
-    **options,
-):
-    """Make a table, as `tables.run` says."""
-    return tables.run(
-        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
-    )
 
 
 def _over(stages: Stages, name: str, make: Callable[[str], Tuned]) -> tuple[str, Tuned]:
@@ -344,25 +328,14 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
     return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}
 
 
-def _different(name: str, values: Sequence, check: Callable) -> tuple:
-    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
-    values = tuple(values)
-    if not values or len(set(values)) < len(values):
-        given = ", ".join(f"{value:g}" for value in values) or "not given"
-        raise ValueError(f"{name} is {given}; want different numbers")
-    for value in values:
-        check(value)
-    return values
-
-
 def _check_sweep(
     recipe: EsftRecipe, ps: Sequence[float] = PS, score: str = "both", ranks: Sequence[int] | None = None
 ) -> dict:
     check_choice("score", score, (*SCORES, "both"))
     if ranks is None:
         ranks = sorted({1, recipe.lora.rank, 4 * recipe.lora.rank})
-    ps = _different("p", map(float, ps), check_p)
-    ranks = _different("rank", ranks, lambda rank: check_positive("rank", rank)) if ranks else ()
+    ps = different("p", map(float, ps), check_p)
+    ranks = different("rank", ranks, lambda rank: check_positive("rank", rank)) if ranks else ()
     return {"ps": ps, "scores": ("token", "gate") if score == "both" else (score,), "ranks": ranks}
 
 
@@ -380,7 +353,7 @@ def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dic
         return not ((K or 0) % size or (E or 0) % size)
 
     if sizes is not None:
-        sizes = _different("group_size", sizes, lambda size: check_positive("group_size", size))
+        sizes = different("group_size", sizes, lambda size: check_positive("group_size", size))
     bad = [size for size in sizes or () if not fits(size)]
     if bad:
         raise ValueError(f"group_size is {bad[0]}, num_experts is {E}, top_k is {K}; want a size that goes into both")
@@ -388,7 +361,7 @@ def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dic
 
 
 def _check_mix(recipe: EsftRecipe, ratios: Sequence[float] = RATIOS) -> dict:
-    return {"ratios": _different("mix", map(float, ratios), lambda mix: check_number("mix", mix))}
+    return {"ratios": different("mix", map(float, ratios), lambda mix: check_number("mix", mix))}
 
 
 def _losses(
@@ -406,3 +379,4 @@ COMMANDS = {
     "mix-data": _losses("General data mixed in", "Tables 9 and 10", _mix_data, plots.sweep, _check_mix),
     **figures.COMMANDS,
 }
+run = functools.partial(tables.run, COMMANDS, Stages)

@@ -1,22 +1,18 @@
-"""Folders of an UltraFuser: what it is, its gate, and its specialists, by name or copied.
+"""UltraFuser on disk: `save` and `load` of a fused model, its checkpoints, and the command line's verbs, each in one call.
 
 fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
                         each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
 gate.safetensors        the gate's parameters, float32
-generation_config.json  what generate does by default
+generation_config.json  generate's defaults
 specialists/<name>      a copied specialist: a folder of transformers with its tokenizer; its path is this
-tokenizers/<name>       the tokenizer of one that is not copied
+tokenizers/<name>       the tokenizer of a specialist that is not copied
 
-The gate and the heads of an UltraFuser without its specialists: for engines that run these elsewhere.
-
-UltraFuser, App. B: each specialist runs in an engine of its own with its own prompt; per token the engines' last hidden
-states are mixed to logits, one token is drawn, and all engines go on from it.
-
-UltraFuser from folders: what the command line's verbs do, each with one call.
-
-fuse_folders   specialists' folders -> a fused model's folder, its gate not trained yet
-link           a stage's folder -> a path that stays
-answer         a fused model's folder and prompts -> answers
+    save, load     a fused model to a folder and back
+    restore        a Trainer's checkpoint into a fused model
+    load_head      gate and heads alone, for engines that run the specialists elsewhere (App. B): per token the engines' last
+                   hidden states are mixed to logits, one token is drawn, and all engines continue from it
+    fuse_folders   specialists' folders -> a fused model's folder, its gate not trained yet
+    answer         a fused model's folder and prompts -> answers
 """
 
 import os
@@ -36,18 +32,17 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, is_plain_name, read_json
-from moe_runtime.methods import ultrafuser
-from moe_runtime.methods.ultrafuser.heads import Head, gate_weight, head_of, logits_of
-from moe_runtime.methods.ultrafuser.inputs import Encoder, check_tokenizers
+from moe_runtime.methods.ultrafuser.heads import FusedHead, Head, head_of
+from moe_runtime.methods.ultrafuser.inputs import check_tokenizers
 from moe_runtime.methods.ultrafuser.model import UltraFuser
 from moe_runtime.methods.ultrafuser.specialists import (
-    check_reference,
     encoder_of,
     fingerprint,
     has_changed,
     one_each,
     open_model,
     tokenizers_of,
+    unsaved_reason,
 )
 from moe_runtime.modules.fuser import GATES, FuserGate
 
@@ -65,25 +60,24 @@ def save(
     max_shard_size: int | str = "5GB",
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write a folder that `load` reads: the gate and, by "reference", where the specialists are; by "copy" they too.
+    """Write a folder that `load` reads: the gate and, by "reference", the specialists' paths, or by "copy" themselves.
 
-    Of several processes that hold the whole model, one calls. `progress(done, total)` counts the bytes of what is copied.
-    Raises ValueError, with nothing written, for a specialist with an adapter, and for a reference to one that has no path,
-    is not as its folder has it, or is inside `folder`, which is replaced; and for a copy of what is inside it elsewhere than
-    among its copies.
+    If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes that are copied. Raises
+    ValueError, with nothing written, for a specialist with an adapter, for a reference to one that has no path, differs
+    from its folder, or is inside `folder`, which is replaced, and for a copy of one inside it but not among its copies.
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
-    # what lies among its own copies is written there again
+    # a specialist among the folder's own copies is written there again
     others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-        if any(hasattr(module, "base_layer") for module in model.modules()):
-            raise ValueError(
-                f"specialist {name!r} has an adapter; want it merged; peft's merge_and_unload does it in place"
-            )
-        if specialists == "reference":
-            check_reference(fuser, s, folder)
+        reason, remedy = "has an adapter", "merge it, in place by peft's merge_and_unload"
+        if not any(hasattr(module, "base_layer") for module in model.modules()):
+            reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
+            remedy = "use specialists='copy' or another folder"
+        if reason is not None:
+            raise ValueError(f"specialist {name!r} {reason}; {remedy}")
     sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists]
     with atomic_folder(folder, overwrite) as tmp:
         described = []
@@ -116,10 +110,10 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: torch.device | str | Sequence | None = None,
 ) -> UltraFuser:
-    """Load what `save` wrote. `specialists` says where some of those that are named, by name, are now.
+    """Load what `save` wrote. `specialists` maps the names of specialists that have moved to their folders.
 
-    `dtype` is by default as saved; `device` is one for all or one for each. Raises ValueError for a folder or a specialist
-    that is missing, for other weights than the gate was saved with, another tokenizer, another gate.
+    `dtype` defaults to the saved one; `device` is one for all or one for each. Raises ValueError for a folder or a
+    specialist that is missing, for other weights than the gate was saved with, another tokenizer, another gate.
     """
     config = read(folder)
     parts = locate(folder, config, specialists or {})
@@ -143,6 +137,9 @@ def load(
     return fuser.eval()
 
 
+UltraFuser._load = staticmethod(load)
+
+
 class Part(NamedTuple):
     """A specialist as a folder names it."""
 
@@ -157,31 +154,27 @@ class Part(NamedTuple):
 def read(folder: str | os.PathLike) -> dict[str, Any]:
     """Return a folder's fuser_config.json; raises ValueError for another folder or another format."""
     path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise ValueError(f"folder is {str(folder)!r}, which has no {CONFIG}; want one that ultrafuser.save wrote")
     values = read_json(path)
-    if values.get("format") != FORMAT:
-        raise ValueError(f"format of {path} is {values.get('format')}; want {FORMAT}; upgrade moe_runtime")
-    keys = {"name", "path", "template", "dtype", "weights"}
-    wrong = [key for key in ("gate", "loss_reduction", "specialists") if key not in values]
-    parts = values.get("specialists")
-    if wrong or not isinstance(parts, list) or any(not isinstance(one, dict) or keys - one.keys() for one in parts):
-        raise ValueError(f"{path} lacks {', '.join(wrong) or 'fields of a specialist'}; want a file that save wrote")
-    for one in parts:
-        odd = [key for key in keys if not isinstance(one[key], str if key in ("name", "path", "dtype") else str | None)]
-        if odd or not is_plain_name(one["name"]):
-            raise ValueError(f"{(odd or ['name'])[0]} of a specialist in {path} is none; want a file that save wrote")
-    gate = values["gate"]
-    if not isinstance(gate, dict) or not {"kind", "joint"} <= gate.keys():
-        raise ValueError(f"gate of {path} is {str(gate)[:80]}; want an object with kind and joint, as save wrote it")
+    gate, parts = values.get("gate"), values.get("specialists")
+    texts = {"name": str, "path": str, "dtype": str, "template": str | None, "weights": str | None}
+    fits = isinstance(gate, dict) and {"kind", "joint"} <= gate.keys() and "loss_reduction" in values
+    fits = (
+        fits and isinstance(parts, list) and all(isinstance(one, dict) and texts.keys() <= one.keys() for one in parts)
+    )
+    fits = fits and all(isinstance(one[key], kind) for one in parts for key, kind in texts.items())
+    if values.get("format") != FORMAT or not fits or not all(is_plain_name(one["name"]) for one in parts):
+        raise ValueError(
+            f"{path} has format {values.get('format')!r} or fields other than expected; expected format {FORMAT} as "
+            "ultrafuser.save wrote it, with gate, loss_reduction and specialists; a newer moe_runtime may have written it"
+        )
     return values
 
 
 def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]) -> list[Part]:
-    """Return the specialists of a folder; raises ValueError for one that is missing and for a name that is none's."""
+    """Return the specialists of a folder; raises ValueError for one that is missing and for an unknown name in `moved`."""
     names = [one["name"] for one in values["specialists"]]
     if unknown := sorted(set(moved) - set(names)):
-        raise ValueError(f"specialists has {', '.join(unknown)}; want names among {', '.join(names)}")
+        raise ValueError(f"specialists has {', '.join(unknown)}; expected names among {', '.join(names)}")
     parts = []
     for one in values["specialists"]:
         name, path = one["name"], os.fspath(moved.get(one["name"], one["path"]))
@@ -191,7 +184,7 @@ def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str |
         is_local = os.path.isabs(path) or name in moved or path == str(copied)
         if is_local and not Path(path, "config.json").is_file():
             raise ValueError(
-                f"specialist {name!r} of {str(folder)!r} is {path}, which is no model's folder; want it there; or pass "
+                f"specialist {name!r} of {str(folder)!r} is {path}, which is no model's folder; put it there, or pass "
                 f"specialists={{{name!r}: its folder}}"
             )
         kept = next(
@@ -202,7 +195,7 @@ def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str |
 
 
 def saved_tokenizer(part: Part):
-    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder has another by now."""
+    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder has another now."""
     if part.tokenizer is None:
         return None
     tokenizer = tokenizers_of([part.tokenizer], [None])[0]
@@ -213,12 +206,12 @@ def saved_tokenizer(part: Part):
 
 
 def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
-    """Raise ValueError for a specialist with other weights than it was saved with; in another dtype nobody can tell."""
+    """Raise ValueError for a specialist with other weights than it was saved with, unless its dtype has changed."""
     for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
         if part.weights is not None and str(model.dtype) == f"torch.{part.dtype}" and weights != part.weights:
             raise ValueError(
-                f"specialist {part.name!r} at {part.path} has other weights than the gate was saved with; want the same; "
-                "give its folder as specialists, or train the gate anew"
+                f"specialist {part.name!r} at {part.path} has other weights than the gate was saved with; pass "
+                "the right folder as specialists, or train the gate again"
             )
 
 
@@ -237,7 +230,7 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
 def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
     """Read a checkpoint of a training, which `save_pretrained` wrote, into a fuser of the same specialists, in place.
 
-    Tensor by tensor. Raises ValueError, with nothing read, for tensors that do not fit, and if the checkpoint has not the
+    Tensor by tensor. Raises ValueError, with nothing read, for tensors that do not fit, and if the checkpoint lacks a
     specialist that has changed here.
     """
     own = fuser.state_dict()
@@ -248,8 +241,8 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
         for s in sorted(absent - held):
             if has_changed(fuser, s):
                 raise ValueError(
-                    f"checkpoint is {str(checkpoint)!r}, without specialist {fuser.names[s]!r}, which has changed here; want "
-                    "a fuser of the specialists as they were"
+                    f"checkpoint is {str(checkpoint)!r}, without specialist {fuser.names[s]!r}, which has changed here; use a "
+                    "fuser of the original specialists"
                 )
         missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
         want = {
@@ -263,39 +256,15 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
     return fuser
 
 
-class Mixed(NamedTuple):
-    """What the next token is drawn from."""
-
-    logits: torch.Tensor  # [..., V] float32
-    weight: torch.Tensor  # [..., S] float32
-
-
-class FusedHead(nn.Module):
-    """Last hidden states to mixed logits; `encoder`, if the folder has tokenizers, makes each engine's prompt."""
-
-    def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
-        super().__init__()
-        self.gate, self.linears, self.encoder = gate, nn.ModuleList(head.linear for head in heads), encoder
-        self._heads = list(heads)
-
-    @torch.no_grad()
-    def forward(self, hidden: Sequence[torch.Tensor]) -> Mixed:
-        """Mix the logits of states S of [..., H_s], each after its model's final norm; on the gate's device."""
-        dtypes = [linear.weight.dtype for linear in self.linears]
-        hidden = [h.to(dtype) for h, dtype in zip(hidden, dtypes, strict=True)]
-        weight = gate_weight(self.gate, hidden)
-        return Mixed(logits_of(self._heads, hidden, weight), weight)
-
-
 def load_head(
     folder: str | os.PathLike,
     *,
     specialists: Mapping[str, str | os.PathLike] | None = None,
     device: torch.device | str | None = None,
 ) -> FusedHead:
-    """Load from a folder that `ultrafuser.save` wrote what is behind the specialists' last states; nothing else is read.
+    """Load gate and heads from a folder that `ultrafuser.save` wrote; nothing else of the specialists is read.
 
-    `specialists` is `load`'s. Raises ValueError for what load refuses, but for changed specialists, which this cannot see.
+    `specialists` is `load`'s. Raises ValueError for what `load` refuses, except for changed specialists.
     """
     values = read(folder)
     parts = locate(folder, values, specialists or {})
@@ -312,9 +281,7 @@ def load_head(
 
 @torch.no_grad()
 def _open(part: Part) -> Head:
-    """Return a specialist's head with its weights, its model being an empty shell."""
-    if not os.path.isdir(part.path):
-        raise ValueError(f"specialist {part.name!r} is {part.path}; want a folder here; hf download makes it")
+    """Return a specialist's head with its weights, in a model without any others."""
     model = skeleton(ranks.load_config(part.path, f"specialist {part.name!r}"))
     head = head_of(model, part.name)
     prefix = next(name for name, module in model.named_modules() if module is head.linear)
@@ -351,25 +318,23 @@ def fuse_folders(
     seed: int = 0,
     overwrite: bool = False,
 ) -> FuseReceipt:
-    """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate that `seed` draws.
+    """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate drawn by `seed`.
 
-    `templates` and `names` as UltraFuser's, a single template for all. `copy` puts the specialists in it. Raises
-    ValueError, with nothing written, for specialists that do not fit together and for an existing target.
+    `templates` and `names` are UltraFuser's, a single template for all. `copy` puts the specialists into the folder.
+    Raises ValueError, with nothing written, for specialists that do not fit together and for an existing target.
     """
     check_choice("gate", gate, GATES)
     check_out_dir(out, overwrite, specialists if copy else ())
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
-    fuser = ultrafuser.UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
+    fuser = UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
     with bar("copying", "B") as update:
-        path = ultrafuser.save(
-            fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite, progress=update
-        )
+        path = save(fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite, progress=update)
     return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
 
 
 def link(path: str | Path, target: str | Path) -> None:
-    """Have the link `path` lead to a folder `target` below its own, in the place of what it led to."""
+    """Point the link `path` to a folder `target` below its own, atomically."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
@@ -381,7 +346,7 @@ def answer(
     folder: str | Path, prompts: Sequence[str], *, system: str | None = None, seed: int = 0, **settings
 ) -> list[str]:
     """Return the answers of a folder's fused model to prompts; `settings` are generate()'s."""
-    fuser = ultrafuser.load(folder, device=ranks.state().device)
+    fuser = load(folder, device=ranks.state().device)
     torch.manual_seed(seed)
     made, most = 0, settings.get("max_new_tokens", 0)
     with bar("answering", "token") as update:
@@ -390,6 +355,6 @@ def answer(
             nonlocal made
             made += 1
             update(made, most)
-            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # of no answer the end
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # stops no answer
 
         return fuser.complete(list(prompts), system=system, stopping_criteria=[count], **settings)

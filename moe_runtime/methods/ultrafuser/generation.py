@@ -1,8 +1,8 @@
-"""generate() for several language models at once: a cache for each, its own prompt, one token for all.
+"""generate() for several language models at once: a cache and a prompt for each, one token for all.
 
-UltraFuser, App. B: per token S forward passes; the logits are mixed, one token is drawn and given to all.
+UltraFuser (arXiv 2403.08281), App. B: per token S forward passes; the logits are mixed, one token is drawn and given to all.
 transformers' loop sees the answer alone: its logits processors and stopping criteria get the ids after the prompts, and
-so does the caller. What the loop grows, prunes and copies per row (beams, several sequences) are the caches together.
+so does the caller. The loop grows, prunes and copies the caches together, row by row (beams, several sequences).
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from transformers.generation import GenerationMode
 from moe_runtime.methods.ultrafuser.heads import device_of
 from moe_runtime.methods.ultrafuser.inputs import check_answers
 
-# what transformers' generate takes and ours makes
+# arguments of transformers' generate that ours sets
 _TAKEN = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values"}
-# what needs the prompts or the states of one model
+# settings that need the prompts or the states of one model, and their only value here
 _PLAIN = {"guidance_scale": 1, "output_hidden_states": False, "output_attentions": False}
 
 
 class FuserCache(Cache):
-    """One cache per specialist, the layers of all being its layers; or none, where nothing is to be kept."""
+    """One cache per specialist, with the layers of all; or none, without caching."""
 
     def __init__(self, caches: Sequence[Cache]):
         self.caches = list(caches)
@@ -33,13 +33,12 @@ class FuserCache(Cache):
         return [layer for cache in self.caches for layer in cache.layers]
 
     @layers.setter
-    def layers(self, value: list) -> None:
-        if value:
-            raise AttributeError("layers belong to the caches of the specialists")
+    def layers(self, value: list) -> None:  # by Cache.__init__; the layers belong to the specialists' caches
+        pass
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers may compile the decoding step by itself: no, the caches grow."""
+        """Whether transformers may compile the decoding step on its own: no, since the caches grow."""
         return False
 
 
@@ -66,25 +65,26 @@ class FuserGeneration(GenerationMixin):
         one model's states or the prompts' ids (assisted generation, guidance, prompt lookup), and for a specialist whose
         cache does not count tokens (Mamba) unless use_cache is False.
         """
-        if given := sorted(_TAKEN & kwargs.keys()):
-            raise ValueError(f"{', '.join(given)} is given; want prompt_ids and prompt_mask; fuser.encode makes them")
+        settings = kwargs.get("generation_config") or self.generation_config
+        values = {name: kwargs.get(name, getattr(settings, name, None)) for name in _PLAIN}
+        odd = sorted(_TAKEN & kwargs.keys()) + [n for n, plain in _PLAIN.items() if values[n] not in (None, plain)]
+        if odd:
+            raise ValueError(
+                f"{odd[0]} is given, and each specialist has a prompt and states of its own; pass prompt_ids and prompt_mask, "
+                "which fuser.encode makes"
+            )
         prompts = self._prompts(prompt_ids, prompt_mask)
         rows, device = len(prompts[0][0]), self.gate.score.weight.device
         start = prompts[0][0].new_empty(rows, 0) if response_ids is None else response_ids
         check_answers(start, rows, self.config.vocab_size, least=0)
         if labels is not None and (labels == -100).any():
-            raise ValueError("response_ids is padded; want beginnings of one length; or answers one at a time")
-        settings = kwargs.get("generation_config") or self.generation_config
-        for name, plain in _PLAIN.items():
-            value = kwargs.get(name, getattr(settings, name, None))
-            if value is not None and value != plain:
-                raise ValueError(f"{name} is {value}; want {plain}: each specialist has prompts and states of its own")
+            raise ValueError("response_ids is padded; pass beginnings of one length, or answers one at a time")
         caches = self._new_caches() if kwargs.pop("use_cache", settings.use_cache) is not False else []
         places = [device_of(model.get_input_embeddings()) for model in self.specialists]
         ids, mask = zip(*((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True)
         return super().generate(
             start.to(device),
-            # of no width: what lets transformers' loop begin with no ids at all, and without a guess at their padding
+            # of no width: lets transformers' loop start without ids, and without guessing their padding
             inputs_embeds=torch.empty(*start.shape, 0, device=device),
             attention_mask=torch.ones_like(start, device=device),
             prompt_ids=list(ids),
@@ -92,10 +92,6 @@ class FuserGeneration(GenerationMixin):
             past_key_values=FuserCache(caches),
             **kwargs,
         )
-
-    def generate_batch(self, *_, **__):
-        """Raise ValueError: transformers' continuous batching runs one model with one prompt."""
-        raise ValueError("generate_batch runs one model; want generate, which takes prompts of any lengths at once")
 
     def _collect_settings(self) -> None:
         """Set the ids that end, begin and pad an answer: every specialist's ends, as far as all have them."""
@@ -113,7 +109,7 @@ class FuserGeneration(GenerationMixin):
             settings.pad_token_id = ends[0]
 
     def _new_caches(self) -> list[Cache]:
-        """Return an empty cache for each specialist; raises ValueError for one that would not count its tokens."""
+        """Return an empty cache for each specialist; raises ValueError for one that does not count its tokens."""
         caches = []
         for name, model in zip(self.names, self.specialists, strict=True):
             caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
@@ -121,7 +117,7 @@ class FuserGeneration(GenerationMixin):
                 caches[-1].get_seq_length()
             except ValueError as error:
                 raise ValueError(
-                    f"specialist {name!r} is {type(model).__name__}, whose cache counts no tokens; want use_cache=False"
+                    f"specialist {name!r} is {type(model).__name__}, whose cache does not count tokens; pass use_cache=False"
                 ) from error
         return caches
 
@@ -152,7 +148,7 @@ class FuserGeneration(GenerationMixin):
         }
 
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
-        """Repeat the prompts too, which transformers' own passes over: they are lists."""
+        """Repeat the prompts too, which transformers skips since they are lists."""
         input_ids, model_kwargs = super()._expand_inputs_for_generation(
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )

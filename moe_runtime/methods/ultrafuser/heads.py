@@ -1,16 +1,13 @@
-"""How a specialist's logits come from its last hidden states, and the loss of several such mixed.
+"""From a specialist's tokens to its last hidden states, from states to logits, and the loss of several mixed.
 
     o_s = cap(scale_s (W_s h_s + b_s)),  cap(x) = c tanh(x / c) where the model has a soft cap c
 
-Cohere and Granite scale, Gemma caps, Phi has a bias. Where no specialist caps or has a bias and all are on one device
-in one dtype, the loss is `ops.fusion`'s, which never has the logits; a scale goes into the states. Else (also for a head
-with an adapter, quantised or loaded piece by piece) it goes in chunks of tokens through the specialists' own heads, and
-each chunk's logits are computed again in the backward pass.
-
-A specialist's last hidden states: its own prompts, padded on the left, and the answer that all share.
-
-What is padded must not be seen. A model that looks at masked tokens all the same (RWKV, RecurrentGemma) is found out by
-`padding_error`. Weights that accelerate keeps elsewhere are on "meta"; their hooks say where the layer runs.
+h_s are the states of the specialist's own prompt, padded on the left, and the answer that all share. Padding must not be
+seen: `padding_error` detects a model that looks at masked tokens all the same (RWKV, RecurrentGemma). Cohere and Granite
+scale, Gemma caps, Phi has a bias. If no specialist caps or has a bias and all are on one device in one dtype, the loss is
+`ops.fusion`'s, which never stores the logits; a scale goes into the states. Otherwise (also for a head with an adapter,
+quantized or offloaded) it goes in chunks of tokens through the specialists' own heads, and each chunk's logits are
+recomputed in the backward pass. `FusedHead` is gate and heads without the specialists, for engines that run these elsewhere.
 """
 
 import contextlib
@@ -22,17 +19,21 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, mix
 
+PROBE = 1e-2  # relative difference between a head's logits and its model's, beyond what bfloat16 rounds
+PADDING = 0.03  # relative difference between states with and without padding, beyond what many layers of bfloat16 round
+
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Return the part of a causal LM that ends in the last hidden states: its head does not run on all positions."""
+    """Return the part of a causal LM that ends in the last hidden states, so that its head need not run everywhere."""
     return getattr(model, model.base_model_prefix or "model", model)
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return where a layer runs: where its weight is, or where accelerate's hook brings an offloaded one."""
+    """Return where a layer runs: where its weight is, or where accelerate's hook moves an offloaded one ("meta")."""
     device, hook = layer.weight.device, getattr(layer, "_hf_hook", None)
     if device.type == "meta":
         for one in getattr(hook, "hooks", [hook]):
@@ -48,7 +49,7 @@ def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.T
     """
     inner, device = inner_model(model), device_of(model.get_input_embeddings())
     ids, mask, answer = ids.to(device), mask.to(device), answer.to(device)
-    # the answer's padding is behind all that counts
+    # the answer's padding comes after all that counts
     mask = torch.cat([mask, mask.new_ones(answer.shape)], 1)
     positions = (mask.long().cumsum(1) - 1).clamp_min(0)
     ids = torch.cat([ids, answer], 1)
@@ -63,19 +64,16 @@ def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.T
 
 @torch.no_grad()
 def padding_error(model: nn.Module) -> float:
-    """Return the relative difference that masked tokens before a prompt make, at the token where it is least.
+    """Return the relative difference that masked tokens before a prompt make, at the token where it is smallest.
 
-    The least, because rounding can send a token of a mixture to another expert; who ignores the mask is wrong everywhere.
+    The smallest, because rounding can route a token to another expert, while a model that ignores the mask is wrong at
+    every token.
     """
     ids = (torch.arange(8) % model.get_input_embeddings().weight.shape[0])[None]
     mask, nothing = torch.tensor([[0] * 4 + [1] * 4]), ids[:, :0]
     padded = run(model, ids, mask, nothing)[:, 4:].float()
     alone = run(model, ids[:, 4:], mask[:, 4:], nothing).float()
     return ((padded - alone).norm(dim=-1) / alone.norm(dim=-1).clamp_min(1e-30)).min().item()
-
-
-PROBE = 1e-2  # relative difference between a head's logits and its model's, beyond what bfloat16 rounds
-PADDING = 0.03  # relative difference between states with and without padding, beyond what many layers of bfloat16 round
 
 
 class Head(NamedTuple):
@@ -94,7 +92,7 @@ class Head(NamedTuple):
     def plain(self) -> bool:
         """Whether the logits are a product with a weight: what the fused loss takes."""
         linear = self.linear
-        # a quantised layer or one with an adapter does more than its weight says; an offloaded weight is on no device
+        # a quantized layer or one with an adapter computes more than its weight says; an offloaded weight has no device
         own = type(linear) is nn.Linear and linear.weight.device.type != "meta"
         return own and linear.bias is None and self.softcap is None
 
@@ -107,31 +105,25 @@ class Head(NamedTuple):
 
 
 def head_of(model, name: str) -> Head:
-    """Return the head of a causal LM, tried on a few tokens where it has weights.
+    """Return the head of a causal LM, tried on a few tokens if it has weights.
 
-    Raises ValueError if its logits come about otherwise, or if it sees tokens that are masked.
+    Raises ValueError if its logits are computed otherwise, or if it sees tokens that are masked.
     """
     linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
-    if not hasattr(linear, "out_features") or inner_model(model) is model:
-        raise ValueError(
-            f"specialist {name!r} is {type(model).__name__}; want a causal language model with a linear head"
-        )
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
-    head = Head(model, float(scale), getattr(config, "final_logit_softcapping", None))
-    if device_of(linear).type != "meta":
+    head, reason = Head(model, float(scale), getattr(config, "final_logit_softcapping", None)), None
+    if not hasattr(linear, "out_features") or inner_model(model) is model:
+        reason = "no causal language model with a linear head"
+    elif device_of(linear).type != "meta":
         with _evaluating(model):
             error, shift = _probe(model, head), padding_error(model)
         if not error <= PROBE:
-            raise ValueError(
-                f"specialist {name!r} is {type(model).__name__}, whose logits differ by {error:.1e} from those of its head "
-                "on its last states; want a model with logits of the form cap(scale (W h + b))"
-            )
-        if not shift <= PADDING:
-            raise ValueError(
-                f"specialist {name!r} is {type(model).__name__}, whose states differ by {shift:.1e} where masked tokens stand "
-                "before a prompt; want a model that heeds attention_mask: a batch's prompts are padded"
-            )
+            reason = f"whose logits differ by {error:.1e} from its head's, of the form cap(scale (W h + b))"
+        elif not shift <= PADDING:
+            reason = f"whose states differ by {shift:.1e} with padding before a prompt: it ignores attention_mask"
+    if reason is not None:
+        raise ValueError(f"specialist {name!r} is {type(model).__name__}, {reason}; UltraFuser cannot use it")
     return head
 
 
@@ -149,7 +141,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _probe(model, head: Head) -> float:
-    """Return the relative difference of the two ways to a few tokens' logits."""
+    """Return the relative difference between a few tokens' logits by the head and by the model."""
     ids = torch.arange(4, device=device_of(model.get_input_embeddings()))[None]
     want = model(input_ids=ids, use_cache=False).logits.float()
     got = head(inner_model(model)(input_ids=ids, use_cache=False)[0]).float()
@@ -195,6 +187,31 @@ def loss_of(
         return fuser_loss(gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend)
     if backend is not None:
         raise ValueError(
-            f"backend is {backend!r}; want None: a head has a bias, a soft cap or an adapter, or they differ in device or dtype"
+            f"backend is {backend!r}; use None, since a head has a bias, a soft cap or an adapter, or they differ in device or "
+            "dtype"
         )
     return chunked_loss(gate, hidden, heads, labels, reduction=reduction)
+
+
+class Mixed(NamedTuple):
+    """What `FusedHead` returns: the next token is drawn from the logits."""
+
+    logits: torch.Tensor  # [..., V] float32
+    weight: torch.Tensor  # [..., S] float32
+
+
+class FusedHead(nn.Module):
+    """Last hidden states to mixed logits; `encoder`, if the folder has tokenizers, makes each engine's prompt."""
+
+    def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
+        super().__init__()
+        self.gate, self.linears, self.encoder = gate, nn.ModuleList(head.linear for head in heads), encoder
+        self._heads = list(heads)
+
+    @torch.no_grad()
+    def forward(self, hidden: Sequence[torch.Tensor]) -> Mixed:
+        """Mix the logits of states S of [..., H_s], each after its model's final norm; on the gate's device."""
+        dtypes = [linear.weight.dtype for linear in self.linears]
+        hidden = [h.to(dtype) for h, dtype in zip(hidden, dtypes, strict=True)]
+        weight = gate_weight(self.gate, hidden)
+        return Mixed(logits_of(self._heads, hidden, weight), weight)

@@ -1,7 +1,7 @@
 """What an UltraFuser reads: one prompt per specialist, each in its own template, and one answer for all.
 
-UltraFuser, Sec. 3.2 and Table 7: a sample is wrapped once per specialist, x_s = template_s(x), and y follows each.
-The answer's ids are added to each prompt's, not found anew by each tokenizer, so its positions are the same for all.
+UltraFuser (arXiv 2403.08281), Sec. 3.2 and Table 7: a sample is wrapped once per specialist, x_s = template_s(x), and y
+follows each. The answer's ids are appended to each prompt's, not tokenized with it, so its positions are the same for all.
 """
 
 import re
@@ -19,33 +19,33 @@ TEMPLATES = {
     ),
 }
 CHAT = "chat"  # the specialist's own chat template
-_WANTED = f"want {', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text with {{prompt}} and, if you like, {{system}}"
 
 
 def check_template(template: str, tokenizer=None) -> str:
     """Return a template with names of `TEMPLATES` replaced; raises ValueError for one that no prompt fits into."""
     text = TEMPLATES.get(template, template)
-    if text != CHAT and (not isinstance(text, str) or "{prompt}" not in text):
-        raise ValueError(f"template is {template!r}; {_WANTED}")
-    if text == CHAT and tokenizer is not None and not tokenizer.chat_template:
-        raise ValueError(f"template is {template!r}, the specialist's tokenizer has no chat template; {_WANTED}")
+    no_chat = text == CHAT and tokenizer is not None and not tokenizer.chat_template
+    if no_chat or (text != CHAT and (not isinstance(text, str) or "{prompt}" not in text)):
+        raise ValueError(
+            f"template is {template!r}{', but the tokenizer has no chat template' if no_chat else ''}; expected "
+            f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text with {{prompt}} and optionally {{system}}"
+        )
     return text
 
 
 def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int) -> None:
     """Raise ValueError unless the ids below `vocab_size` and the end of an answer are the same in all tokenizers."""
     vocabularies = [{i: token for token, i in t.get_vocab().items() if i < vocab_size} for t in tokenizers]
-    for name, tokenizer, vocabulary in zip(names[1:], tokenizers[1:], vocabularies[1:], strict=True):
-        for i in sorted(vocabulary.keys() & vocabularies[0].keys()):
-            if vocabulary[i] != vocabularies[0][i]:
-                raise ValueError(
-                    f"tokenizer of {name!r} has {vocabulary[i]!r} for the id {i}, that of {names[0]!r} "
-                    f"{vocabularies[0][i]!r}; want specialists with one vocabulary"
-                )
-        if tokenizer.eos_token_id != tokenizers[0].eos_token_id:
+    first = vocabularies[0]
+    for name, tokenizer, own in zip(names[1:], tokenizers[1:], vocabularies[1:], strict=True):
+        other = next((i for i in sorted(own.keys() & first.keys()) if own[i] != first[i]), None)
+        if other is not None or tokenizer.eos_token_id != tokenizers[0].eos_token_id:
+            what = "eos_token" if other is None else f"id {other}"
+            ours = tokenizers[0].eos_token if other is None else first[other]
+            theirs = tokenizer.eos_token if other is None else own[other]
             raise ValueError(
-                f"eos_token of {name!r} is {tokenizer.eos_token!r}, of {names[0]!r} {tokenizers[0].eos_token!r}; want one "
-                "end for all; set tokenizer.eos_token"
+                f"{what} of {name!r} is {theirs!r}, of {names[0]!r} {ours!r}; specialists need one vocabulary and one "
+                "tokenizer.eos_token"
             )
 
 
@@ -54,12 +54,12 @@ class Encoder:
 
     def __init__(self, tokenizers: Sequence, templates: Sequence[str], vocab_size: int):
         self.tokenizers, self.templates, self.vocab_size = tuple(tokenizers), tuple(templates), vocab_size
-        # an added token of a larger vocabulary is none that all specialists know
+        # not all specialists know an added token of a larger vocabulary
         self.tokenizer = min(self.tokenizers, key=len)
 
     @property
     def pad_token_id(self) -> int:
-        """An id to pad with; what stands there is masked."""
+        """An id to pad with; padding is masked."""
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
         return 0 if pad is None or pad >= self.vocab_size else pad
@@ -67,30 +67,25 @@ class Encoder:
     def prompt(self, prompt: str | Sequence[Mapping], system: str | None = None) -> list[list[int]]:
         """Return the ids of a prompt for each specialist; `prompt` is a text or a chat, messages with role and content.
 
-        A chat of several turns needs the template "chat" for all. Raises ValueError where a template cannot say it.
+        A chat of several turns needs the template "chat" for all. Raises ValueError for a template that cannot hold it.
         """
         messages = _messages(prompt, system)
         pairs = zip(self.tokenizers, self.templates, strict=True)
         ids = [
             _chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages) for t, template in pairs
         ]
-        for s, found in enumerate(ids):
-            if not found:
-                raise ValueError(
-                    f"prompt is {prompt!r}, of which specialist {s} sees no token; want text, or a BOS token"
-                )
+        if not all(ids):
+            raise ValueError(f"prompt is {prompt!r}, of which specialist {ids.index([])} sees no token; pass some text")
         return ids
 
     def answer(self, text: str, end: bool = True) -> list[int]:
-        """Return the ids of an answer, with EOS behind it if `end`; raises ValueError for ids that not all have."""
-        if not isinstance(text, str):
-            raise ValueError(f"response is {text!r}; want a text")
+        """Return the ids of an answer, followed by EOS if `end`; raises ValueError for ids that not all have."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
         ids = ids + [eos] if end and eos is not None else ids
         if any(i >= self.vocab_size for i in ids):
             raise ValueError(
-                f"response has the id {max(ids)}; want ids below {self.vocab_size}, which all specialists have"
+                f"response has the id {max(ids)}; expected ids below {self.vocab_size}, which all specialists have"
             )
         return ids
 
@@ -102,11 +97,13 @@ class Encoder:
         system: str | None = None,
         end: bool = True,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Return what UltraFuser.forward takes of B `prompts`, and of their answers if there are `responses`."""
-        if isinstance(prompts, str) or not len(prompts):
-            raise ValueError(f"prompts is {prompts!r}; want a list of at least one prompt")
-        if responses is not None and (isinstance(responses, str) or len(responses) != len(prompts)):
-            raise ValueError(f"responses is {responses!r}, with {len(prompts)} prompts; want a list of one for each")
+        """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are `responses`."""
+        is_list = not isinstance(prompts, str) and not isinstance(responses, str)
+        if not is_list or not len(prompts) or (responses is not None and len(responses) != len(prompts)):
+            raise ValueError(
+                f"prompts is {prompts!r}, responses is {responses!r}; expected a list of at least one prompt, and None or a "
+                "list of one response for each"
+            )
         rows = [{"prompt_ids": self.prompt(prompt, system)} for prompt in prompts]
         for row, response in zip(rows, responses or (), strict=False):
             row["response_ids"] = self.answer(response, end)
@@ -115,7 +112,7 @@ class Encoder:
     def collate(self, rows: Sequence[Mapping]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Pad rows of `prompt_ids`, one list per specialist, and of `response_ids` to tensors: prompts left, answers right.
 
-        Gives prompt_ids and prompt_mask, S of [B, P_s], and with answers response_ids and labels [B, R].
+        Returns prompt_ids and prompt_mask, S of [B, P_s], and with answers response_ids and labels [B, R].
         """
         batch: dict[str, torch.Tensor | list[torch.Tensor]] = {"prompt_ids": [], "prompt_mask": []}
         for lists in zip(*(row["prompt_ids"] for row in rows), strict=True):
@@ -136,19 +133,14 @@ class Encoder:
 def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
-        raise ValueError(f"prompt is {prompt!r}; want a text, or a list of messages with role and content")
-    messages = [dict(turn) for turn in prompt]
-    for turn in messages:
-        if not {"role", "content"} <= turn.keys() or not isinstance(turn["content"], str):
-            raise ValueError(f"prompt has the turn {turn!r}; want a role and, as content, text")
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError(f"prompt is {prompt!r}; want a text, or messages whose last is the user's")
-    if system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise ValueError(f"system is {system!r}, and the chat begins with another; want one of them")
-    return [{"role": "system", "content": system}, *messages]
+    is_chat = isinstance(prompt, Sequence) and len(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
+    is_chat = is_chat and all("role" in turn and isinstance(turn.get("content"), str) for turn in prompt)
+    if not is_chat or prompt[-1]["role"] != "user" or (system is not None and prompt[0]["role"] == "system"):
+        raise ValueError(
+            f"prompt is {prompt!r}, system is {system!r}; expected a text, or messages with role and content of which the "
+            "last is the user's, and one system text at most"
+        )
+    return [*([] if system is None else [{"role": "system", "content": system}]), *map(dict, prompt)]
 
 
 def _chat_ids(tokenizer, messages: list[dict[str, str]]) -> list[int]:
@@ -163,14 +155,14 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     if len(messages) > 1:
         roles = ", ".join(turn["role"] for turn in messages)
         raise ValueError(
-            f"prompt has the turns {roles}, the template is {template!r}; want one turn of the user's, and a system text "
-            "only where the template has {system}; or the template 'chat'"
+            f"prompt has the turns {roles}, the template is {template!r}; use the template 'chat', or one turn of the user's, "
+            "with a system text only if the template has {system}"
         )
-    # in one pass: a prompt may have braces, even these
+    # in one pass, since a prompt may contain these braces itself
     text = re.sub(r"\{(prompt|system)\}", lambda match: values[match[1]], template)
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    # some have a BOS that they put before nothing: GPT-2's is its EOS
+    # some have a BOS that they never put before a text: GPT-2's is its EOS
     puts_bos = tokenizer.encode(text, add_special_tokens=True)[:1] == bos
     return ids if not puts_bos or ids[:1] == bos else [*bos, *ids]
 
@@ -178,33 +170,40 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
 def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids.
 
-    Raises ValueError unless they fit; what is in them is looked at on the CPU only, where nothing has to wait for it.
+    Raises ValueError unless they fit; values are checked on the CPU only, where reading them waits for nothing.
     """
-    want = f"want {len(sizes)} tensors [B, P_s], one per specialist; fuser.encode makes them"
-    for name, tensors in (("prompt_ids", ids), ("prompt_mask", mask)):
-        if tensors is None or len(tensors) != len(sizes):
-            raise ValueError(f"{name} is {'None' if tensors is None else f'of length {len(tensors)}'}; {want}")
-    for s, (i, m, size) in enumerate(zip(ids, mask, sizes, strict=True)):
-        if i.dim() != 2 or i.shape[1] == 0 or i.shape != m.shape or len(i) != len(ids[0]):
-            raise ValueError(f"prompt_ids[{s}] is {tuple(i.shape)}, prompt_mask[{s}] {tuple(m.shape)}; {want}")
-        if m.device.type == "cpu" and not m.bool().any(1).all():
-            raise ValueError(f"prompt_mask[{s}] has a row of zeros; want at least one token in each prompt")
-        _check_ids(f"prompt_ids[{s}]", i, size)
+    counts = [None if tensors is None else len(tensors) for tensors in (ids, mask)]
+    shapes = [f"of length {counts[0]} and {counts[1]}"]
+    fits = counts == [len(sizes)] * 2
+    if fits:
+        shapes = [f"{tuple(i.shape)} and {tuple(m.shape)}" for i, m in zip(ids, mask, strict=True)]
+        fits = all(
+            i.dim() == 2 and i.shape[1] and i.shape == m.shape and len(i) == len(ids[0]) and _are_ids(i, size)
+            # on the CPU, at least one token in each prompt
+            and (m.device.type != "cpu" or bool(m.bool().any(1).all()))
+            for i, m, size in zip(ids, mask, sizes, strict=True)
+        )  # fmt: skip
+    if not fits:
+        raise ValueError(
+            f"prompt_ids and prompt_mask are {', '.join(shapes)}; expected {len(sizes)} tensors [B, P_s] each, one per "
+            f"specialist, a token in each prompt and ids below {', '.join(map(str, sizes))}; fuser.encode makes them"
+        )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 
 
 def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: int = 1) -> None:
     """Raise ValueError unless `ids` are answers [rows, R >= least] of ids that all specialists have."""
-    if ids is None or ids.dim() != 2 or len(ids) != rows or ids.shape[1] < least:
-        shape = None if ids is None else tuple(ids.shape)
-        raise ValueError(f"response_ids is {shape}, with {rows} prompts; want [{rows}, R]")
-    _check_ids("response_ids", ids, vocab_size)
+    shape = None if ids is None else tuple(ids.shape)
+    if ids is None or ids.dim() != 2 or len(ids) != rows or ids.shape[1] < least or not _are_ids(ids, vocab_size):
+        raise ValueError(
+            f"response_ids is {shape}, with {rows} prompts; expected [{rows}, R] and ids from 0 to {vocab_size - 1}, padding "
+            "included"
+        )
 
 
-def _check_ids(name: str, ids: torch.Tensor, size: int) -> None:
-    if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < size):
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"{name} hold {wrong}; want ids from 0 to {size - 1}, padding too")
+def _are_ids(ids: torch.Tensor, size: int) -> bool:
+    """Whether ids are from 0 to `size` - 1, as far as they are on the CPU."""
+    return ids.device.type != "cpu" or not ids.numel() or bool(ids.min() >= 0 and ids.max() < size)
 
 
 def left_padded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

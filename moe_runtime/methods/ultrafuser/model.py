@@ -1,17 +1,19 @@
 """UltraFuser: causal language models with one tokenizer, mixed token by token by a gate.
 
-UltraFuser, Sec. 3.2:  h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s)),  o = sum_s w_s o_s,  L = sum_i CE(o_i, y_i)
+UltraFuser (arXiv 2403.08281), Sec. 3.2:
+
+    h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s)),  o = sum_s w_s o_s,  L = sum_i CE(o_i, y_i)
 
 Symbols: `modules.fuser` (g), `ops.fusion` (o, L), `methods.ultrafuser.inputs` (templates). A specialist's sequence is its
 prompt, padded on the left, and the answer; token i of the answer comes from the state at P_s - 1 + i. Each specialist's
-inner model runs once, and its head never runs alone over all positions (`methods.ultrafuser.heads`). Stage 1 trains the gate
-with the specialists under no_grad and in eval mode (`freeze_specialists`), stage 2 all (`train_all`).
+inner model runs once, and its head never runs over all positions (`methods.ultrafuser.heads`). Stage 1 trains the gate,
+with the specialists under no_grad and in eval mode (`freeze_specialists`), stage 2 everything (`train_all`).
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -30,7 +32,7 @@ from moe_runtime.methods.ultrafuser.specialists import (
     fingerprint,
     names_of,
     one_each,
-    open_models,
+    open_model,
     paths_of,
     tokenizers_of,
     trains,
@@ -59,7 +61,7 @@ class UltraFuserConfig(PreTrainedConfig):
 
 @dataclass
 class UltraFuserOutput(ModelOutput):
-    """`loss` []; `gate_weight` [B, R, S] float32 without a gradient; `logits` [B, R, V] float32 where wanted."""
+    """`loss` []; `gate_weight` [B, R, S] float32 without a gradient; `logits` [B, R, V] float32 if asked for."""
 
     loss: torch.FloatTensor | None = None
     logits: torch.FloatTensor | None = None
@@ -70,14 +72,16 @@ class UltraFuserOutput(ModelOutput):
 class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for Trainer and generate().
 
-    `templates` are one for each or one for all: a text with {prompt} and, if you like, {system}, a name of
-    ultrafuser_inputs.TEMPLATES, or "chat", the specialist's own; by default that where it has one, else the prompt as it is.
-    `tokenizer` is one for all or one for each; by default those in the specialists' folders. Vocabularies of several sizes
-    are cut to the ids that all have; `joint` is the gate for several hidden sizes. `loss_reduction`: "mean" over tokens,
-    or "sample", the paper's sum over tokens and mean over samples. Raises ValueError for what does not fit together.
+    `templates` are one for each or one for all: a text with {prompt} and optionally {system}, a name in
+    `ultrafuser.TEMPLATES`, or "chat", the specialist's own; the default is "chat" if it has one, else the plain prompt.
+    `tokenizer` is one for all or one for each; the default is those in the specialists' folders. Vocabularies of several
+    sizes are cut to the ids that all have; `joint` is the gate for several hidden sizes. `loss_reduction` is "mean" over
+    tokens, or "sample", the paper's sum over tokens and mean over samples. Raises ValueError for specialists that do not
+    fit together.
     """
 
     config_class = UltraFuserConfig
+    _load: ClassVar[Callable]  # `folders.load`, handed in by that file, which imports this one
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -100,7 +104,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         paths, names = paths_of(specialists), names_of(specialists, names)
         templates = one_each("templates", templates, len(names))
         tokenizers = tokenizers_of(specialists, one_each("tokenizer", tokenizer, len(names)))
-        models = open_models(specialists, names, dtype=dtype)
+        models = [open_model(one, dtype=dtype) for one in specialists]
         heads = [head_of(model, name) for model, name in zip(models, names, strict=True)]
         vocab_size = min(head.linear.out_features for head in heads)
         hidden_sizes = [head.linear.in_features for head in heads]
@@ -118,14 +122,14 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         self.gate = FuserGate(hidden_sizes, kind=gate, joint=joint, device=device_of(heads[0].linear))
         self.names, self.templates, self.encoder, self._heads = names, templates, encoder, heads
         self.fingerprints = [fingerprint(model) for model in models]
-        # those that were read from their folders here: their weights need no proof
+        # read from their folders here, so that their weights need no comparison
         self.opened = {s for s, one in enumerate(specialists) if not isinstance(one, nn.Module)}
         self.touched: set[int] = set()  # specialists that have been run for a gradient
         self._keys_to_ignore_on_save = {key for key in self.state_dict() if key.startswith("specialists.")}
         self._collect()
 
     def _collect(self) -> None:
-        """Take over what transformers asks of the outer model; its own post_init would initialise the specialists anew."""
+        """Collect what transformers asks of the outer model; its own post_init would initialize the specialists again."""
         self.all_tied_weights_keys = {}
         for s, model in enumerate(self.specialists):
             tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -137,7 +141,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     def hf_device_map(self) -> dict[str, str]:
         """Where the parts are, as accelerate says it; absent, as on any model, where all are on one device.
 
-        Trainer then leaves them there and accelerate refuses to copy the model to several processes.
+        Trainer then leaves them in place, and accelerate refuses to copy the model to several processes.
         """
         places = device_map(self)
         if len(set(places.values())) == 1:
@@ -157,7 +161,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return self.train(self.training)
 
     def train(self, mode: bool = True) -> "UltraFuser":
-        """Set the mode as nn.Module does; a specialist of which nothing trains stays in eval mode."""
+        """Set the mode as nn.Module does; a specialist without trainable parameters stays in eval mode."""
         super().train(mode)
         for model in self.specialists:
             if not trains(model):
@@ -166,7 +170,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Whether Trainer may give the tokens of a whole step; a mean over samples it divides itself."""
+        """Whether Trainer may pass the tokens of a whole step; it divides a mean over samples itself."""
         return self.config.loss_reduction == "mean"
 
     def forward(
@@ -190,20 +194,15 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
         Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers right. `reduction` is
         the config's loss_reduction, or "sum", or "none" for a loss [B, R]; `num_items_in_batch` divides the sum. With
-        `input_ids` [B, n], answers so far, in place of response_ids: the logits [B, 1, V] of the next token, which
-        generate() asks for; its attention_mask is not needed. Specialists may be on devices of their own; what comes out
-        is on the first one's.
+        `input_ids` [B, n], the answers so far, instead of response_ids: the logits [B, 1, V] of the next token, for
+        generate(); its attention_mask is ignored. Specialists may be on different devices; the output is on the first's.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "model is a replica of torch.nn.DataParallel; want a process per device, which torchrun starts; or a device "
-                "per specialist"
+                "model is a replica of torch.nn.DataParallel; use a process per device, which torchrun starts, or a device per "
+                "specialist"
             )
         if input_ids is not None:
-            if response_ids is not None or labels is not None:
-                raise ValueError(
-                    "input_ids is given with response_ids or labels; want response_ids and labels for a loss"
-                )
             out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)
         else:
             prompts, items = self._prompts(prompt_ids, prompt_mask), num_items_in_batch
@@ -219,13 +218,11 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     def _answers(self, prompts, response_ids, labels, want_logits, reduction, backend) -> UltraFuserOutput:
         check_answers(response_ids, len(prompts[0][0]), self.config.vocab_size)
-        if labels is None and self.training and torch.is_grad_enabled() and not want_logits:
+        needs_labels = self.training and torch.is_grad_enabled() and not want_logits
+        if needs_labels if labels is None else labels.shape != response_ids.shape:
             raise ValueError(
-                "labels is None, in training mode; want labels [B, R]; of a Trainer's settings, label_smoothing_factor=0"
-            )
-        if labels is not None and labels.shape != response_ids.shape:
-            raise ValueError(
-                f"labels is {tuple(labels.shape)}, response_ids {tuple(response_ids.shape)}; want one shape"
+                f"labels is {None if labels is None else tuple(labels.shape)}, response_ids {tuple(response_ids.shape)}; both "
+                "must have one shape in training. A Trainer drops labels unless label_smoothing_factor=0"
             )
         hidden = []
         for s, (model, (ids, mask)) in enumerate(zip(self.specialists, prompts, strict=True)):
@@ -265,9 +262,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         system: str | None = None,
         end: bool = True,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Return what forward and generate take of prompts, texts or chats, and of their answers: `Encoder.batch`."""
+        """Return forward's and generate's inputs for prompts, texts or chats, and their answers: `Encoder.batch`."""
         if self.encoder is None:
-            raise ValueError("tokenizer is None; want a tokenizer to encode with; pass it, or folders that have one")
+            raise ValueError("tokenizer is None, so nothing can be encoded; pass tokenizer, or folders that have one")
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
     def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
@@ -279,23 +276,17 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return total
 
     def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:
-        """Write a checkpoint for Trainer, which goes on from it: the gate, and the specialists that have changed.
+        """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have changed.
 
-        `ultrafuser.save` makes the folder that `load` reads, `restore` reads this one.
+        `restore` reads it; `ultrafuser.save` writes the folder that `load` reads.
         """
         self._keys_to_ignore_on_save = unchanged_keys(self)
-        # a state dict that is given is Trainer's, and all in it stays
+        # a state dict that is given is Trainer's, and stays whole
         state_dict = None if state_dict is None else dict(state_dict)
         kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, folder, **kwargs) -> "UltraFuser":
+    def from_pretrained(cls, folder, *, specialists=None, dtype=None, device=None) -> "UltraFuser":
         """Load a folder as `ultrafuser.load` does."""
-        from moe_runtime.methods.ultrafuser.folders import load
-
-        if unknown := sorted(kwargs.keys() - {"specialists", "dtype", "device"}):
-            raise ValueError(
-                f"{', '.join(unknown)} is given; want specialists, dtype, device, as ultrafuser.load takes"
-            )
-        return load(folder, **kwargs)
+        return cls._load(folder, specialists=specialists, dtype=dtype, device=device)

@@ -6,19 +6,31 @@
     stage1, stage2: {steps, learning_rate, batch_size}      the gate alone, then all parameters
 
 The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages, batches with as many
-rows of every domain, the loss on responses.
-
-What an UltraFuser study needs of its models and processes, checked before anything is made: from configs, not weights.
+rows of every domain, the loss on responses. What a study needs of its models is checked before anything is made, from
+configs, not weights.
 """
 
+import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from moe_runtime.config import check_choice, check_positive
+from pydantic import model_validator
+
+from moe_runtime.config import check_choice
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments.corpora import Domain
-from moe_runtime.experiments.recipe import DTYPES, Node, Pretrain, Training, check_names
+from moe_runtime.experiments.recipe import (
+    AnyNumber,
+    Count,
+    Dtype,
+    Node,
+    Pretrain,
+    Schedule,
+    Steps,
+    Training,
+    check_names,
+)
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
 from moe_runtime.methods.ultrafuser.model import REDUCTIONS
@@ -26,7 +38,6 @@ from moe_runtime.methods.ultrafuser.training import hidden_size
 from moe_runtime.modules.fuser import GATES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Specialist(Node):
     """One of the models that are fused, and the template that its prompts are put in."""
 
@@ -35,34 +46,33 @@ class Specialist(Node):
     domain: str | None = None  # its own; None: the one of the specialist's name, if there is such
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stage(Training):
     """A training of so many steps: AdamW, a cosine schedule without warmup."""
 
-    warmup_steps: int | None = 0
+    warmup_steps: Steps | None = 0
     optimizer: str = "adamw_torch"
-    schedule: str = "cosine"
-    max_grad_norm: float = 1.0
+    schedule: Schedule = "cosine"
+    max_grad_norm: AnyNumber = 1.0
 
-    def __post_init__(self):
-        Training.__post_init__(self)
-        if self.epochs is not None:
+    @model_validator(mode="after")
+    def _check_steps(self):
+        if self.steps is None:
             raise ValueError(f"epochs is {self.epochs}; want steps: what an epoch is depends on how batches are drawn")
+        return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FuserRecipe(Node):
     """A whole study."""
 
-    method: str = "ultrafuser"
+    method: Literal["ultrafuser"] = "ultrafuser"
     name: str = "recipe"
     base_model: str | None = None
     pretrain: Pretrain | None = None
-    dtype: str = "float32"
-    max_length: int = 1024  # of the longest prompt and the response
+    dtype: Dtype = "float32"
+    max_length: Count = 1024  # of the longest prompt and the response
     domains: dict[str, Domain]
     specialists: dict[str, Specialist]
-    gate: str = "mlp"
+    gate: Literal[GATES] = "mlp"
     joint: bool = False  # the gate sees all specialists' states at once: for those of several hidden sizes
     specialist: Training | None = None  # of the specialists that are made here
     stage1: Stage
@@ -71,21 +81,16 @@ class FuserRecipe(Node):
     two_stage: bool = True  # False: stage 2 alone, on a gate that is drawn at random
     balanced: bool = True
     replacement: bool = False  # of the rows that the balanced sampler draws
-    reduction: str = "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples
-    evaluations: int = 4  # times that a training takes the held-out loss
+    reduction: Literal[REDUCTIONS] = (
+        "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples
+    )
+    evaluations: Count = 4  # times that a training takes the held-out loss
     seed: int = 0
 
-    def __post_init__(self):
-        check_choice("method", self.method, ("ultrafuser",))
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("gate", self.gate, GATES)
-        check_choice("reduction", self.reduction, REDUCTIONS)
-        for name in ("max_length", "evaluations"):
-            check_positive(name, getattr(self, name))
-        for of in ("domains", "specialists"):
-            if len(getattr(self, of)) < 2:
-                raise ValueError(f"{of} is {', '.join(getattr(self, of)) or 'empty'}; want at least two")
-            check_names(of, getattr(self, of))
+    @model_validator(mode="after")
+    def _check_recipe(self):
+        check_names("domains", self.domains, least=2)
+        check_names("specialists", self.specialists, least=2)
         self._check_specialists()
         for name in ("stage1", "stage2", *(["further"] if self.further else [])):
             size = getattr(self, name).batch_size
@@ -94,19 +99,20 @@ class FuserRecipe(Node):
                     f"{name}.batch_size is {size}, there are {len(self.domains)} domains; want a multiple, with as many rows "
                     "of each"
                 )
+        return self
 
     def _check_specialists(self) -> None:
         made = [name for name, one in self.specialists.items() if one.model is None]
-        bases = (self.base_model is not None) + (self.pretrain is not None)
-        if bases != bool(made):
-            what = f"{', '.join(made)} without a model" if made else "each with a model"
-            given = [name for name in ("base_model", "pretrain") if getattr(self, name) is not None]
+        given = [name for name in ("base_model", "pretrain", "specialist") if getattr(self, name) is not None]
+        bases = len(given) - (self.specialist is not None)
+        if bases != bool(made) or bool(made) != (self.specialist is not None):
             want = (
-                "one of base_model and pretrain, of which they are made" if made else "neither base_model nor pretrain"
+                "one of base_model and pretrain, and specialist" if made else "none of base_model, pretrain, specialist"
             )
-            raise ValueError(f"specialists are {what}, given is {' and '.join(given) or 'no base'}; want {want}")
-        if bool(made) != (self.specialist is not None):
-            raise ValueError(f"specialist is {'null' if made else 'given'}; want it where a specialist has no model")
+            raise ValueError(
+                f"specialists without a model are {', '.join(made) or 'none'}, given is {', '.join(given) or 'no base'}; "
+                f"want {want}"
+            )
         for name, one in self.specialists.items():
             if one.domain is not None or one.model is None:
                 check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
@@ -128,14 +134,7 @@ class FuserRecipe(Node):
         return self.further or self.stage2.change(steps=steps)
 
 
-def shipped_recipes() -> list[str]:
-    """Return the names of the studies that come with the package."""
-    return recipes.shipped_recipes("ultrafuser")
-
-
-def load_recipe(path_or_name: str | Path) -> FuserRecipe:
-    """Read a YAML file, or a shipped study by its name; raises ValueError with the file and the key of a mistake."""
-    return recipes.load_recipe(path_or_name, FuserRecipe)
+load_recipe = functools.partial(recipes.load_recipe, FuserRecipe)
 
 
 def check_engine() -> None:

@@ -1,4 +1,4 @@
-"""The specialists of an UltraFuser before they are fused: opened, named, checked against each other, recognised later."""
+"""The specialists of an UltraFuser: opened, named, checked against each other before they are fused, and recognized later."""
 
 import hashlib
 import os
@@ -15,14 +15,20 @@ from moe_runtime.hf.models.folders import check_folder
 from moe_runtime.io.files import is_plain_name
 from moe_runtime.methods.ultrafuser.inputs import CHAT, Encoder, check_template, check_tokenizers
 
-CHUNK = 1 << 23  # bytes that are looked at together, a cache's worth
+CHUNK = 1 << 23  # bytes that are read together, about a cache
 
 
 def check_specialists(specialists: Sequence) -> None:
-    """Raise ValueError for anything but a list of two or more."""
-    if isinstance(specialists, (str, os.PathLike, nn.Module)) or len(specialists) < 2:
-        said = type(specialists).__name__ if isinstance(specialists, nn.Module) else f"{len(specialists)} long"
-        raise ValueError(f"specialists is {said}; want a list of at least two models or folders")
+    """Raise ValueError for anything but a list of two or more folders or models, no model twice."""
+    is_list = not isinstance(specialists, (str, os.PathLike, nn.Module))
+    models = [one for one in specialists if isinstance(one, nn.Module)] if is_list else []
+    is_plain = all(isinstance(model, PreTrainedModel) for model in models) and len(set(map(id, models))) == len(models)
+    if not is_list or len(specialists) < 2 or not is_plain:
+        found = [type(one).__name__ for one in specialists] if is_list else type(specialists).__name__
+        raise ValueError(
+            f"specialists is {found}; expected a list of at least two folders or causal LMs of transformers (of peft's, "
+            "get_base_model()), each loaded once"
+        )
 
 
 def paths_of(specialists: Sequence) -> list[str | None]:
@@ -43,21 +49,8 @@ def open_model(source, dtype="auto") -> PreTrainedModel:
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".:")
         raise ValueError(
-            f"specialist is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
+            f"specialist is {str(source)!r}, which transformers cannot load: {reason}; expected a folder or an id of the Hub"
         ) from error
-
-
-def open_models(specialists: Sequence, names: Sequence[str], dtype="auto") -> list[PreTrainedModel]:
-    """Load the specialists that are folders; raises ValueError for what is no model of transformers' own, or one twice."""
-    models = [open_model(one, dtype=dtype) for one in specialists]
-    for name, model in zip(names, models, strict=True):
-        if not isinstance(model, PreTrainedModel):
-            raise ValueError(
-                f"specialist {name!r} is {type(model).__name__}; want a causal LM; of peft's, get_base_model()"
-            )
-    if len(set(map(id, models))) < len(models):
-        raise ValueError("specialists holds one model twice; want a model for each; load it again")
-    return models
 
 
 def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
@@ -68,18 +61,14 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
         # an id of the Hub is asked for if it was given, not for a model that may have come from anywhere
         is_id = not isinstance(one, nn.Module) and not os.path.isabs(path)
         if tokenizer is None and (is_folder or is_id):
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(path)
-            except (OSError, ValueError) as error:
-                reason = str(error).strip().partition("\n")[0].rstrip(".:")
-                raise ValueError(f"tokenizer of {path!r} cannot be loaded: {reason}; pass tokenizer") from error
+            tokenizer = AutoTokenizer.from_pretrained(path)
         found.append(tokenizer)
     return found
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str | None:
-    """Return what tells a model's weights from changed ones, in one pass over them where they are; None without weights.
+    """Return a hash of a model's weights, in one pass over them on their device; None without weights.
 
     Of each tensor's bytes, eight as one integer: the sum and the sum weighted by place, modulo 2^64.
     """
@@ -103,7 +92,7 @@ def fingerprint(model: nn.Module) -> str | None:
 def has_changed(fuser, s: int) -> bool:
     """Whether specialist `s` has other weights than when the fuser was made.
 
-    Of one that is split over processes or offloaded, whether it was run for a gradient since: looking would need all
+    If it is split over processes or offloaded, whether it has run for a gradient since: comparing would need all
     processes, or all its weights.
     """
     model = fuser.specialists[s]
@@ -113,39 +102,35 @@ def has_changed(fuser, s: int) -> bool:
 
 
 def unchanged_keys(fuser) -> set[str]:
-    """Return the keys of specialists that are as they were and stay so: a checkpoint need not hold them.
+    """Return the keys of specialists that have not changed and do not train: a checkpoint need not hold them.
 
-    One that trains is held before it has moved: who goes back to this checkpoint wants it as it was.
+    One that trains is held even before its first step, so that resuming from this checkpoint restores it.
     """
     at_rest = [s for s, model in enumerate(fuser.specialists) if not trains(model) and s not in fuser.touched]
     same = [s for s in at_rest if not has_changed(fuser, s)]
     return {f"specialists.{s}.{key}" for s in same for key in fuser.specialists[s].state_dict()}
 
 
-def check_reference(fuser, s: int, folder: Path) -> None:
-    """Raise ValueError unless specialist `s` can be read again from where it came once `folder` has been written.
+def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
+    """Return why specialist `s` could not be read again from its own path once `folder` has been written, or None.
 
     One that was given as a model is read from its folder here, to compare.
     """
-    name, path, model = fuser.names[s], fuser.config.specialists[s]["path"], fuser.specialists[s]
-    if path is not None and os.path.isabs(path) and Path(os.path.realpath(path)).is_relative_to(folder):
-        raise ValueError(
-            f"folder is {folder}, in which specialist {name!r} is, at {path}; want specialists='copy' or another folder"
-        )
+    path, model = fuser.config.specialists[s]["path"], fuser.specialists[s]
     if path is None:
-        reason = "was loaded from no folder"
-    elif has_changed(fuser, s):
-        reason = "has changed since it was loaded"
-    elif s not in fuser.opened and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]:
-        reason = f"has other weights than {path}"
-    else:
-        fuser.opened.add(s)
-        return
-    raise ValueError(f"specialists is 'reference', and {name!r} {reason}; want specialists='copy'")
+        return "was loaded from no folder"
+    if os.path.isabs(path) and Path(os.path.realpath(path)).is_relative_to(folder):
+        return f"is at {path}, inside {folder}, which is replaced"
+    if has_changed(fuser, s):
+        return "has changed since it was loaded"
+    if s not in fuser.opened and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]:
+        return f"has other weights than {path}"
+    fuser.opened.add(s)
+    return None
 
 
 def device_map(fuser) -> dict[str, str]:
-    """Return the devices of a fuser's gate and specialists, of one that accelerate has spread those of its parts."""
+    """Return the devices of a fuser's gate and specialists, or of a specialist's parts if accelerate has spread it."""
     places = {"gate": fuser.gate.score.weight.device}
     for s, model in enumerate(fuser.specialists):
         own = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
@@ -159,7 +144,7 @@ def one_each(name: str, value, count: int) -> list:
     """Return a list of `count`; raises ValueError for a list of another length."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} items, specialists {count}; want one for each, or one for all")
+        raise ValueError(f"{name} has {len(values)} items, specialists {count}; expected one for each, or one for all")
     return values
 
 
@@ -171,7 +156,9 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
         names = found if unique else [f"specialist-{s}" for s in range(len(found))]
     names = tuple(names)
     if len(names) != len(specialists) or len(set(names)) < len(names) or not all(map(is_plain_name, names)):
-        raise ValueError(f"names is {names}, with {len(specialists)} specialists; want different words, one for each")
+        raise ValueError(
+            f"names is {names}, with {len(specialists)} specialists; expected different words, one for each"
+        )
     return names
 
 
@@ -185,5 +172,5 @@ def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:
 
 
 def trains(model: nn.Module) -> bool:
-    """Whether anything of a model wants a gradient."""
+    """Whether any parameter of a model requires a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())

@@ -14,7 +14,7 @@ and what a hash is over: `stages`.
 import contextlib
 import functools
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from moe_runtime.methods.ultrafuser import recipe as fuser_checks
 from moe_runtime.methods.ultrafuser import training as fuser_training
 from moe_runtime.methods.ultrafuser.folders import load_gate
 from moe_runtime.methods.ultrafuser.inputs import Encoder
-from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, Stage, load_recipe
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, Stage
 from moe_runtime.methods.ultrafuser.training import encode_rows
 
 
@@ -110,12 +110,11 @@ class Stages(KeptStages):
     """
 
     FORMAT = 1
+    Recipe = FuserRecipe
     result = Judged
 
-    def __init__(
-        self, recipe: FuserRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
-    ):
-        super().__init__(recipe if isinstance(recipe, FuserRecipe) else load_recipe(recipe), out, seed, say)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.names = tuple(self.recipe.specialists)
         fuser_checks.check_engine()
         fuser_checks.check_models(self.recipe)
@@ -138,10 +137,7 @@ class Stages(KeptStages):
                 way = course_of(trained)
                 self._save(model, trained, tmp / "model")
             else:
-                with ranks.leading() as main:
-                    if main:
-                        model = ranks.load_model(r.base_model, r.dtype)
-                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                self._copy_base(tmp / "model")
             return way | self._judged_single(tmp / "model", 0)
 
         settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
@@ -357,11 +353,11 @@ def run(recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = No
 
     `seed` is the recipe's unless given. The last result's folder is the fused model; OUT/model leads there.
     """
-    recipe = recipe if isinstance(recipe, FuserRecipe) else load_recipe(recipe)
     model = Path(out) / MODEL
     if model.exists() and not model.is_symlink():
         raise ValueError(f"out is {str(out)!r}, in which {MODEL} exists and is no link; want another folder")
-    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    stages = Stages(recipe, out, seed=seed, say=say)
+    recipe = stages.recipe
     results = [*map(stages.specialist, stages.names), *([stages.gate()] if recipe.two_stage else []), stages.fused()]
     stages.say(f"{'':16s}" + "".join(f"{domain:>12s}" for domain in recipe.domains) + f"{'all':>12s}{'train s':>9s}")
     for one in results:

@@ -1,29 +1,24 @@
-"""The tables and figures of the UltraFuser paper (arXiv 2403.08281), one command each, on the stages of `fuser_stages`.
+"""The tables and figures of the UltraFuser paper (arXiv 2403.08281), one command each, on the stages of `study`.
 
     ablate     specialists, tuned further, fused: directly, in two stages, balanced     Tables 2 and 4, Figure 5
     weights    the gate's weights by domain, and token by token                         Table 6, Figures 6 to 8
     stability  the losses on the way, with the balanced sampler and without             Table 5
 
-The measure is the held-out loss per response token of every domain, in the place of the paper's benchmarks. A stage that
-OUT holds already is read, not trained, whichever command made it; so a command that was killed goes on.
-
-How steady stage 2 is with the balanced sampler and without: UltraFuser's Table 5.
-
-The held-out losses of the fused model at checkpoints that lie evenly over the last seven ninths of stage 2, as the paper's
-lie from step 2000 to 9000; of each domain their mean and standard deviation over the checkpoints.
+The measure is the held-out loss per response token of every domain, in the place of the paper's benchmarks. Table 5 shows
+its mean and standard deviation over checkpoints spread evenly over the last seven ninths of stage 2, as the paper's are from
+step 2000 to 9000.
 """
 
+import functools
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import tables
 from moe_runtime.experiments.domains import DomainReport, said
-from moe_runtime.experiments.tables import Command, Run, each, environment, finite
+from moe_runtime.experiments.tables import Command, Finding, Run, each, finite
 from moe_runtime.methods.ultrafuser import weights_study
-from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
 from moe_runtime.methods.ultrafuser.study import Stages
 
 CHECKPOINTS = 12
@@ -31,18 +26,12 @@ VARIANTS = {"no balance": False, "balanced": True}
 ALL = "all"
 
 
-@dataclass
-class Stability:
-    """Losses on the way, of every variant, seed and checkpoint."""
+@dataclass(kw_only=True)
+class Stability(Finding):
+    """Losses during stage 2, of every variant, seed and checkpoint."""
 
-    command: str
-    title: str
-    source: str
-    settings: dict
-    seeds: tuple[int, ...]
     course: dict[str, list]  # variant -> [seeds][(step, {domain or "all": loss})]
     folders: dict[str, list[str]]
-    summary: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,12 +65,11 @@ class Stability:
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
-        names = ("command", "title", "source", "settings", "seeds", "folders", "course", "summary")
         spread = {
             variant: {name: dict(zip(("mean", "sd"), self.spread(variant, name), strict=True)) for name in self.names}
             for variant in self.course
         }
-        return finite({name: getattr(self, name) for name in names} | {"spread": spread, "environment": environment()})
+        return super().to_dict() | {"spread": finite(spread)}
 
 
 def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
@@ -135,22 +123,6 @@ DIRECT, TWO_STAGE, FULL = "direct", "two-stage", "two-stage, balanced"
 GATE = "stage 1 alone, balanced"
 
 
-def run(
-    command: str,
-    recipe: FuserRecipe | str | Path = "tiny",
-    out: str | Path = "runs/ultrafuser",
-    *,
-    seeds: int = 3,
-    say: Callable[[str], None] = print,
-    overwrite: bool = False,
-    **options,
-):
-    """Make a table, as `tables.run` says."""
-    return tables.run(
-        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
-    )
-
-
 def _ablate(process: Run) -> dict:
     names = list(process.recipe.specialists)
 
@@ -191,3 +163,4 @@ COMMANDS = {
         check, Stability,
     ),
 }  # fmt: skip
+run = functools.partial(tables.run, COMMANDS, Stages)

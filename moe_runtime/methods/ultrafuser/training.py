@@ -1,15 +1,13 @@
-"""Batches with as many rows of every domain: UltraFuser's balanced class sampler.
+"""UltraFuser's training: rows encoded for several templates, balanced batches, and the two stages' Trainer.
 
-UltraFuser (arXiv 2403.08281), Algorithm 1:    batch = union over the domains t of S(D_t, n)
+UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps of all, each on
+
+    batch = union over the domains t of S(D_t, n)
 
 S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any comes twice, in an order
-drawn anew for every pass; `replacement=True` draws each row on its own, as the paper writes it. The rows come in rounds, one
-of every domain, so any n rounds in a row are n rows of each: an optimizer step is balanced however it is cut into
-processes and micro-batches, and so is a process's own part where the number of domains divides it.
-
-What trains and judges UltraFuser's models: rows for several templates, balanced batches, the two stages' Trainer.
-
-UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps of all, each on n rows of every domain.
+drawn anew for every pass; `replacement=True` draws each row independently, as the paper writes it. The rows come in rounds,
+one of every domain, so any n consecutive rounds are n rows of each: an optimizer step is balanced however it is cut into
+processes and micro-batches, and so is a process's own part if the number of domains divides it.
 
 A row has `prompt_ids`, a list of ids per specialist; `response_ids`, the same for all; and `domain`. Encoder.collate makes
 batches of rows. The loss of a step is, over all its processes and micro-batches,
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.utils.data import Sampler
 
-from moe_runtime.config import check_choice, check_positive
+from moe_runtime.config import check_choice, check_positive, shown
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.hf.training.fit import each_row, means_of, sums_of
 from moe_runtime.hf.training.ranks import load_config
@@ -39,9 +37,9 @@ EPOCHS = ("largest", "smallest")
 class BalancedSampler(Sampler[int]):
     """Yields the places of rows in rounds, one row of every domain; the same for the same seed and epoch, in every process.
 
-    `domains` names the domain of each row. `rounds` is how many an epoch has; unless given, as many as the largest
-    domain has rows (`epoch` "largest": smaller domains are passed again), or the smallest. A training whose sampler has
-    rounds for all of its steps goes on exactly where it was left. Raises ValueError for no rows.
+    `domains` names the domain of each row. `rounds` is how many an epoch has; the default is as many as the largest
+    domain has rows (`epoch` "largest": smaller domains are repeated), or the smallest. A training whose sampler has
+    rounds for all of its steps resumes exactly where it stopped.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class BalancedSampler(Sampler[int]):
         places: dict = {}
         for place, domain in enumerate(domains):
             places.setdefault(domain, []).append(place)
-        if not places:
-            raise ValueError(f"domains is {list(domains)}; want the domain of at least one row")
         check_choice("epoch", epoch, EPOCHS)
         if rounds is not None:
             check_positive("rounds", rounds)
@@ -68,14 +64,14 @@ class BalancedSampler(Sampler[int]):
         self.replacement, self.seed, self._epoch = replacement, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw anew from the next pass on; data loaders of accelerate call it."""
+        """Draw another order from the next pass on; accelerate's data loaders call it."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return self.rounds * len(self.places)
 
     def __iter__(self) -> Iterator[int]:
-        # streams of their own: what one domain draws does not depend on how many rows another has
+        # one stream for each, so that what a domain draws does not depend on how many rows another has
         streams = [self._stream(number, places) for number, places in enumerate(self.places)]
         for _ in range(self.rounds):
             yield from map(next, streams)
@@ -91,9 +87,9 @@ class BalancedSampler(Sampler[int]):
 
 
 def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:
-    """Return a sampler of all rows alike, whatever their domain: what training without balance takes.
+    """Return a sampler of all rows alike, whatever their domain, for training without balance.
 
-    Each row comes once before any comes twice, as from BalancedSampler; `draws` is how many an epoch has.
+    Each row comes once before any comes twice, as in BalancedSampler; `draws` is how many an epoch has.
     """
     return BalancedSampler([0] * rows, rounds=draws, seed=seed)
 
@@ -109,10 +105,10 @@ def encode_rows(
 ):
     """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
 
-    Of a chat, its first answer is the response, what stands before it the prompt. A response is cut where the longest
-    prompt and it reach `max_length`; a row whose prompt alone is as long is dropped, and one whose prompt is among
-    `without`, the prompt_ids of rows that are held out. `where(place, row)` names a row in an error.
-    Raises ValueError for a row that cannot be encoded and if none remains.
+    The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest
+    prompt reach `max_length`; a row whose prompt alone is that long is dropped, and so is one whose prompt is among
+    `without`, the prompt_ids of held-out rows. `where(place, row)` names a row in an error. Raises ValueError for a row
+    that cannot be encoded and if none remains.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
@@ -132,9 +128,10 @@ def encode_rows(
             columns["prompt_ids"].append(prompts)
             columns["response_ids"].append(answer)
     if not columns["response_ids"]:
-        if dropped:
-            raise ValueError(f"no row is left, {dropped} of them for a prompt that is held out; want other prompts too")
-        raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
+        raise ValueError(
+            f"no row is left: {dropped} have a held-out prompt, the others no response within max_length, {max_length}; use a "
+            "larger one, or other prompts"
+        )
     return require("datasets").Dataset.from_dict(columns)
 
 
@@ -144,18 +141,15 @@ def _key(prompts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     """Return the prompt and the response of a row."""
-    if "messages" in row:
-        turns = row["messages"]
-        first = next((i for i, turn in enumerate(turns or ()) if turn["role"] == "assistant"), 0)
-        if not first:
-            raise ValueError(f"messages is {turns!r}; want an answer of the assistant to a user in it")
-        return turns[:first], turns[first]["content"]
-    for name in ("prompt", "completion"):
-        if name not in row:
-            raise ValueError(f"columns are {', '.join(row)}; want prompt and completion, or messages")
-        if not isinstance(row[name], str):
-            raise ValueError(f"{name} is {row[name]!r}; want text")
-    return row["prompt"], row["completion"]
+    turns = row.get("messages") or ()
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
+    prompt, response = (turns[:first], turns[first]["content"]) if first else (row.get("prompt"), row.get("completion"))
+    if not first and not (isinstance(prompt, str) and isinstance(response, str)):
+        raise ValueError(
+            f"row is {shown(dict(row))}; expected texts prompt and completion, or messages with an answer of the assistant to "
+            "a user"
+        )
+    return prompt, response
 
 
 @torch.no_grad()
@@ -191,20 +185,20 @@ def sampler_for(
     replacement: bool = False,
     seed: int = 0,
 ) -> Sampler[int]:
-    """Return what draws the rows of a whole training: as many of each domain in every step, or of all rows alike.
+    """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike.
 
-    Raises ValueError for a batch that the domains do not share evenly.
+    Raises ValueError for a batch size that the number of domains does not divide.
     """
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))
     if batch_size % count:
-        raise ValueError(f"batch_size is {batch_size}, there are {count} domains; want a multiple")
+        raise ValueError(f"batch_size is {batch_size}, there are {count} domains; use a multiple")
     return BalancedSampler(domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed)
 
 
 class SampledTrainer(MoETrainer):
-    """A MoETrainer whose rows a sampler of one's own draws; None for transformers' own."""
+    """A MoETrainer with a sampler of its own; None for transformers' default."""
 
     def __init__(self, *args, sampler: Sampler[int] | None = None, **kwargs):
         self.sampler = sampler
@@ -219,7 +213,7 @@ class FuserTrainer(SampledTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # each micro-batch's sum is divided by what the whole step has; no label stands for the token after it
+        # each micro-batch's sum is divided by the count of the whole step; labels are not shifted
         self.model_accepts_loss_kwargs, self._loss_shifts_labels = True, False
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
@@ -230,7 +224,7 @@ class FuserTrainer(SampledTrainer):
 
 
 def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[str, Callable]:
-    """Return the settings with which `fit.train` trains an UltraFuser, on rows as this file says."""
+    """Return the settings with which `fit.train` trains an UltraFuser, on the rows described above."""
     return {
         "trainer": functools.partial(FuserTrainer, sampler=sampler),
         "collator": encoder.collate,

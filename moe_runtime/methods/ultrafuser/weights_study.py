@@ -1,27 +1,22 @@
-"""Which specialist the gate weighs on which domain: UltraFuser's Table 6, Figure 6 and Figures 7 and 8.
+"""Which specialist the gate weighs on which domain: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
 
     mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
 
-Where every specialist still does what it was trained for, the largest weight on a domain is its own specialist's.
-
-The fuser study's own pictures: losses by domain, the gate's weights, losses on the way.
-
-Responses whose tokens have the colour of the specialist that the gate weighs most: UltraFuser's Figures 7 and 8 as a page.
-
-The farther its weight is above that of all alike, 1/S, the deeper the colour; a token says all weights when pointed at.
+Where every specialist still does what it was trained for, the largest weight on a domain is its own specialist's. On the page
+a token has the colour of the specialist that the gate weighs most: the farther above equal weights, 1/S, the deeper.
 """
 
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import html
 from moe_runtime.experiments.domains import places_of
 from moe_runtime.experiments.plots import BLUE, COLOURS, GREY, OF_VERDICT, figure_of
-from moe_runtime.experiments.tables import environment, finite
+from moe_runtime.experiments.tables import Finding, over_seeds, spread
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
 from moe_runtime.methods.ultrafuser.study import Stages
@@ -120,9 +115,9 @@ def _cycle(count: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-# Okabe and Ito, 2008, as pictures.COLOURS; lighter on a dark page
-LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
-DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
+# Okabe and Ito, 2008, as plots.COLOURS; lighter on a dark page
+ON_LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
+ON_DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
 _NOTE = (
     "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
 )
@@ -167,8 +162,8 @@ def page(
         html.section(domain, [_block(specialists, one) for one in found]) for domain, found in texts.items()
     )
     return html.page(
-        title, f"{_NOTE} {note}".strip(), f"Specialists: {scale}", sections, light=_variables(LIGHT, S),
-        dark=_variables(DARK, S), background="rgba(var(--c), calc(0.6 * var(--s)))",
+        title, f"{_NOTE} {note}".strip(), f"Specialists: {scale}", sections, light=_variables(ON_LIGHT, S),
+        dark=_variables(ON_DARK, S), background="rgba(var(--c), calc(0.6 * var(--s)))",
     )  # fmt: skip
 
 
@@ -200,15 +195,10 @@ TEXTS = 3  # of each domain on the page
 PROMPT = 160  # characters of a prompt that are shown
 
 
-@dataclass
-class GateWeights:
+@dataclass(kw_only=True)
+class GateWeights(Finding):
     """The gate's weights on the held-out rows of every domain."""
 
-    command: str
-    title: str
-    source: str
-    settings: dict
-    seeds: tuple[int, ...]
     domains: dict[str, str | None]  # domain -> its specialist
     specialists: tuple[str, ...]
     tokens: dict[str, int]  # domain -> response tokens
@@ -216,7 +206,6 @@ class GateWeights:
     mean: list  # [seeds][domains][S], over tokens
     by_row: list  # [seeds][domains][rows][S], means over a row's tokens
     page: Path
-    summary: list[str] = field(default_factory=list)
 
     def over_seeds(self) -> list[list[float]]:
         """Return [domains][S], the mean over the seeds."""
@@ -230,22 +219,14 @@ class GateWeights:
         """Return the table's rows as text, in the order of `columns`."""
         of_seeds = zip(self.domains, zip(*self.mean, strict=True), strict=True)
         return [
-            (domain, f"{self.tokens[domain]:,}", *(_spread(cell) for cell in zip(*seeds, strict=True)))
+            (domain, f"{self.tokens[domain]:,}", *(spread(cell) for cell in zip(*seeds, strict=True)))
             for domain, seeds in of_seeds
         ]
 
     def legend(self) -> str:
         """Return what the table's numbers are, in a line."""
-        over = f"mean ± sd over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        over = over_seeds(self.seeds)
         return f"Mean weight of each specialist over the response tokens of held-out rows; {over}; a row sums to 1."
-
-    def to_dict(self) -> dict:
-        """Return all of the report as JSON-ready values."""
-        names = (
-            "command", "title", "source", "settings", "seeds", "domains", "specialists", "tokens", "folders", "mean", "by_row",
-            "page", "summary",
-        )  # fmt: skip
-        return finite({name: getattr(self, name) for name in names} | {"environment": environment()})
 
 
 def check(recipe: FuserRecipe, rows: int | None = None) -> dict:
@@ -296,11 +277,6 @@ def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weight
 
 def _mean(weights: list[list[float]]) -> list[float]:
     return [statistics.fmean(of) for of in zip(*weights, strict=True)]
-
-
-def _spread(values: list[float]) -> str:
-    sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{sd}"
 
 
 def _summary(report: GateWeights) -> list[str]:

@@ -198,7 +198,6 @@ class Changed:
         # a file of no tensor is none
         if error[0] is None and self._is_empty and self._left_out is not None:
             self.writer.add(self._left_out, self.base.get(self._left_out))
-        self.base.close()
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Write the tensor unless the base has the same under that name."""

@@ -44,12 +44,7 @@ class Expert:
         return self
 
     def __exit__(self, *_) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        for source in filter(None, (self._own, self._base)):
-            source.close()
+        pass
 
     @property
     def config(self):

@@ -6,7 +6,6 @@ assemble_folders  experts, or what route_folders wrote -> a mixture
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +71,7 @@ def route_folders(
     out = Path(out)
     tokenizer, kind = _tokenizer(experts, base, prompt)
     tuning = Tuning(epochs=epochs, learning_rate=learning_rate or router.RATES[kind], **training)
-    fit.check_training(**asdict(tuning))
+    fit.check_training(**tuning.to_dict())
     put = (put_prompt(row, prompt) for row in data.read_rows(rows))
     tokenized = data.tokenize_pairs(tokenizer, put, max_length)
     picked = upit_buckets.seed_set(tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed)
@@ -83,7 +82,7 @@ def route_folders(
         dealt = upit_buckets.random_buckets([len(bucket) for bucket in dealt], len(picked), seed)
     routed = router.init_routers(
         experts, picked, dealt, tokenizer, folder=out, base=base, seed=seed, alpha=alpha, detach_h=detach_h,
-        train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **asdict(tuning),
+        train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **tuning.to_dict(),
     )  # fmt: skip
     receipt = RoutersReceipt(
         path=out,

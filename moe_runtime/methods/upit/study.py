@@ -44,7 +44,7 @@ from moe_runtime.methods.upit import assembly, expansion, router, routing_study
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
-from moe_runtime.methods.upit.recipe import Tuning, UpitRecipe, load_recipe
+from moe_runtime.methods.upit.recipe import Tuning, UpitRecipe
 from moe_runtime.methods.xft import baselines
 from moe_runtime.modules.moe import Router
 
@@ -102,13 +102,9 @@ class PreparedStages(KeptStages):
     """The stages of one recipe and one seed before routers; `upit_stages.Stages` has the others."""
 
     FORMAT = 2
+    Recipe = UpitRecipe
     result = Judged
     share = 1.0  # of each domain's train rows that are tuned on
-
-    def __init__(
-        self, recipe: UpitRecipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print
-    ):
-        super().__init__(recipe if isinstance(recipe, UpitRecipe) else load_recipe(recipe), out, seed, say)
 
     def trainings(self) -> tuple[Training, ...]:
         """Return the recipe's trainings."""
@@ -145,11 +141,7 @@ class PreparedStages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
-                with ranks.leading() as main:
-                    if main:
-                        model = ranks.load_model(r.base_model, r.dtype)
-                        families.family_of(model)  # now, not after the dense tuning
-                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                self._copy_base(tmp / "model", families.family_of)  # not first after the dense tuning
                 return self._judge(lambda: self._load(tmp / "model"))
             blocks = data.pack(self.tokenizer, self._documents(), r.max_length)
             model, trained = self._pretrain(blocks, self.held_out, folder, r.max_length)
@@ -527,8 +519,8 @@ def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = Non
 
     `seed` is the recipe's unless given. A result's folder is its model.
     """
-    recipe = recipe if isinstance(recipe, UpitRecipe) else load_recipe(recipe)
-    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    stages = Stages(recipe, out, seed=seed, say=say)
+    recipe = stages.recipe
     for form in recipe.forms:
         stages.check(form)
     results = [stages.base()]

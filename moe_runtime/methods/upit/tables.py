@@ -1,6 +1,4 @@
-"""What the tables of UpIT take as options: checked against the recipe, before anything is made.
-
-The tables and figures of the UpIT paper (arXiv 2410.01610), one command each, on the stages of `upit_stages`.
+"""The tables and figures of the UpIT paper (arXiv 2410.01610), one command each, on the stages of `study`.
 
     main       UpIT of whole experts and of LoRA experts, and what they are compared with     Table 1, Figure 5
     ckpt       which checkpoints become experts: front, uniform, back                         Tables 2 and 8
@@ -10,12 +8,11 @@ The tables and figures of the UpIT paper (arXiv 2410.01610), one command each, o
     data       a share of the rows                                                            Figure 3
     epochs     of the two trainings                                                           Figure 6
 
-The measure is the held-out loss per label token of every domain, in the place of the paper's benchmarks. A stage that OUT
-holds already is read, not trained, whichever command made it; so a command that was killed goes on.
-
-What a table of UpIT says: the losses by domain, what a token passes through, and where domains' tokens go.
+The measure is the held-out loss per label token of every domain, in the place of the paper's benchmarks. Options are checked
+against the recipe before anything is made.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +22,9 @@ from moe_runtime.config import check_choice, check_fraction, check_number, check
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.domains import DomainReport, Judged
-from moe_runtime.experiments.tables import Command, Entry, Run, best, each
+from moe_runtime.experiments.tables import Command, Entry, Run, best, different, each
 from moe_runtime.methods.upit import routing_study
-from moe_runtime.methods.upit.recipe import UpitRecipe, check_saved, count_saved, load_recipe
+from moe_runtime.methods.upit.recipe import UpitRecipe, check_saved, count_saved
 from moe_runtime.methods.upit.study import NAMES, NONE, STARTS, Stages
 
 SHARES = (0.1, 0.2, 0.4, 1.0)  # 50, 100, 200 of the paper's 500 thousand rows
@@ -47,23 +44,12 @@ def _form(recipe: UpitRecipe, form: str | None) -> str:
     return form
 
 
-def _different(name: str, values: Sequence, check: Callable) -> tuple:
-    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
-    values = tuple(values)
-    if not values or len(set(values)) < len(values):
-        given = ", ".join(map(str, values)) or "not given"
-        raise ValueError(f"{name} is {given}; want different ones")
-    for value in values:
-        check(value)
-    return values
-
-
 def check_named(known: Sequence[str]) -> Callable:
     """Return what checks a command whose options are a form and some of `known`, all unless given."""
 
     def check(recipe: UpitRecipe, form: str | None = None, strategies: Sequence[str] = tuple(known)) -> dict:
         form = _form(recipe, form)
-        strategies = _different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
+        strategies = different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
         n, m = recipe.experts.num_experts, recipe.checkpoints.count
         if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
             raise ValueError(
@@ -84,8 +70,8 @@ def check_experts(
     """Return the options of the table of experts and experts per token; unless given, `sizes` are the recipe's."""
     n, m = recipe.experts.num_experts, recipe.checkpoints.count
     sizes = sorted({max(m, 2), n}) if sizes is None else sizes
-    sizes = _different("experts", sizes, lambda size: check_positive("experts", size))
-    active = _different("active", active, lambda one: check_positive("active", one))
+    sizes = different("experts", sizes, lambda size: check_positive("experts", size))
+    active = different("active", active, lambda one: check_positive("active", one))
     if min(active) > max(sizes):
         raise ValueError(
             f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are"
@@ -97,7 +83,7 @@ def check_experts(
 
 def check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[float] = SHARES) -> dict:
     """Return the options of the table of shares of the data."""
-    shares = _different("share", map(float, shares), lambda share: check_fraction("share", share, zero=False))
+    shares = different("share", map(float, shares), lambda share: check_fraction("share", share, zero=False))
     return {"form": _form(recipe, form), "shares": shares}
 
 
@@ -114,10 +100,10 @@ def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Se
             recipe.change(**{f"{form}__sft__epochs": pair[0]}), form, recipe.checkpoints.count, "checkpoints.count"
         )
 
-    return {"form": form, "pairs": _different("epochs", [tuple(map(float, pair)) for pair in pairs], check)}
+    return {"form": form, "pairs": different("epochs", [tuple(map(float, pair)) for pair in pairs], check)}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class UpitReport(DomainReport):
     """A table of models that are judged on several domains, with the parameters that a token passes through."""
 
@@ -174,22 +160,6 @@ class Routing(NamedTuple):
 
 
 DENSE = {"ffn": "SFT", "lora": "LoRA"}
-
-
-def run(
-    command: str,
-    recipe: UpitRecipe | str | Path = "tiny",
-    out: str | Path = "runs/upit",
-    *,
-    seeds: int = 3,
-    say: Callable[[str], None] = print,
-    overwrite: bool = False,
-    **options,
-) -> UpitReport:
-    """Make a table, as `tables.run` says."""
-    return tables.run(
-        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
-    )
 
 
 def _upit(form: str) -> str:
@@ -378,3 +348,4 @@ COMMANDS = {
     "data": _losses("Rows to tune on", "Figure 3", _data, check_data, plots.sweep),
     "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
 }
+run = functools.partial(tables.run, COMMANDS, Stages)

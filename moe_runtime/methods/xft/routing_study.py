@@ -11,39 +11,33 @@ import random
 import statistics
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from moe_runtime.config import check_numbers, check_positive, shown
 from moe_runtime.experiments.corpora import PIECE, standard_library_pairs, standard_library_text
-from moe_runtime.experiments.recipe import Recipe
 from moe_runtime.experiments.stages import files_print
-from moe_runtime.experiments.tables import environment, finite
+from moe_runtime.experiments.tables import Finding, finite, spread
 from moe_runtime.hf.dropin.stats import collect_router_stats, load_entropy
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import read_json
+from moe_runtime.methods.xft.recipe import Recipe
 
 TOKENS = 16384
 BATCH = 8
 
 
-@dataclass
-class Routing:
+@dataclass(kw_only=True)
+class Routing(Finding):
     """Shares of tokens per expert: for every seed, text and half [L][R] slots."""
 
-    command: str
-    title: str
-    source: str
-    settings: dict
-    seeds: tuple[int, ...]
     tokens: dict[str, int]  # text -> tokens that were routed
     folders: list[str]  # of the mixtures, one per seed
     counts: list  # [seeds][texts][2][L][R]
     layers: list[str]
-    summary: list[str] = field(default_factory=list)
 
     def share(self, seed: int = 0) -> torch.Tensor:
         """Return [texts, L, R] float64 of one seed, by its place."""
@@ -72,7 +66,7 @@ class Routing:
         rows = []
         for i, ((name, tokens), (others, own)) in enumerate(zip(self.tokens.items(), self.distances(), strict=True)):
             numbers = f"{shares[:, i].min():.3f}", f"{shares[:, i].max():.3f}", f"{entropy[:, i].min():.3f}"
-            rows.append((name, f"{tokens:,}", *numbers, _spread(others), _spread(own)))
+            rows.append((name, f"{tokens:,}", *numbers, spread(others), spread(own)))
         return rows
 
     def legend(self) -> str:
@@ -85,12 +79,9 @@ class Routing:
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
-        names = ("command", "title", "source", "settings", "seeds", "tokens", "folders", "layers", "counts", "summary")
         distances = zip(self.tokens, self.distances(), strict=True)
         apart = {name: {"to_other_texts": others, "between_halves": own} for name, (others, own) in distances}
-        return finite(
-            {name: getattr(self, name) for name in names} | {"distances": apart, "environment": environment()}
-        )
+        return super().to_dict() | {"distances": finite(apart)}
 
 
 def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> dict:
@@ -238,11 +229,6 @@ def _share(counts: torch.Tensor) -> torch.Tensor:
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Total variation between shares [L, R], mean over the layers."""
     return (a - b).abs().sum(-1).mean().item() / 2
-
-
-def _spread(values: list[float]) -> str:
-    sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{sd}"
 
 
 def _summary(report: Routing) -> list[str]:

@@ -1,45 +1,40 @@
-"""XFT by stages that are kept: each is trained once, lies in a folder of its own, and is read back by whoever needs it.
+"""The stages of an XFT study.
 
     base --sft-->                     a dense model, tuned
          --ewa-->                     a dense model: the mean of experts that were averaged while they were tuned
          --moe--> --merge-->          upcycled and tuned; merged without training (INIT, uniform, given coefficients)
                   --mix-->            merged with learned coefficients: XFT's result
 
-How they are kept, and what a hash is over: `stages`.
+How they are stored, and what a hash is over: `moe_runtime.experiments.stages`.
 """
 
 import math
 import platform
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from moe_runtime.config import SHARED_GATES, check_choice, check_shared_rate
+from moe_runtime.config import check_choice, check_shared_rate
 from moe_runtime.experiments import stages as stage_rows
-from moe_runtime.experiments.recipe import Recipe, Training, load_recipe, resolve_experts
+from moe_runtime.experiments.corpora import standard_library_pairs
+from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, Result, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import MAGICODER_CHAT
+from moe_runtime.io.prompts import MAGICODER_CHAT, put_prompt
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import baselines, folders
 from moe_runtime.methods.xft.baselines import AveragingCallback
+from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
 
 
 class Stages(KeptStages):
-    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
-
-    `recipe` is a Recipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
-    """
+    """The stages of one recipe and one seed."""
 
     FORMAT = 2
-
-    def __init__(self, recipe: Recipe | str | Path, out: str | Path, seed: int = 0, say: Callable[[str], None] = print):
-        super().__init__(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), out, seed, say)
+    Recipe = Recipe
 
     def trainings(self) -> tuple[Training, ...]:
         """Return the recipe's trainings."""
@@ -62,10 +57,7 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
-                with ranks.leading() as main:
-                    if main:
-                        model = ranks.load_model(r.base_model, r.dtype)
-                        ranks.save_whole(model, self.tokenizer, tmp / "model", r.dtype)
+                self._copy_base(tmp / "model")
                 return self._judge(tmp / "model")
             blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.data.max_length)
             model, trained = self._pretrain(blocks, self.held_out, folder, r.data.max_length)
@@ -140,7 +132,7 @@ class Stages(KeptStages):
     def ewa(self, share: float | None = None, schedule: str | None = None, partition: str = "random") -> Result:
         """Return the dense mean of experts that were averaged after every step; see methods.xft.baselines.to_ewa."""
         base, training, ewa = self.base(), self.recipe.ewa_training, self.recipe.ewa
-        ewa = replace(ewa, share=ewa.share if share is None else share, schedule=schedule or ewa.schedule)
+        ewa = ewa.change(share=ewa.share if share is None else share, schedule=schedule or ewa.schedule)
         count = resolve_experts(self.recipe.experts).get("num_experts", 8)
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -203,7 +195,16 @@ class Stages(KeptStages):
             tokenizer.chat_template = MAGICODER_CHAT  # the base's own, if any, is not what the model learns
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data.train}")
-        train, held_out = stage_rows.tokenized(tokenizer, r)
+        train, held_out = (
+            data.tokenize_pairs(
+                tokenizer, (put_prompt(row, r.data.prompt) for row in rows), r.data.max_length, limit=limit
+            )
+            for rows, limit in zip(
+                stage_rows.split_rows(r.data, {data.BUILT_IN: standard_library_pairs}),
+                (r.data.limit, r.data.held_out_rows),
+                strict=True,
+            )
+        )
         data.save_rows(train, folder / "train")
         data.save_rows(held_out, folder / "held_out")
         self.say(f"{len(train):,} rows to tune on, {len(held_out):,} held out")
@@ -215,13 +216,8 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
 
     `seed` is the recipe's unless given. The last result's folder is the dense model.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    gate = recipe.experts.get("gate", "xft")
-    if gate not in SHARED_GATES:
-        raise ValueError(
-            f"gate is {gate!r}, which has no shared expert; want one of {', '.join(SHARED_GATES)} in experts"
-        )
-    stages = Stages(recipe, out, seed=recipe.seed if seed is None else seed, say=say)
+    stages = Stages(recipe, out, seed=seed, say=say)
+    check_shared(stages.recipe)
     base, moe = stages.base(), stages.moe()
     results = [base, moe, stages.merge(moe), stages.mix(moe)]
     stages.say(f"{'':8s}{'loss':>9s}{'perplexity':>12s}{'parameters':>16s}{'per token':>16s}{'train s':>9s}")
@@ -233,7 +229,7 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
 
 
 def _for_steps(training: Training, steps: int | None) -> Training:
-    return training if steps is None else replace(training, epochs=None, steps=steps)
+    return training if steps is None else training.change(epochs=None, steps=steps)
 
 
 def _numbers(model, trained: trainers.Trained) -> dict:

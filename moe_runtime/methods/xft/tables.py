@@ -1,4 +1,4 @@
-"""The tables and figures of the XFT paper that need training, one command each, on the stages of `xft_stages`.
+"""The tables and figures of the XFT paper that need training, one command each, on the stages of `study`.
 
     table1         base, SFT, EWA, MoE, XFT                        Tables 1 to 3
     ablate-gate    XFT's gate against three others                 Table 4
@@ -7,25 +7,22 @@
     sweep-topk     experts per token                               footnote 1
     budget         SFT for as many steps, and for as long          Table 8 of the long version
     ewa-schedule   constant and linear share rate                  Figure 3
-    routing-stats  share of tokens per expert and text             Figure 4 (xft_routing)
+    routing-stats  share of tokens per expert and text             Figure 4 (routing_study)
 
-The measure is the held-out loss per label token, on rows that nothing was trained on, in place of the paper's benchmarks. A
-stage that OUT holds already is read, not trained, whichever command made it; so a command that was killed goes on.
-
-XFT's own picture: the tokens of each text per expert. The others are in `pictures`.
+The measure is the held-out loss per label token, on rows that nothing was trained on, in place of the paper's benchmarks.
 """
 
+import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from moe_runtime.config import GATES, SHARED_GATES
+from moe_runtime.config import GATES, check_choice, check_fraction
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.plots import COLOURS, figure_of
-from moe_runtime.experiments.recipe import Recipe, load_recipe, resolve_experts
-from moe_runtime.experiments.tables import Command, Report, Run, best, each, verdict
+from moe_runtime.experiments.tables import Command, Report, Run, best, different, each, verdict
 from moe_runtime.methods.xft import routing_study
+from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.methods.xft.study import Result, Stages
 
 
@@ -60,22 +57,6 @@ TOP_KS = (2, 4, 6)
 SFT, EWA, MOE, XFT = "SFT", "EWA", "MoE", "XFT"
 
 
-def run(
-    command: str,
-    recipe: Recipe | str | Path = "tiny",
-    out: str | Path = "runs/xft",
-    *,
-    seeds: int = 3,
-    say: Callable[[str], None] = print,
-    overwrite: bool = False,
-    **options,
-) -> Report:
-    """Make a table, as `tables.run` says."""
-    return tables.run(
-        COMMANDS, Stages, load_recipe, command, recipe, out, seeds=seeds, say=say, overwrite=overwrite, **options
-    )
-
-
 def _table1(process: Run) -> dict:
     def plan(stages: Stages):
         yield "base", stages.base()
@@ -89,7 +70,7 @@ def _table1(process: Run) -> dict:
 
 
 def _ablate_gate(process: Run) -> dict:
-    full = resolve_experts(process.recipe.experts).get("gate", "xft")
+    full = process.recipe.experts.get("gate", "xft")
     others = {
         "no normalization (nonorm)": "nonorm",
         "no shared expert (topk_softmax)": "topk_softmax",
@@ -237,43 +218,28 @@ def _rise(result: Result) -> float:
 
 
 def _check_shared(recipe: Recipe) -> dict:
-    """Refuse a recipe whose mixture has no shared expert: XFT's merge is not defined for it."""
-    gate = resolve_experts(recipe.experts).get("gate", "xft")
-    if gate not in SHARED_GATES:
-        raise ValueError(
-            f"gate is {gate!r}, which has no shared expert; want one of {', '.join(SHARED_GATES)} in the recipe"
-        )
+    check_shared(recipe)
     return {}
 
 
 def _check_gates(recipe: Recipe) -> dict:
-    experts = resolve_experts(recipe.experts)
-    if experts.get("gate", "xft") != "xft":
-        raise ValueError(f"gate is {experts['gate']!r}; want 'xft' in the recipe, of which the others are ablations")
+    check_choice("gate", recipe.experts.get("gate", "xft"), ("xft",))  # of which the others are ablations
     for gate in GATES[:4]:
-        resolve_experts(experts | {"gate": gate})
+        resolve_experts(recipe.experts | {"gate": gate})
     return {}
 
 
 def _check_lambdas(recipe: Recipe, shared_rates: Sequence[float] = LAMBDAS) -> dict:
-    bad = [rate for rate in shared_rates if not 0 <= rate <= 1]
-    if bad or not shared_rates or len(set(shared_rates)) < len(shared_rates):
-        given = ", ".join(f"{rate:g}" for rate in shared_rates) or "not given"
-        raise ValueError(f"lambda is {given}; want different numbers from 0 to 1")
-    return _check_shared(recipe) | {"shared_rates": tuple(map(float, shared_rates))}
+    check_shared(recipe)
+    return {"shared_rates": different("lambda", map(float, shared_rates), lambda rate: check_fraction("lambda", rate))}
 
 
 def _check_top_ks(recipe: Recipe, top_ks: Sequence[int] | None = None) -> dict:
-    """Check the numbers given; without any take those of TOP_KS that the recipe's experts allow."""
-    _check_shared(recipe)
-    experts = resolve_experts(recipe.experts)
+    """Check the numbers given; by default take those of TOP_KS that the recipe's experts allow."""
+    check_shared(recipe)
     if top_ks is None:
-        top_ks = [k for k in TOP_KS if k <= experts.get("num_experts", 8)]
-    if not top_ks or len(set(top_ks)) < len(top_ks):
-        raise ValueError(f"top_k is {', '.join(map(str, top_ks)) or 'not given'}; want different numbers")
-    for k in top_ks:
-        resolve_experts(experts | {"top_k": k})
-    return {"top_ks": tuple(top_ks)}
+        top_ks = [k for k in TOP_KS if k <= recipe.experts.get("num_experts", 8)]
+    return {"top_ks": different("top_k", top_ks, lambda k: resolve_experts(recipe.experts | {"top_k": k}))}
 
 
 COMMANDS = {
@@ -295,3 +261,4 @@ COMMANDS = {
         routing_study.Routing,
     ),
 }
+run = functools.partial(tables.run, COMMANDS, Stages)

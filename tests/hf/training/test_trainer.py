@@ -512,8 +512,8 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_pa
     said = capsys.readouterr()
     assert "after step 4" in said.out
     lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
-    assert lines[0] == "training: 50% of 4 steps"
-    assert re.fullmatch(r"training: 75% of 4 steps, \S+ steps/s, \d+ s left", lines[1])
+    assert lines[0].startswith("training: 50% 2/4 [")
+    assert re.fullmatch(r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]", lines[1])
     assert lines[-1].startswith("training: done in ")
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [2, 4]

@@ -5,7 +5,6 @@ import re
 import pytest
 import yaml
 
-from moe_runtime.cli import runs
 from moe_runtime.experiments.recipe import METHODS, method_of, recipe_path
 from moe_runtime.methods.esft.recipe import EsftRecipe, load_recipe, shipped_recipes
 
@@ -125,7 +124,3 @@ def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
     )
     with pytest.raises(ValueError, match="recipe is 'none'; want a YAML file, or one of .*esft/tiny"):
         recipe_path("none", "xft", "esft")
-    (tmp_path / "mine.yaml").write_text("method: dare")
-    with pytest.raises(ValueError, match="method is 'dare'; want one of xft, esft, upit, ultrafuser"):
-        runs.run(tmp_path / "mine.yaml", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -88,7 +88,7 @@ def test_chats_and_system_texts(encoder):
         fits.prompt(turns)
     with pytest.raises(ValueError, match="prompt has the turns system, user, the template is 'User:"):
         encoder.prompt(chat)
-    with pytest.raises(ValueError, match="system is 'x', and the chat begins with another"):
+    with pytest.raises(ValueError, match="system is 'x'; expected .* one system text at most"):
         fits.prompt(chat, system="x")
 
 
@@ -110,20 +110,23 @@ def test_answers_are_the_same_ids_whatever_stands_before(encoder):
 @pytest.mark.parametrize(
     "call, words",
     [
-        pytest.param(lambda e: e.batch("one"), "prompts is 'one'; want a list", id="no list"),
-        pytest.param(lambda e: e.batch([]), "prompts is []; want a list", id="empty"),
-        pytest.param(lambda e: e.batch(["a", "b"], ["c"]), "responses is ['c'], with 2 prompts", id="few"),
-        pytest.param(lambda e: e.batch([None]), "prompt is None; want a text, or a list of messages", id="none"),
-        pytest.param(lambda e: e.batch([3]), "prompt is 3; want a text, or a list of messages", id="number"),
+        pytest.param(lambda e: e.batch("one"), "prompts is 'one', responses is None; expected a list", id="no list"),
+        pytest.param(lambda e: e.batch([]), "prompts is [], responses is None; expected a list", id="empty"),
+        pytest.param(lambda e: e.batch(["a", "b"], ["c"]), "prompts is ['a', 'b'], responses is ['c']", id="few"),
+        pytest.param(
+            lambda e: e.batch([None]), "prompt is None, system is None; expected a text, or messages", id="none"
+        ),
+        pytest.param(lambda e: e.batch([3]), "prompt is 3, system is None; expected a text, or messages", id="number"),
         pytest.param(
             lambda e: e.batch([{"role": "user", "content": "x"}]), "prompt is {'role': 'user'", id="a turn alone"
         ),
-        pytest.param(lambda e: e.batch(["a"], [None]), "response is None; want a text", id="no answer"),
-        pytest.param(lambda e: e.prompt([{"role": "user"}]), "want a role and, as content, text", id="turn"),
+        pytest.param(lambda e: e.prompt([{"role": "user"}]), "messages with role and content", id="turn"),
         pytest.param(
-            lambda e: e.prompt([{"role": "assistant", "content": "x"}]), "whose last is the user's", id="no question"
+            lambda e: e.prompt([{"role": "assistant", "content": "x"}]),
+            "of which the last is the user's",
+            id="no question",
         ),
-        pytest.param(lambda e: Encoder(e.tokenizers, e.templates, 50).answer("x"), "want ids below 50", id="ids"),
+        pytest.param(lambda e: Encoder(e.tokenizers, e.templates, 50).answer("x"), "expected ids below 50", id="ids"),
     ],
 )
 def test_bad_prompts_are_named(encoder, call, words):

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.cli import runs
 from moe_runtime.experiments.domains import of_domain, places_of
 from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
 from moe_runtime.hf.training import fit
@@ -302,7 +301,7 @@ def test_given_specialists_are_taken_as_they_are(made, tmp_path):
 def test_runs_know_the_method(made, monkeypatch):
     called = []
     monkeypatch.setattr(ultrafuser_study, "run", lambda path, out, **options: called.append(path))
-    runs.run(made.path, made.out)
+    ultrafuser_study.run(made.path, made.out)
     assert called == [made.path]
 
 

@@ -67,7 +67,7 @@ def test_answers_are_cut_and_long_prompts_dropped():
     found = encode_rows(encoder(), texts, 40, limit=1)
     assert len(found) == 1 and max(map(len, found[0]["prompt_ids"])) + len(found[0]["response_ids"]) <= 40
     assert len(encode_rows(encoder(), texts, 40)) == 2
-    with pytest.raises(ValueError, match="max_length is 12, within which no row has a token to learn"):
+    with pytest.raises(ValueError, match="no row is left: 0 have .* within max_length, 12"):
         encode_rows(encoder(), texts, 12)
 
 
@@ -76,7 +76,7 @@ def test_rows_with_prompts_that_are_held_out_are_left_out():
     held_out = encode_rows(encoder(), texts[:1], 64)
     found = encode_rows(encoder(), texts, 64, limit=4, without=held_out["prompt_ids"])
     assert len(found) == 4 and not any(row["prompt_ids"] == held_out[0]["prompt_ids"] for row in found)
-    with pytest.raises(ValueError, match="no row is left, 3 of them for a prompt that is held out"):
+    with pytest.raises(ValueError, match="no row is left: 3 have a held-out prompt"):
         encode_rows(encoder(), texts[::3], 64, without=held_out["prompt_ids"])
 
 
@@ -144,7 +144,7 @@ def test_the_first_step_is_the_paper_s(tmp_path):
 def test_without_balance_all_rows_are_alike():
     drawn = list(sampler_for(rows()["domain"], steps=4, batch_size=6, balanced=False))
     assert sorted(drawn) == sorted([*range(12)] * 2)
-    with pytest.raises(ValueError, match="batch_size is 5, there are 2 domains; want a multiple"):
+    with pytest.raises(ValueError, match="batch_size is 5, there are 2 domains; use a multiple"):
         sampler_for(rows()["domain"], steps=4, batch_size=5)
 
 

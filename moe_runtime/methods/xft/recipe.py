@@ -1,0 +1,98 @@
+"""A whole XFT run as one YAML file: what is trained, on which rows, for how long.
+
+base_model: deepseek-ai/deepseek-coder-1.3b-base      a folder or the Hub's id; or null, with `pretrain`
+data: {train, held_out, prompt, max_length, ...}      experts: {num_experts, top_k, gate, ... | preset}
+shared_rate: 0.75                                     sft, tune, mix: {epochs | steps, learning_rate, ...}
+"""
+
+import functools
+import typing
+from typing import Literal
+
+from pydantic import create_model, field_validator, model_validator
+
+from moe_runtime import config
+from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
+from moe_runtime.experiments import recipe as recipes
+from moe_runtime.experiments.recipe import AnyNumber, Count, Dtype, Fraction, Node, Pretrain, Prompt, Rows, Training
+from moe_runtime.io.rows import BUILT_IN
+
+OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
+SETTINGS = {name: kind for name, kind in typing.get_type_hints(MoEConfig).items() if name not in OF_THE_BASE}
+Experts = create_model(
+    "Experts",
+    __base__=Node,
+    preset=(str | None, None),
+    **{name: (AnyNumber if kind is float else kind, None) for name, kind in SETTINGS.items()},
+)
+
+
+class Data(Rows):
+    """The rows of an XFT run, and how they are put."""
+
+    train: str = BUILT_IN
+    prompt: Prompt = "magicoder"
+    max_length: Count = 1024
+
+
+class Ewa(Node):
+    """The baseline of expert weight averaging; its training is that of `sft` unless given."""
+
+    share: Fraction = 0.3
+    schedule: Literal["constant", "linear"] = "constant"
+    training: Training | None = None
+
+
+class Recipe(Node):
+    """A whole run. `experts` holds MoEConfig's fields, without those that the base decides; a preset in it is resolved."""
+
+    method: Literal["xft"] = "xft"
+    name: str = "recipe"
+    base_model: str | None = None
+    pretrain: Pretrain | None = None
+    dtype: Dtype = "float32"
+    data: Data = Data()
+    experts: dict = {}
+    shared_rate: Fraction = 0.75
+    sft: Training
+    tune: Training
+    mix: Training
+    ewa: Ewa = Ewa()
+    evaluations: Count = 4  # times that a training takes the held-out loss
+    seed: int = 0
+
+    @field_validator("experts")
+    @classmethod
+    def _resolve(cls, values: dict) -> dict:
+        return resolve_experts(values)
+
+    @model_validator(mode="after")
+    def _check_recipe(self):
+        recipes.check_base(self)
+        return self
+
+    @property
+    def ewa_training(self) -> Training:
+        """The training of the EWA baseline."""
+        return self.ewa.training or self.sft
+
+
+def resolve_experts(values: dict) -> dict:
+    """Return MoEConfig's settings of `values`, whose preset, if any, gives what they leave out; raises ValueError."""
+    values = Experts.from_dict(values).model_dump(exclude_unset=True)
+    preset = values.pop("preset", None)
+    if preset is not None:
+        check_choice("preset", preset, tuple(config.PRESETS))
+        values = config.PRESETS[preset] | values
+    MoEConfig(hidden_size=1, intermediate_size=1, **values)
+    if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
+        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, balance_loss is 'none'; want both")
+    return values
+
+
+def check_shared(recipe: Recipe) -> None:
+    """Raise ValueError for a gate without a shared expert: XFT's merge is not defined for it."""
+    check_choice("gate", recipe.experts.get("gate", "xft"), SHARED_GATES)
+
+
+load_recipe = functools.partial(recipes.load_recipe, Recipe)

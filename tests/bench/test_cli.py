@@ -263,6 +263,7 @@ def folder(monkeypatch, tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     folder(a=DIES, b=QUICK)
     heard = []
@@ -311,6 +312,7 @@ def bench_together(interleaved):
 """
 
 
+@pytest.mark.slow
 def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
     """Who loses it by itself is left out; in the timed rounds nobody knows who it was."""
     folder(a=LOSES, b=QUICK)
@@ -350,6 +352,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["group", "process"])
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
     """A terminal signals the whole group, a script the process alone."""
@@ -371,6 +374,7 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     """The benchmarks themselves, by the command a user types; and --json of the same."""
     done = subprocess.run(

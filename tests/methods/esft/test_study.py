@@ -231,6 +231,7 @@ stages.esft("sums", stages.selection("sums", "gate"))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     path = write_study(tmp_path)
     recipe = load_recipe(path).change(esft__steps=24, esft__save_steps=3, evaluations=8)

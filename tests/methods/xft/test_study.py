@@ -225,6 +225,7 @@ def test_the_same_recipe_gives_the_same_weights_elsewhere(made, tmp_path):
         assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b"])
 def test_a_shipped_recipe_goes_through_scaled_down(name, tmp_path):
     small = make_recipe(tmp_path)
@@ -324,6 +325,7 @@ print(stages.moe().losses)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     recipe = make_recipe(tmp_path, tune__steps=40, tune__save_steps=3, tune__warmup_steps=2)
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))  # JSON is YAML

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.hf.dropin.experts import FLOATS
 from moe_runtime.hf.models.conversions import Progress
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.methods.upit.checkpoints import fingerprint, model_folder
 from moe_runtime.methods.upit.experts import Expert, open_expert, print_of
+from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
 
 CHUNK = 1 << 22  # elements of all experts that are read at once

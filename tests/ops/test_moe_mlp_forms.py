@@ -314,6 +314,7 @@ def test_shared_expert_by_torchs_matmul(I, form, tolerance):
 # graphs, fakes, arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_without_a_graph_break(backend, dynamic):

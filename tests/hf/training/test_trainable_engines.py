@@ -29,6 +29,7 @@ def alone(name: str) -> dict:
     return worker.alone(scenario.family, scenario.everything, scenario.low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_equals_one_process(name, results):
     (_, ranks), want, scenario = results(name), alone(name), worker.SCENARIOS[name]

@@ -319,8 +319,9 @@ def test_installed_wheel_imports(installed, tmp_path):
 
 
 RECIPES = """
-from moe_runtime.experiments.recipe import load_recipe, shipped_recipes
-print(*[load_recipe(name).name for name in shipped_recipes()])
+from moe_runtime.experiments.recipe import shipped_recipes
+from moe_runtime.methods.xft.recipe import load_recipe
+print(*[load_recipe(name).name for name in shipped_recipes("xft")])
 """
 
 

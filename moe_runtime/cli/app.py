@@ -40,8 +40,8 @@ def demo(
 ):
     """Run XFT end to end on real text: pre-train a small model, tune it with SFT and with XFT, merge, compare."""
     one_gpu()
-    from moe_runtime.methods.xft.demo import run
     from moe_runtime.io.files import read_json
+    from moe_runtime.methods.xft.demo import run
 
     run(preset, out, seed=seed, overwrite=overwrite)
     return {"path": out} | read_json(out / "results.json")

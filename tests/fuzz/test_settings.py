@@ -16,6 +16,7 @@ from moe_runtime.methods.esft.scores import ExpertScores
 from moe_runtime.methods.esft.selection import ExpertSelection
 from moe_runtime.methods.ultrafuser import recipe as ultrafuser_recipe
 from moe_runtime.methods.upit import recipe as upit_recipe
+from moe_runtime.methods.xft import recipe as xft_recipe
 from tests.fuzz.attempts import attempt, run_seeds
 from tests.fuzz.mutations import mutate_bytes, mutate_value, to_json
 from tests.support.stress import scaled
@@ -33,7 +34,7 @@ SCORES = {
     for key in ("token_scores", "gate_scores")
 }
 KINDS = {
-    "xft": recipe.Recipe, "esft": esft_recipe.EsftRecipe, "upit": upit_recipe.UpitRecipe,
+    "xft": xft_recipe.Recipe, "esft": esft_recipe.EsftRecipe, "upit": upit_recipe.UpitRecipe,
     "ultrafuser": ultrafuser_recipe.FuserRecipe,
 }  # fmt: skip
 
@@ -111,7 +112,7 @@ def test_recipes(tmp_path, method):
                 experts.pop("preset", None)
             return values
 
-        check(lambda: recipe.load_recipe(path, kind).to_dict(), given, path.name)
+        check(lambda: recipe.load_recipe(kind, path).to_dict(), given, path.name)
 
     run_seeds(scaled(120, 1500), case)
 
@@ -154,5 +155,5 @@ def test_what_yaml_can_do_to_a_recipe(tmp_path, case):
     path = tmp_path / "recipe.yaml"
     path.write_text(YAML[case], encoding="utf-8")
     for kind in KINDS.values():
-        assert not attempt(lambda: recipe.load_recipe(path, kind), path.name).is_read  # noqa: B023
+        assert not attempt(lambda: recipe.load_recipe(kind, path), path.name).is_read  # noqa: B023
     attempt(lambda: recipe.method_of(path), path.name)

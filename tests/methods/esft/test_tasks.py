@@ -9,8 +9,7 @@ from moe_runtime.experiments.corpora import standard_library_text
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import DEEPSEEK_CHAT, put_prompt
-from moe_runtime.methods.esft import recipe as esft_recipe
-from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, join, mixed, task_rows
+from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Task, join, mixed, task_rows
 from tests.methods.esft.test_recipe import SMALL
 
 COUNTS = {"held_out_rows": 5, "validation_rows": 4}
@@ -161,5 +160,5 @@ def test_general_rows_are_mixed_in_and_repeated(ratio, count):
 
 def test_unknown_tasks_of_the_library():
     with pytest.raises(ValueError, match="train is 'standard-library/none'; want one of standard-library, .*/code"):
-        esft_recipe.check_source("standard-library/none")
-    esft_recipe.check_source("mine.jsonl")
+        Task(train="standard-library/none")
+    assert Task(train="mine.jsonl").prompt == "deepseek"

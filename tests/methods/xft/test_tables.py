@@ -9,10 +9,10 @@ import pytest
 
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import compare
-from moe_runtime.experiments.recipe import load_recipe
 from moe_runtime.experiments.tables import Entry, Report
 from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.methods.xft import tables as xft_tables
+from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Result
 from tests.support.dist_launch import killed
 from tests.support.xft_study import write_study

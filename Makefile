@@ -17,7 +17,7 @@ DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo test test-slow test-all stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -45,10 +45,16 @@ demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictu
 $(VENV)/deepspeed: | $(INSTALLED)
 	@rm -rf $@.new && $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps --target $@.new $(DEEPSPEED) && mv $@.new $@
 
-test: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## the test suite, one worker per core
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+# every op, module, method and verb has a test that is not marked slow
+test: $(INSTALLED) $(CPU_LIBRARY)  ## the tests but for the slow ones, one worker per core: minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m "not slow" $(ARGS)
 
-# the tests marked stress run in `make test` too, with a share of their cases
+test-slow: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## the slow tests alone
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m slow $(ARGS)
+
+test-all: test test-slow  ## every test
+
+# the tests marked stress run in `make test-all` too, with a share of their cases
 stress: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## faults, bad input, numbers and resources at length; hours
 	MOE_STRESS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m stress --timeout 3600 $(ARGS)
 

@@ -11,7 +11,6 @@ import torch
 from moe_runtime import backends
 from moe_runtime.native.library import Loaded, cpp, cuda
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops import moe_mlp as experts_op
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
@@ -128,20 +127,6 @@ def test_variable_is_honoured_or_refused(op, monkeypatch, not_interpreted):
     assert backends.pick(op, torch.zeros(1)) == "triton"
 
 
-@pytest.mark.parametrize("op", sorted(set(CALLS) - set(backends.TRITON_OPS)))
-def test_variable_leaves_ops_without_such_a_kernel_alone(op, monkeypatch):
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    assert backends.pick(op, torch.zeros(1)) == "torch"
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_variable_that_no_op_can_honour_is_an_error(op, monkeypatch):
-    monkeypatch.setitem(backends.KERNELS, "cuda", ())
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=f"backend is 'cuda' for {op}, but {op} has no cuda kernel"):
-        backends.pick(op, torch.zeros(1))
-
-
 def test_an_argument_beats_the_variable(monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
     assert all(backends.pick(op, torch.zeros(1), "torch") == "torch" for op in CALLS)
@@ -173,21 +158,6 @@ def test_why_not_is_none_or_a_reason(not_interpreted):
         for backend in ("triton", "cuda"):
             assert isinstance(backends.why_not(backend, op, CPU), str)
             assert isinstance(backends.why_not(backend, op, torch.device("meta")), str)
-
-
-@pytest.mark.parametrize("op", backends.TRITON_OPS)
-def test_bfloat16_is_refused_where_the_interpreter_gets_it_wrong(op, monkeypatch):
-    x = torch.zeros(1, dtype=torch.bfloat16)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backends, "interpreter_knows_bfloat16", True)
-    assert backends.pick(op, x, "triton") == "triton"
-    monkeypatch.setattr(backends, "interpreter_knows_bfloat16", False)
-    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrong; want float32"):
-        backends.pick(op, x, "triton")
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrong"):
-        backends.pick(op, x)
-    assert backends.pick(op, x.float()) == "triton" and backends.pick(op, x, "torch") == "torch"
 
 
 def test_ops_with_kernels_are_ops():
@@ -232,37 +202,6 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
     assert backends.pick("moe_mlp", torch.zeros(1)) == "cpp" and backends.pick("route", torch.zeros(1)) == "torch"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
-
-
-def test_cpp_says_why_it_cannot(monkeypatch, tmp_path):
-    library = cpu_build.library()
-    monkeypatch.setattr(cpp, "_found", library)
-    with pytest.raises(
-        ValueError, match="'cpp' for moe_mlp, but the tensor is torch.float16; want float32 or bfloat16"
-    ):
-        backends.pick("moe_mlp", torch.zeros(1, dtype=torch.float16), "cpp")
-    with pytest.raises(ValueError, match="want 'torch' for float64"):
-        backends.pick("moe_mlp", torch.zeros(1, dtype=torch.float64), "cpp")
-    with pytest.raises(ValueError, match="'cpp' for route, but route has no cpp kernel"):
-        backends.pick("route", torch.zeros(1), "cpp")
-    assert backends.why_not("cpp", "moe_mlp", torch.device("cuda")) == "the tensor is on cuda; expected cpu"
-    monkeypatch.undo()
-    broken = tmp_path / "libmoert_cpu.so"
-    monkeypatch.setattr(cpp, "places", lambda: [broken])
-    cpp.use(None)
-    try:
-        with pytest.raises(
-            ValueError, match="the CPU library is not built; python -m moe_runtime.native.build cpu builds it"
-        ):
-            backends.pick("moe_mlp", torch.zeros(1), "cpp")
-        assert backends.pick("moe_mlp", torch.zeros(1)) == "torch" and cpp.describe().startswith("none: ")
-        broken.write_bytes(b"no library")
-        cpp.use(None)
-        with pytest.raises(ValueError, match="'cpp' for moe_mlp, but .*libmoert_cpu.so"):
-            CALLS["moe_mlp"](backend="cpp")
-        assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
-    finally:
-        cpp.use(None)
 
 
 def test_cpp_describes_itself(monkeypatch):
@@ -326,24 +265,6 @@ def test_cuda_is_never_the_default_where_it_would_refuse(library, table):
     assert backends.pick("merge_experts", library) == "triton" and backends.pick("dispatch", library) == "cuda"
 
 
-def test_the_experts_go_beside_cuda_where_all_around_them_is(library, table, monkeypatch):
-    table()
-    assert experts_op.pick(library, 8, None) == "triton"
-    table({"op": "dispatch", "device": "NVIDIA H200"})
-    assert experts_op.pick(library, 8, None) == "triton"
-    table(*({"op": op, "device": "NVIDIA H200"} for op in ("dispatch", "combine")))
-    assert [experts_op.pick(library, E, None) for E in (8, 1025)] == ["cuda", "triton"]
-    assert experts_op.pick(library, 8, "triton") == "triton" and experts_op.pick(library, 8, "torch") == "torch"
-    assert experts_op.pick(library, 8, None, ("route", "dispatch", "combine")) == "triton"
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    assert experts_op.pick(library, 8, None) == "triton"
-    table()
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
-    assert experts_op.pick(library, 8, None, ("route", "dispatch", "combine")) == "cuda"
-    with pytest.raises(ValueError, match="moe_mlp has no cuda kernel"):
-        experts_op.pick(library, 8, "cuda")
-
-
 @pytest.mark.parametrize("op", ["route", "dispatch"])
 def test_ops_say_what_fits(op, monkeypatch):
     found = []
@@ -379,20 +300,6 @@ def test_cuda_says_why_it_cannot(library, monkeypatch):
         backends.pick("combine", library, "cuda")
 
 
-def test_asking_for_the_library_does_not_break_a_graph(library, table):
-    table({"op": "dispatch", "device": "NVIDIA H200"})
-    torch._dynamo.reset()
-
-    def f(x):
-        return (
-            x
-            + (backends.why_not("cuda", "route", torch.device("cuda:0")) is None)
-            + backends._cuda_is_faster("dispatch", torch.device("cuda:0"))
-        )
-
-    assert torch.compile(f, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 2
-
-
 def test_doctor_says_that_cuda_is_there(library, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *_, **__: library)
     assert surroundings.explain("dispatch", library.device) == "triton; cuda when asked for: not measured faster here"
@@ -401,9 +308,7 @@ def test_doctor_says_that_cuda_is_there(library, monkeypatch):
 
 def test_doctor_names_the_library(monkeypatch):
     handle = SimpleNamespace(moert_probe=lambda *_: 35, moert_error_string=lambda code: b"no driver")
-    monkeypatch.setattr(
-        cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"})
-    )
+    monkeypatch.setattr(cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
     assert surroundings.report()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
     doctor = surroundings.report()

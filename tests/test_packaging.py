@@ -15,10 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 import moe_runtime
-from moe_runtime.native import build
 from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,12 +154,6 @@ def test_wheel_holds_the_package_and_no_more(wheel):
     assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
-def test_wheel_of_the_sdist_is_that_of_the_tree(wheel, tree, build_env, tmp_path):
-    run("-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env])
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as other:
-        assert {i.filename: i.CRC for i in one.infolist()} == {i.filename: i.CRC for i in other.infolist()}
-
-
 def test_sdist_holds_sources_only(sdist):
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
@@ -173,15 +165,7 @@ def test_sdist_holds_sources_only(sdist):
     assert [name for name in names if name.startswith(("bench/results", "tests"))] == []
 
 
-def test_version_is_written_once(wheel):
-    assert Version(moe_runtime.__version__).release
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(f"moe_runtime-{moe_runtime.__version__}.dist-info/METADATA").decode()
-    assert f"\nVersion: {moe_runtime.__version__}\n" in metadata
-    texts = [path.read_text() for path in (ROOT / "pyproject.toml", ROOT / "setup.py")]
-    assert not any(f'"{moe_runtime.__version__}"' in text for text in texts)
-
-
+@pytest.mark.slow
 def test_every_import_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
     lists = re.findall(r"^(?:dependencies|train|plot|bench) = \[(.*?)\]$", text, re.S | re.M)
@@ -196,12 +180,6 @@ def test_every_import_is_declared():
     # whom bench/peers.py measures if they are there; the interpreter's mends, for whoever has the tests
     undeclared = {"liger_kernel", "megablocks", "scattermoe", "sonicmoe", "tests"}
     assert imported - declared - sys.stdlib_module_names - undeclared == {"moe_runtime"}
-
-
-def test_versions_are_not_compared_as_text():
-    # "2.9" > "2.11"
-    compared = re.compile(r"""__version__\s*[<>]=?|version\([^)]*\)\s*[<>]=?\s*["']""")
-    assert [path for path in shipped() if compared.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -234,6 +212,7 @@ def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
     stem = f"moe_runtime-{moe_runtime.__version__}-py3-none-"
@@ -252,6 +231,7 @@ def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
 DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe())"
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
     pip = [
@@ -275,14 +255,7 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
     assert done.stdout.startswith(f"{library}: nvcc ")
 
 
-def test_pure_wheel_knows_how_to_get_the_library(installed, tmp_path):
-    done = run("-c", DESCRIBE, cwd=tmp_path, path=[installed, *SITE], XDG_CACHE_HOME=str(tmp_path))
-    assert (
-        done.stdout.strip() == "none: the CUDA library is not built; python -m moe_runtime.native.build cuda builds it"
-    )
-    assert build.source_hash("cuda", installed / "moe_runtime" / "_csrc") == build.source_hash("cuda", ROOT / "csrc")
-
-
+@pytest.mark.slow
 @needs_nvcc
 def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     shutil.unpack_archive(sdist, tmp_path)
@@ -290,10 +263,6 @@ def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     run("-c", BUILD, "build_editable", tmp_path, cwd=folder, path=[build_env], MOE_RUNTIME_BUILD_CUDA="1")
     done = run("-c", DESCRIBE, cwd=folder, path=[folder, *SITE])
     assert done.stdout.startswith(f"{folder}/moe_runtime/_lib/libmoert_cuda.so: nvcc ")
-
-
-def kernel_modules(root: Path) -> list[str]:
-    return sorted(f"moe_runtime.kernels.{path.stem}" for path in (root / "kernels").glob("*.py"))
 
 
 # finds every module, imports those that need nothing but torch and triton, and says where the package lies
@@ -313,6 +282,7 @@ def modules(root: Path) -> list[str]:
     return sorted(name[:-3].replace("/__init__", "").replace("/", ".") for name in python_files(root))
 
 
+@pytest.mark.slow
 def test_installed_wheel_imports(installed, tmp_path):
     done = run("-c", FIND, *modules(ROOT), cwd=tmp_path, path=[installed, *SITE])
     assert done.stdout.strip() == str(installed / "moe_runtime" / "__init__.py")
@@ -325,6 +295,7 @@ print(*[load_recipe(name).name for name in shipped_recipes("xft")])
 """
 
 
+@pytest.mark.slow
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
     arguments = ["-m", "moe_runtime.cli", "bench", "--only", "merging,routing", "--tiny", "--out", "found.json"]
@@ -332,7 +303,7 @@ def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert [bench["name"] for bench in found["benchmarks"]] == [
-        f"bench_merge_experts[{half}-tiny]" for half in ("merge", "dalpha")
+        f"bench_merge_experts[tiny-{half}]" for half in ("merge", "dalpha")
     ]
     assert found["about"]["commit"] == f"v{moe_runtime.__version__}"
 
@@ -344,6 +315,7 @@ def test_installed_wheel_has_its_recipes(installed, tmp_path):
     assert (installed / "moe_runtime" / "hf" / "training" / "fsdp2.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_clean_clone_imports(tree):
     done = run("-c", FIND, *modules(ROOT), cwd=tree, path=SITE)
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py")
@@ -440,6 +412,7 @@ def registered(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPORTS)
 def test_auto_classes_know_ours(registered, name):
     said = (registered / name).read_text().splitlines()

@@ -11,11 +11,7 @@ from moe_runtime.cli import esft, tables, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, group, one_gpu, option, recipes, verb
 from moe_runtime.io.rows import require
 
-app = group(
-    "",
-    "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models with XFT, ESFT, UpIT and UltraFuser.",
-    "demo --preset tiny",
-)
+app = group("", "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.", "demo --preset tiny")
 
 
 def _version(asked: bool) -> None:

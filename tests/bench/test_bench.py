@@ -217,6 +217,7 @@ print(json.dumps(clock.measure_cpu(variants, 2, lambda one_round, rounds: [one_r
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not resident.CLEAR.exists(), reason="no /proc/self/clear_refs")
 def test_memory_on_the_cpu_is_what_the_call_takes():
     """Also where the allocator and the pools hold what earlier calls took."""
@@ -303,6 +304,7 @@ def run_bench(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=env)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_and_ends_in_time(tmp_path):
     lines, out = tmp_path / "r.jsonl", tmp_path / "out.json"
     assert "3 skipped" in run_bench("--results", lines, "--budget", 0).stdout and not Records(lines).done()

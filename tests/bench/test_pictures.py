@@ -249,6 +249,7 @@ def test_what_was_not_measured_makes_no_picture(tmp_path):
         assert set(drawn(read(write(tmp_path / "r.json", only)))) == names, function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_published_files_can_be_drawn(path, tmp_path):
     written = pictures.write_pictures(path, tmp_path)
@@ -262,6 +263,7 @@ def test_published_files_can_be_drawn(path, tmp_path):
     assert bars_of(axes)["moe_runtime"] == want
 
 
+@pytest.mark.slow
 def test_labels_do_not_overlap(found):
     """Of each panel the titles, ticks' names and numbers, and of the figure the legend and the line below."""
     import matplotlib

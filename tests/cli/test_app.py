@@ -41,6 +41,7 @@ def run(monkeypatch, capfd):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["moe_runtime", "moe_runtime.cli"])
 def test_a_real_process(tmp_path, module):
     command = [sys.executable, "-m", module, "xft", "upcycle", str(tmp_path), str(tmp_path / "out")]

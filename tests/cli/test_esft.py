@@ -137,6 +137,7 @@ def test_train_apply_and_merge(home, adapter, tmp_path):
     assert same(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, trains",
     [

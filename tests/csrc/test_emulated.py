@@ -44,6 +44,7 @@ def test_against_numpy_in_several_orders_of_the_threads():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_under_address_and_undefined_behavior_sanitizers(sanitizer):
     names = [name for name in emulator.checks() if name != "offsets"]  # gigabytes, which the sanitizer marks one by one
     seeds = scaled(ORDERS[:1], ORDERS)
@@ -69,6 +70,7 @@ def test_the_sanitizer_sees_what_lies_outside(file, text, instead, name, sanitiz
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_no_access_races_another(races):
     names, seeds = ("plan", "route", "merge", "dalpha", "combine"), scaled(ORDERS[2:], ORDERS)
     done = emulator.check(emulator.build(emulator.RACES), *names, seeds=seeds, preload=races)

@@ -74,6 +74,7 @@ def test_examples_run(block, folder):
     )
 
 
+@pytest.mark.slow
 def test_the_accelerate_script_on_two_processes(folder):
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     script(FILES["train.py"].text, folder, *launcher, "--mixed_precision", "no", "--dynamo_backend", "no")

@@ -31,6 +31,7 @@ def site(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_every_page_is_listed(site):
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     named = set(re.findall(r"([\w-]+\.md)", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))

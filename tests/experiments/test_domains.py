@@ -8,6 +8,7 @@ from moe_runtime.experiments import corpora
 from moe_runtime.experiments.corpora import DOMAINS, domain_rows, domain_text, domains_key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOMAINS)
 def test_rows_are_prompts_and_completions(name):
     pairs = domain_rows(name, limit=50)

@@ -198,6 +198,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     return folder, {kind: [next(report) for _ in commands[kind]] for kind in commands}
 
 
+@pytest.mark.slow
 def test_no_verb_runs_the_code_of_a_folder(ran):
     folder, report = ran
     assert not (folder / "touched").exists()

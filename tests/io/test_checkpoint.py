@@ -271,6 +271,7 @@ with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
 """
 
 
+@pytest.mark.slow
 def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
     """600 MB in 12 shards, with 80 MB allowed: enforced by RLIMIT_DATA, and measured as the peak resident set."""
     source, out, size, weight_map = tmp_path / "source", tmp_path / "out", 10**7, {}

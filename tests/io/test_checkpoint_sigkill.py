@@ -101,6 +101,7 @@ def killer():
         process.stdin.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment, overwrite", KILLS)
 def test_sigkill(tmp_path, killer, moment, overwrite):
     old, out = ten_tensors(), tmp_path / "out"

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -215,112 +214,6 @@ cli.main()
     assert "after step 4" in again.stderr
 
 
-@pytest.mark.slow
-def test_in_the_last_step_the_stage_is_kept_and_the_next_does_not_begin(recipe, whole, tmp_path):
-    """The step is the stage's last: it has nothing left to go on with, and its result is written first."""
-    steps = yaml.safe_load(Path(recipe).read_text())["tune"]["steps"]
-    out = tmp_path / "out"
-    done = stopped("moe", steps, signal.SIGTERM, "run", recipe, "--out", out)
-    assert done.returncode == 143 and last_line(done).startswith(f"terminated; what is done is kept in {out}"), (
-        done.stderr
-    )
-    assert list(out.glob("moe-*/result.json")) and not list(out.glob("mix-*/result.json"))
-
-
-def test_a_wish_survives_a_log_that_is_gone(monkeypatch):
-    """A terminal's Ctrl-C ends `2>&1 | tee log` too; with 2>&- there is no stderr at all."""
-    from moe_runtime.io import signals
-
-    reader, writer = os.pipe()
-    os.close(reader)
-    for stderr in (os.fdopen(writer, "w"), None):
-        monkeypatch.setattr(sys, "__stderr__", stderr)
-        with signals.after_the_step() as stopping:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert isinstance(stopping.asked, signals.Terminated)
-
-
-def test_a_signal_sent_twice_at_once_is_one_wish(monkeypatch):
-    """A scheduler's SIGTERM reaches a rank from the scheduler and from torchrun."""
-    from moe_runtime.io import signals
-
-    now = [100.0]
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    for later, is_order in ((0.01, False), (1.9, False), (2.1, True)):
-        with signals.after_the_step() as stopping:
-            os.kill(os.getpid(), signal.SIGTERM)
-            now[0] += later
-            if is_order:
-                with pytest.raises(signals.Terminated):
-                    os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert isinstance(stopping.asked, signals.Terminated)
-    given = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    try:
-        with signals.after_the_step():
-            os.kill(os.getpid(), signal.SIGTERM)
-            with pytest.raises(KeyboardInterrupt) as order:  # another signal is another wish
-                os.kill(os.getpid(), signal.SIGINT)
-            assert not isinstance(order.value, signals.Terminated)
-    finally:
-        signal.signal(signal.SIGINT, given)
-
-
-def test_a_forked_child_ends_when_it_is_told_to():
-    from moe_runtime.io import signals
-
-    with signals.sigterm_raises(), signals.after_the_step() as stopping:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writer, b"!")
-            time.sleep(30)
-            os._exit(7)
-        os.read(reader, 1)  # Python drops what a child gets before it runs
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert stopping.asked is None
-
-
-def test_late_wishes_are_a_commands(monkeypatch):
-    from moe_runtime.io import signals
-
-    signals.raise_later(KeyboardInterrupt())  # not in a command: whoever called the training has its result
-    with signals.after_the_step():
-        pass
-    with signals.sigterm_raises():
-        signals.raise_later(signals.Terminated())
-        with pytest.raises(signals.Terminated), signals.after_the_step():
-            pass
-    with signals.after_the_step():
-        pass
-
-
-def test_a_launcher_is_not_named(monkeypatch):
-    from moe_runtime.cli import verbs
-
-    monkeypatch.setattr(sys, "argv", ["cli.py", "run", "a b.yaml"])
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert verbs.again() == "rerun to resume: moe-runtime run 'a b.yaml'"
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert verbs.again() == "rerun to resume"
-
-
-def test_what_was_made_before_the_signal_is_named(tmp_path):
-    from moe_runtime.cli.verbs import Kept
-
-    kept = Kept("{target}")
-    options = {"target": tmp_path / "moe"}
-    kept.begin(options)
-    assert kept.say(options) == "nothing was written"
-    (tmp_path / "moe").mkdir()
-    (tmp_path / "moe" / "config.json").write_text("{}")
-    assert kept.say(options) == f"already complete: {tmp_path / 'moe'}"
-    kept.begin(options)
-    assert kept.say(options) == "nothing was written"
-
-
 def test_signals_that_are_ignored_stay_ignored():
     from moe_runtime.io import signals
 
@@ -331,54 +224,6 @@ def test_signals_that_are_ignored_stay_ignored():
             assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-# a training with a worker that loads its rows, stopped as a terminal and torchrun do it: by a signal to the whole group
-GROUP = """
-import os, signal, sys
-import torch
-from datasets import Dataset
-from pathlib import Path
-from transformers import TrainerCallback, TrainingArguments
-from moe_runtime.io import signals
-from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
-from moe_runtime.hf.training.trainer import MoETrainer
-from tests.hf.tiny import VOCAB, dense
-
-class Sender(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            os.killpg(0, number)
-
-torch.set_num_threads(1)
-rows = torch.randint(3, VOCAB, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
-rows = Dataset.from_dict({"input_ids": rows, "labels": rows})
-for number in (signal.SIGINT, signal.SIGTERM):
-    folder = Path(sys.argv[1], str(int(number)))
-    args = TrainingArguments(
-        str(folder), max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1, use_cpu=True, report_to=[],
-        disable_tqdm=True, save_strategy="no", eval_strategy="no",
-    )
-    trainer = MoETrainer(dense("llama"), args, train_dataset=rows, eval_dataset=rows, callbacks=[Sender()])
-    assert trainer.get_eval_dataloader().worker_init_fn.func is trainer.get_train_dataloader().worker_init_fn.func
-    try:
-        with signals.sigterm_raises(), stopping_with_a_checkpoint(trainer):
-            trainer.train()
-    except KeyboardInterrupt as stop:
-        print(signals.word_of(stop), sorted(path.name for path in folder.iterdir()))
-"""
-
-
-@pytest.mark.slow
-def test_workers_that_load_rows_outlive_a_signal_to_the_group(tmp_path):
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + GROUP
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=500, start_new_session=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "checkpoint" in line]
-    assert lines == ["interrupted ['checkpoint-2']", "terminated ['checkpoint-2']"], done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -405,11 +250,3 @@ def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, ste
         assert found["saved"] == [f"checkpoint-{steps}"]
         assert found["next"] == "done" and found["again"] == list(range(steps + 1, 5))
         assert all(found["weights"][name].equal(whole[name]) for name in whole)
-
-
-@pytest.mark.parametrize("case, how", [("last step", "Terminated"), ("behind the last step", "KeyboardInterrupt")])
-def test_what_comes_too_late_for_one_training_ends_all_processes_before_the_next(ranks, case, how):
-    for one in ranks:
-        found = one[case]
-        assert found["how"] == "done" and found["steps"] == [1, 2, 3, 4] and found["saved"] == []
-        assert found["next"] == how and found["again"] == []

@@ -40,16 +40,30 @@ def name(job: tuple[int, int]) -> str:
     return f"sm_{job[1]}-{case.kernel.split('.')[1].strip('_').removesuffix('_kernel')}-{case.note}-{case.title()}"
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("job", NVIDIA, ids=name)
 def test_compiles_to_what_it_should(reports, job):
     assert aot.complaints(CASES[job[0]], job[1], reports[job]) == []
 
 
+@pytest.mark.slow
 def test_amd_compiles_no_fewer_than_it_did(reports):
     fails = {CASES[i].kernel: report.error for (i, target), report in reports.items() if target == AMD and report.error}
     assert fails.keys() <= AMD_FAILS, fails
     assert {CASES[i].kernel for i, target in JOBS if target == AMD} == set(aot.kernels())
+
+
+def test_a_few_compile():
+    """One case each of a gather, a matrix product and a step that only moves bytes; `make test-slow` compiles the rest."""
+    wanted = (
+        "combine._combine_fwd_kernel",
+        "grouped_gemm._grouped_gemm_fwd_kernel",
+        "merging._merge_experts_fwd_kernel",
+    )
+    few = [next(case for case in CASES if case.kernel == name and 90 in case.capabilities) for name in wanted]
+    reports = aot.compile_all([(case, 90) for case in few])
+    assert [aot.complaints(case, 90, report) for case, report in zip(few, reports, strict=True)] == [[], [], []]
 
 
 def test_every_kernel_has_a_case_and_a_line_in_the_docs():
@@ -78,6 +92,7 @@ def test_every_config_has_a_case(arch):
             assert (kernel, title, tile.num_warps, tile.num_stages, tile.TMA) in launched
 
 
+@pytest.mark.slow
 def test_docs_hold_what_compiles(reports):
     """The whole table with the Triton that wrote it; with another, the kernels and their configs."""
     text = aot_table.PATH.read_text()
@@ -112,6 +127,7 @@ def test_gate_sees(change, says):
     assert len(bad) == (says is not None) and all(says in line for line in bad)
 
 
+@pytest.mark.slow
 def test_gate_sees_a_config_that_is_too_large():
     tile = tiles.Tile(128, 128, 64, num_warps=4, num_stages=6)
     (case,) = aot.record(lambda: grouped_gemm.Layer().up_forward(tile))

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from moe_runtime.native import build
-from moe_runtime.native.build import BuildError
 from moe_runtime.native.library import cpp, read_header
 from tests.support import cpu_build
 
@@ -81,48 +80,6 @@ def test_old_libraries_of_other_sources_go(tmp_path, small):
     assert time.time() - (cache / here).stat().st_mtime < 3600  # asked for
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("target", ["demo", "test", "bench"])
-def test_make_builds_after_the_sources_change(target, tmp_path):
-    makefile = build.csrc_dir("cpu").parents[1] / "Makefile"
-    if not makefile.is_file():
-        pytest.skip("not a checkout")
-    sources = ["pyproject.toml", "setup.py", "constraints.txt", "csrc/cpu/vector.h", "moe_runtime/native/build.py"]
-    for name in sources:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (1000, 1000))
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "deepspeed").write_text("")
-    (tmp_path / ".venv" / ".installed").write_text("")
-    for name in ("python", "moe-runtime"):
-        path = tmp_path / ".venv" / "bin" / name
-        path.write_text('#!/bin/sh\necho "$@" >> said; case "$*" in *native.build*) test ! -e no-compiler;; esac\n')
-        path.chmod(0o755)
-
-    def builds():
-        (tmp_path / "said").write_text("")
-        done = subprocess.run(
-            ["make", "-f", makefile, target], cwd=tmp_path, capture_output=True, text=True,
-            env={"PATH": os.environ["PATH"], "PYTHON": sys.executable},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / "said").read_text().splitlines()
-        assert lines.pop() != "-m moe_runtime.native.build cpu"  # the target's own command, last
-        return lines == ["-m moe_runtime.native.build cpu"], "the experts run in PyTorch" in done.stderr
-
-    (tmp_path / "no-compiler").write_text("")
-    assert [builds(), builds()] == [(True, True)] * 2
-    (tmp_path / "no-compiler").unlink()
-    assert [builds(), builds()] == [(True, False), (False, False)]
-    for name in sources[-2:]:
-        later = time.time() + 5
-        os.utime(tmp_path / name, (later, later))
-        assert builds() == (True, False)
-        os.utime(tmp_path / name, (1000, 1000))
-        assert builds() == (False, False)
-
-
 def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):
     out = tmp_path / "lib.so"
     out.write_text("old")
@@ -189,25 +146,9 @@ def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path
     assert not made.handle.moert_cpu_limit(b"avx512_bf16") and made.handle.moert_cpu_limit(b"generic")
 
 
-@needs_gxx
-def test_a_compiler_that_is_too_old_is_an_error(tmp_path, old):
-    done = run("--out", tmp_path / "lib.so", CXX=old("-std=c++17"))
-    assert done.returncode == 2 and done.stderr.startswith("error: the compiler is ") and done.stderr.count("\n") == 1
-    assert "; expected g++ 9 or newer, or a clang++ as new; install g++ or clang++, or set CXX to one" in done.stderr
-    assert run("--out", tmp_path / "lib.so", CXX=old("__builtin_convertvector")).stderr == done.stderr
-
-
-def test_no_sources_is_an_error(tmp_path):
-    assert "has no *.cpp file" in run("--csrc", tmp_path / "none").stderr
-    with pytest.raises(BuildError, match=r"has no \*\.cpp file; expected the sources"):
-        build.check_cpu(tmp_path)
-
-
 def test_the_library_says_what_it_is_made_of(library):
     info = json.loads(library.handle.moert_cpu_build_info())
-    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu")) and info["compiler"] == build.built_by(
-        library.path
-    )
+    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu")) and info["compiler"]
     x86 = list(build.X86_SETS) if os.uname().machine == "x86_64" else []
     assert info["sets"] == ["generic", *x86] and library.variant in info["sets"]
 
@@ -235,18 +176,3 @@ def test_a_library_without_a_function_is_refused(tmp_path, small):
     build.build_cpu(tmp_path / "lib.so", csrc=small)
     with pytest.raises(OSError, match=r"and has no moert_cpu_\w+; rebuild it"):
         cpp.bind(tmp_path / "lib.so")
-
-
-def test_setup_refuses_what_it_does_not_know(tmp_path):
-    root = build.csrc_dir("cpu").parents[1]
-    if not (root / "setup.py").is_file():
-        pytest.skip("not a checkout")
-    for asked, variables, says in (
-        ("yes", {}, "expected 0 or 1"),
-        ("1", {"CXX": "no-such-compiler"}, "'no-such-compiler'"),
-    ):
-        done = subprocess.run(
-            [sys.executable, root / "setup.py", "--version"], capture_output=True, text=True, cwd=root,
-            env=os.environ | {"MOE_RUNTIME_BUILD_CPU": asked} | variables,
-        )  # fmt: skip
-        assert done.returncode and f"MOE_RUNTIME_BUILD_CPU is {asked!r}" in done.stderr and says in done.stderr

@@ -152,10 +152,3 @@ def test_a_library_that_the_hub_would_not_take(tmp_path, capsys, newest, says):
     path = library(tmp_path / "lib.so", newest) if newest else tmp_path / "lib.so"
     assert hub.main([str(tmp_path / "out"), "--library", str(path)]) == 2
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_is_there_stays(tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    assert hub.main([str(tmp_path / "out")]) == 2 and "want a new or empty folder" in capsys.readouterr().err
-    assert hub.main([str(tmp_path / "out"), "--overwrite"]) == 0 and not (tmp_path / "out" / "mine").exists()

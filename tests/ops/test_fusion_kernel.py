@@ -240,6 +240,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old, new", MUTANTS[:-1])
 def test_mutant_is_caught(old, new, tmp_path):
     assert caught(edited(fusion, tmp_path, old, new))

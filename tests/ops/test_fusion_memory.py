@@ -43,6 +43,7 @@ def peak(which: str, frozen: bool, T=768, V=32000, H=32, S=3) -> tuple[int, list
     return found, numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen, share", [(False, 0.35), (True, 0.1)], ids=["all train", "frozen specialists"])
 def test_peak_is_a_share_of_the_naive(frozen, share):
     ours, numbers = peak("ours", frozen)

@@ -263,6 +263,7 @@ def test_partial_gradients_of_the_weights(unfilled):
     torch.testing.assert_close(partial[row:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weight_gradient_of_a_far_expert(one_tile):
     rows = make_rows([1, 0, 3], 0, 1)
     dy, x = (torch.randn(4, 2**15).to(HALF) for _ in range(2))

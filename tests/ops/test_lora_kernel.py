@@ -200,6 +200,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old, new", MUTANTS)
 def test_mutant_is_caught(old, new, tmp_path):
     # where both files have the line, both

@@ -153,6 +153,7 @@ def test_recompute_is_bit_equal(backend):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

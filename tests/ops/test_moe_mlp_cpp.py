@@ -280,6 +280,7 @@ SKEWED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("H, I", [(33, 17), (96, 128), (130, 70)])

@@ -74,6 +74,7 @@ OPCHECK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("sizes, options", OPCHECK)
@@ -107,6 +108,7 @@ def test_opcheck(sizes, options, backend):
         opcheck(torch.ops.moe_runtime.moe_mlp_backward, args, is_traced)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     "change", [None, layouts.transposed_weights, layouts.stride_zero], ids=["plain", "weights in x out", "stride 0"]

@@ -196,6 +196,7 @@ OPCHECK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, options", OPCHECK)
 def test_opcheck(sizes, options, device):
     case = make_case(**{"T": 5, "H": 8, "I": 6, "E": 3, "K": 2} | sizes)

@@ -374,6 +374,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old, new", MUTANTS)
 def test_mutant_is_caught(old, new, tmp_path, monkeypatch, device, tolerance):
     assert caught(edited(kernels, tmp_path, old, new), monkeypatch, device, tolerance[torch.float32])

@@ -20,6 +20,7 @@ def told(tmp_path_factory):
     return {line["way"]: line for line in lines}, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", conversions.WAYS)
 def test_a_folder_of_twice_the_memory_limit(way, told):
     ways, errors = told

@@ -120,6 +120,7 @@ print(json.dumps({"done": done, "changed": changed, "modules": len(names)}))
 """
 
 
+@pytest.mark.slow
 def test_every_module_of_ours_changes_nothing():
     told = child(ALL, HF_HUB_OFFLINE="1")
     assert told["modules"] > 120

@@ -62,10 +62,6 @@ NOT_RUN = {
     "python -m moe_runtime.native.build cuda": NotRun(
         "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),
-    "python -m tests.stress.mutate": NotRun(
-        "runs tests for hundreds of mutants",
-        "tests/stress/test_mutants.py::test_every_mutant_is_one_changed_line_of_python",
-    ),
     "python humaneval.py": NotRun("reads HumanEval", "tests/methods/xft/test_study.py::test_the_samples_of_the_docs"),
     "evalplus.evaluate": NotRun("is another project's, and reads its data"),
     "lm_eval": NotRun("is another project's, and reads its data"),

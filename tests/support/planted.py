@@ -135,7 +135,7 @@ BUGS = [
         "methods/ultrafuser/test_sampling.py"),
     # io
     Bug("a file is not flushed before it is renamed", f"{IO}/files.py",
-        "            _sync(beside)\n", "", "io/test_files.py"),
+        "        _sync(tmp / path.name)\n", "", "io/test_files.py"),
     Bug("a part of a tensor is read from its beginning", f"{IO}/checkpoint.py",
         "stream.seek(start + skip)", "stream.seek(start)", "io/test_checkpoint.py"),
     Bug("the index names the shard before a tensor's own", f"{IO}/checkpoint.py",

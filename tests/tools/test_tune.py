@@ -166,15 +166,6 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
     assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [BUILT_IN, PERSISTENT, TMA]
 
 
-def test_two_processes_may_write_one_file(clock, tmp_path):
-    path = tmp_path / "both.json"
-    one, two = (tuning_file.Results(path, device) for device in ("A100", "H200"))
-    one.save("a", {"tile": BUILT_IN._asdict()})
-    two.save("b", {"tile": TALL._asdict()})
-    one.save("c", {"tile": TMA._asdict()})
-    assert tiles.read_tuned.__wrapped__(path) == {"A100": {"a": BUILT_IN, "c": TMA}, "H200": {"b": TALL}}
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}']
 )
@@ -233,12 +224,6 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="no CUDA GPU"):
         tune()
-
-
-@pytest.mark.parametrize("layer", [Layer(0, 16, 3, 2), Layer(24, 16, 3, 4)], ids=["no hidden size", "K > E"])
-def test_bad_sizes_are_named(clock, layer):
-    with pytest.raises(ValueError, match="hidden_size is 0|top_k is 4, num_experts is 3"):
-        list(tuning.tune({"layer": layer}, [16], ["float32"]))
 
 
 # errors of results

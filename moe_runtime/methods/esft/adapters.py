@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moe_runtime.hf.dropin.experts import FLOATS
 from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trained_files import (
@@ -33,6 +32,7 @@ from moe_runtime.hf.training.trained_files import (
 from moe_runtime.io.files import atomic_folder, read_json
 from moe_runtime.methods.esft.base import base_of, check_base, describe
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
+from moe_runtime.modules.moe import FLOATS
 from moe_runtime.modules.trainable import split_of
 
 OURS = "moe_runtime"  # key of expert_cfg.json for what the official file lacks

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from moe_runtime.hf.dropin.experts import FLOATS
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import SHIM
@@ -22,6 +21,7 @@ from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import Adapter, Change, as_adapter, changes_of
 from moe_runtime.methods.esft.base import SAMPLED, check_base, describe, sample_weights, sampled_experts
+from moe_runtime.modules.moe import FLOATS
 
 _FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
 

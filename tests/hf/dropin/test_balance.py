@@ -1,8 +1,6 @@
 """hf/dropin/balance.py: both losses against transformers' own, in a stock model's loss and in what Trainer and TRL make of it."""
 
-import copy
 import functools
-import inspect
 import re
 from pathlib import Path
 
@@ -208,47 +206,6 @@ def test_compiled_code_tells_them_apart_too():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_a_tuple_has_the_loss_in_it(wanted):
-    model, inputs = stock("mixtral").eval(), batch(padding=3)
-    in_use = use_balance_loss(model, coef=COEF)
-    want = model(**inputs, output_router_logits=wanted)
-    got = model(**inputs, output_router_logits=wanted, return_dict=False)
-    assert isinstance(got, tuple) and len(got) == len(want) and torch.equal(got[0], want.loss)
-    assert torch.equal(got[list(want).index("logits")], want.logits)
-    assert model(input_ids=inputs["input_ids"], return_dict=False)[0].shape == (2, 9, 64)
-    in_use.close()
-    assert len(model(**inputs, return_dict=False)) < len(got) or not wanted
-
-
-def test_positional_arguments_count_as_named_ones():
-    model, inputs = stock("mixtral").eval(), batch(padding=3)
-    model.config.output_router_logits = True  # so that it would add its own
-    use_balance_loss(model, coef=COEF)
-    inputs["num_items_in_batch"] = torch.tensor(36)
-    want = model(**inputs)
-    names = list(inspect.signature(model.forward).parameters)
-    places = names[: names.index("output_router_logits") + 1]
-    given = inputs | {"output_router_logits": True}
-    got = model(*(given.get(name) for name in places), num_items_in_batch=inputs["num_items_in_batch"])
-    assert "labels" in places and torch.equal(got.loss, want.loss) and torch.equal(got.aux_loss, want.aux_loss)
-
-
-def test_logits_of_an_interrupted_call_do_not_count():
-    model, inputs = stock("qwen3_moe").eval(), batch()
-    in_use = use_balance_loss(model, coef=COEF)
-    want = model(**inputs).loss
-    interrupted = model.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(**inputs)
-    interrupted.remove()
-    assert len(in_use._logits) == 1 and torch.equal(model(**inputs).loss, want)
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
 def test_nothing_is_added_without_labels_and_nothing_is_kept():
     model, inputs = stock("qwen3_moe").eval(), batch()
     plain = model(input_ids=inputs["input_ids"])
@@ -271,16 +228,6 @@ def test_closing_gives_hooks_and_config_back():
     in_use.close()
     assert model.config.to_dict() == before
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
-
-
-def test_a_copy_of_the_model_has_a_loss_of_its_own():
-    model, inputs = stock("mixtral").eval(), batch()
-    in_use = use_balance_loss(model, "per_layer", COEF)
-    twin = copy.deepcopy(model)
-    want = model(**inputs)
-    in_use.close()
-    got = twin(**inputs)
-    assert torch.equal(got.loss, want.loss) and model(**inputs).loss < want.loss
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -45,6 +45,7 @@ def alone():
     return engine_worker.steps_alone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "model", "parameters"), ENGINES)
 def test_equals_one_process(engine, model, parameters, alone, tmp_path):
     launch(engine, str(tmp_path))

@@ -13,8 +13,9 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 
 import moe_runtime
 from moe_runtime.hf.dropin import experts, gates
+from moe_runtime.modules import moe
 from moe_runtime.ops.activation import Activation
-from tests.hf.tiny import dense, distance, upcycled
+from tests.hf.tiny import distance, upcycled
 
 E, H, I, T, K = 5, 24, 17, 13, 3
 
@@ -156,13 +157,13 @@ def test_same_as_eager(flags, fields, fused, dropped, backend, device, monkeypat
 @pytest.mark.parametrize(("flags", "fields", "fused"), LAYOUTS)
 def test_runs_in_one_op_where_it_can(flags, fields, fused, monkeypatch):
     module, calls = module_of(flags, fields), []
-    for name in ("_fused", "_composed"):
-        original = getattr(experts, name)
+    for place, name in ((moe, "run_experts"), (experts, "_composed")):
+        original = getattr(place, name)
         monkeypatch.setattr(
-            experts, name, lambda *args, _run=original, _name=name, **kw: (calls.append(_name), _run(*args, **kw))[1]
+            place, name, lambda *args, _run=original, _name=name, **kw: (calls.append(_name), _run(*args, **kw))[1]
         )
     module(torch.randn(T, H), *slots())
-    assert calls == ["_fused" if fused else "_composed"]
+    assert calls == ["run_experts" if fused else "_composed"]
 
 
 def test_a_gate_that_only_looks_like_a_known_one_runs_its_own_code():
@@ -195,33 +196,6 @@ def test_a_limit_that_is_no_number_for_us_leaves_the_class_to_itself(limit):
     module = module_of({"apply_gate": _deepseek}, {})
     module.limit = limit
     assert gates.gate_of(module) is None
-
-
-def _clamped_by_a_number_of_its_own(self, z):
-    gate, up = z.chunk(2, -1)
-    return self.act_fn(gate.clamp(max=80)) * up
-
-
-def _with_a_default(self, z):
-    gate, up = z.chunk(2, -1)
-    return self.act_fn(gate * getattr(self, "temperature", 1.0)) * up
-
-
-def _in_training(self, z):
-    gate, up = z.chunk(2, -1)
-    return torch.dropout(self.act_fn(gate) * up, 0.5, self.training)
-
-
-def _of_the_other_alpha(self, z):
-    gate, up = z.chunk(2, -1)
-    return gate * torch.sigmoid(gate * self.alpha.real * 2) * up
-
-
-@pytest.mark.parametrize(
-    "apply_gate", [_clamped_by_a_number_of_its_own, _with_a_default, _in_training, _of_the_other_alpha]
-)
-def test_a_gate_with_more_to_it_runs_its_own_code(apply_gate):
-    assert gates.gate_of(module_of({"apply_gate": apply_gate}, {})) is None
 
 
 class Swish(nn.Module):
@@ -265,18 +239,6 @@ def test_what_an_instance_has_changed_is_what_runs(change):
         assert learned[0].grad.abs() > 0
 
 
-@pytest.mark.parametrize("where", ["fake", "meta"])
-def test_first_call_in_a_mode_without_numbers(where):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    gates._form_of_gate.cache_clear()
-    with FakeTensorMode() if where == "fake" else torch.device("meta"):
-        module = module_of({"apply_gate": _deepseek}, {})
-        out = module(torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K))
-    assert out.shape == (T, H) and out.device.type == ("cpu" if where == "fake" else "meta")
-    assert gates.gate_of(module) == Activation("silu", True, limit=1.5)
-
-
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_autocast(weights):
     module = module_of({}, {}).to(weights)
@@ -287,14 +249,6 @@ def test_autocast(weights):
     module.config._experts_implementation = "eager"
     want = module.double()(x.double(), idx, weight.double())
     assert 1e-5 < distance(out, want) < 2e-2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_another_dtype_than_the_model(dtype):
-    """Mixtral and DeepSeek give float32 weights to 16-bit experts, Qwen gives 16-bit ones."""
-    module, x, (idx, weight) = module_of({}, {}).to(dtype), torch.randn(T, H, dtype=dtype), slots()
-    outs = [module(x, idx, weight.to(d)) for d in (torch.float32, dtype)]
-    assert all(out.dtype == dtype for out in outs) and distance(*outs) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -312,23 +266,6 @@ def test_compiles_without_a_break(flags):
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     assert distance(out, want["out"]) < 2e-6
     assert distance(module.down_proj.grad, want["down_proj"]) < 2e-6
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_layers_of_other_limits(backend):
-    """Regional compilation reuses a graph where its guards hold: layers whose classes are equal but not their limits."""
-    torch._dynamo.reset()
-    cls, config = experts_class(apply_gate=_deepseek), Config()
-    modules = [cls(config) for _ in range(3)]
-    for module, limit in zip(modules, (1.5, 0.5, 2)):
-        module.limit = limit
-        module.load_state_dict(modules[0].state_dict())
-    config._experts_implementation = "moe_runtime"
-    x, (idx, weight) = 4 * torch.randn(T, H), slots()
-    for module in modules:
-        module.compile(fullgraph=True, backend=backend)
-        got = module(x, idx, weight)
-        assert distance(got, type(module).forward.__wrapped__(module, x, idx, weight)) < 2e-6
 
 
 def test_one_graph_for_all_layers_and_another_for_another_activation():
@@ -372,28 +309,10 @@ def test_state_dict_and_deepcopy():
     assert torch.equal(copy.deepcopy(module)(x, idx, weight), out)
 
 
-def test_quantized_experts_are_refused():
-    module = module_of({}, {})
-    module.down_proj = nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"are torch\.float8_e4m3fn; want float16"):
-        module(torch.randn(T, H), *slots())
-
-
 def test_register_names_us_once_and_again():
     experts.register()
     moe_runtime.register()
     assert ExpertsInterface()["moe_runtime"] is experts.experts_forward
-
-
-@pytest.mark.parametrize(
-    ("version", "served"), [("4.57.6", False), ("5.0.0", False), ("5.16.0", True), ("5.99.0.dev0", True)]
-)
-def test_an_older_transformers_is_refused(version, served, monkeypatch):
-    monkeypatch.setattr("transformers.__version__", version)
-    if served:
-        return moe_runtime.register()
-    with pytest.raises(ImportError, match=rf"transformers is {version}, .*want >=5\.16,<6; pip install"):
-        moe_runtime.register()
 
 
 class Wrapper(nn.Module):
@@ -428,26 +347,6 @@ def test_patch_and_unpatch(wrapped):
     assert torch.equal(model(ids).logits, want)
 
 
-@pytest.mark.parametrize("way", ["copy", "inside", "outside", "both"])
-def test_unpatch_by_another_way_than_patch(way):
-    model = tiny_qwen()
-    before, outer = model.config._experts_implementation, Wrapper(model)
-    if way == "copy":
-        moe_runtime.patch(outer)
-        model = copy.deepcopy(outer).inner
-        moe_runtime.unpatch(model)
-    elif way == "both":
-        moe_runtime.patch(model)
-        moe_runtime.patch(outer)
-        moe_runtime.unpatch(model)
-        moe_runtime.unpatch(outer)
-    else:
-        first, second = (outer, model) if way == "outside" else (model, outer)
-        moe_runtime.patch(first)
-        moe_runtime.unpatch(second)
-    assert model.config._experts_implementation == before != "moe_runtime"
-
-
 def test_patch_that_fails_changes_nothing():
     class Foreign(nn.Module):
         """Experts without a model of transformers around them, whose config nobody sets."""
@@ -463,19 +362,8 @@ def test_patch_that_fails_changes_nothing():
     assert foreign.model.config._experts_implementation == before != "moe_runtime"
     with pytest.raises(ValueError, match="experts_implementation of Stock is 'eager' still"):
         moe_runtime.patch(foreign.other)
-    with pytest.raises(ValueError, match="model is a str without experts"):
+    with pytest.raises(ValueError, match="model is str, without experts"):
         moe_runtime.patch("gpt")
-
-
-def test_patch_says_why_not():
-    with pytest.raises(ValueError, match="model is LlamaForCausalLM, without experts that go through"):
-        moe_runtime.patch(dense("llama"))
-    model = tiny_qwen()
-    block = model.model.layers[1].mlp.experts
-    block.down_proj = nn.Parameter(block.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"experts of model\.layers\.1\.mlp\.experts are torch\.float8_e4m3fn"):
-        moe_runtime.patch(model)
-    assert model.config._experts_implementation != "moe_runtime"
 
 
 def test_patch_of_an_upcycled_model_counts_its_own_layers():

@@ -6,7 +6,6 @@ from types import NoneType
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
@@ -158,16 +157,6 @@ def test_saved_and_loaded(model, logits, tmp_path):
 
 
 @torch.no_grad()
-def test_deepcopy(model, logits):
-    model.set_experts_implementation("moe_runtime")
-    twin = copy.deepcopy(model)
-    with called() as modules:
-        got = stock.run(twin, "moe_runtime").logits
-    assert modules and distance(got, logits) < 2e-6
-    assert not set(modules) & set(model.modules())
-
-
-@torch.no_grad()
 def test_router_logits_and_auxiliary_loss(family, model):
     labels = stock.batch()["input_ids"]
     labels = labels % 2 if "TokenClassification" in type(model).__name__ else labels
@@ -249,29 +238,3 @@ def test_every_decorated_class(family, model):
         want, got = (all_gradients(module, which, x, idx, weight) for which in ("eager", "moe_runtime"))
         assert all(value.norm() > 0 and distance(got[key], value) < 2e-6 for key, value in want.items())
     assert stock.experts_classes(family)
-
-
-def test_line_in_the_documentation(family, model):
-    """Written for the transformers of the first line; another one's families run all the same."""
-    text, line = stock.DOCUMENT.read_text("utf-8"), stock.row(family, model)
-    assert "| one operator |" in line or "| composed |" in line
-    if f"with transformers {transformers.__version__};" in text:
-        assert line in text.splitlines(), "run `python -m tests.hf.stock`"
-
-
-def test_documentation_lists_all_and_no_others():
-    text = stock.DOCUMENT.read_text("utf-8")
-    if f"with transformers {transformers.__version__};" in text:
-        listed = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
-        assert listed == [*stock.FAMILIES, *stock.OTHERS], "run `python -m tests.hf.stock`"
-        assert f"{len(stock.FAMILIES)} families" in text
-    assert len(stock.FAMILIES) > 40
-
-
-@pytest.mark.parametrize("family", stock.OTHERS)
-def test_family_with_other_experts_is_refused(family):
-    assert stock.OUTSIDE.get(family), "say in tests.hf.stock.OUTSIDE why"
-    with torch.device("meta"):
-        model = stock.model_class(family)(stock.config_of(family))
-    with pytest.raises(ValueError, match=f"model is {type(model).__name__}, without experts that go through"):
-        moe_runtime.patch(model)

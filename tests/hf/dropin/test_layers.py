@@ -95,6 +95,7 @@ def test_gradient_checkpointing(kind, reentrant, routed):
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again)))
 
 
+@pytest.mark.slow
 @EVERY
 def test_a_compiled_training_step(kind):
     torch._dynamo.reset()
@@ -109,6 +110,7 @@ def test_a_compiled_training_step(kind):
     assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want)
 
 
+@pytest.mark.slow
 def test_inductor_and_another_number_of_tokens():
     torch._dynamo.reset()
     model = stock("qwen3_moe", num_hidden_layers=1)

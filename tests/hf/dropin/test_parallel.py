@@ -34,6 +34,7 @@ def results(tmp_path_factory):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_equals_one_process(name, results):
     _, ranks = results(name)
@@ -107,13 +108,6 @@ def test_trainer(results, tmp_path):
     assert all(distance(got[name], weight) < 1e-5 for name, weight in first.items())
 
 
-def test_trainer_saves_nothing_on_one_rank(results):
-    """In transformers' Trainer one rank alone raises, at the first checkpoint; ours raises in all of them, when it is made."""
-    _, ranks = results("refused")
-    for got in ranks:
-        assert "save_strategy is 'steps', model is Qwen3MoeForCausalLM with its experts on" in got["error"]
-
-
 def test_trainer_saves_adapters(results, tmp_path):
     """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
     from peft import PeftModel
@@ -127,14 +121,6 @@ def test_trainer_saves_adapters(results, tmp_path):
     saved = PeftModel.from_pretrained(worker.make("qwen3_moe"), folder / "checkpoint-2")
     assert all(torch.equal(p, ranks[0]["weights"][name]) for name, p in saved.named_parameters())
     assert (folder / "checkpoint-1").is_dir()
-
-
-def test_overflow_on_one_rank(results):
-    """The experts' optimizer skips its step on every rank, the other one's gradients are finite on all."""
-    _, ranks = results("overflow")
-    names = alone("qwen3_moe", 2)["weights"].keys()
-    for got in ranks:
-        assert got["moved"] == {name for name in names if ".experts." not in name} and got["scale"] == 0.5
 
 
 @pytest.fixture
@@ -151,7 +137,7 @@ def test_refuses(three):
     model, mesh = worker.make("qwen3_moe"), three((3,))
     before = dict(model.named_parameters())
     for make, says in [
-        (lambda: shard_experts(model, mesh), "num_experts is 8 in model.layers.0.mlp.experts, the mesh has 3 ranks"),
+        (lambda: shard_experts(model, mesh), "model.layers.0.mlp.experts has num_experts 8, the mesh has 3 ranks"),
         (lambda: shard_experts(model, three((1, 1, 3))), "mesh has 3 dimensions"),
         (lambda: shard_experts(model, mesh, gradients="max"), "gradients is 'max'; want one of mean, sum"),
         (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "model is Linear, without experts"),
@@ -181,31 +167,9 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     assert got.to_local().untyped_storage().nbytes() == down.nbytes // 3  # the rest is gone
     assert shard_experts(model, mesh) == 2
     assert all(first[name] is parameter for name, parameter in model.named_parameters())
-    with pytest.raises(ValueError, match="expert_parallel.save_pretrained.* on every rank"):
+    with pytest.raises(ValueError, match="parallel.save_pretrained.* on every rank"):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
     with pytest.raises(ValueError, match="model is Qwen3MoeModel with its experts"):
         model.model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a DTensor .* want it whole"):
+    with pytest.raises(ValueError, match="as a DTensor .* want it whole"):
         shard_experts(model, three((1, 3)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"target_parameters": ["mlp.experts.down_proj"]}, id="LoRA"),
-        pytest.param({"target_modules": ["q_proj"], "modules_to_save": ["experts"]}, id="a trained copy"),
-    ],
-)
-def test_no_adapters_of_experts(options, three):
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(worker.make("qwen3_moe"), LoraConfig(r=2, **options))
-    with pytest.raises(ValueError, match="layers.0.mlp.experts.* lies in PEFT's adapters"):
-        shard_experts(model, three((3,)))
-
-
-def test_no_second_plan(three):
-    model = worker.make("qwen3_moe")
-    model.model.layers[0].mlp.experts._is_expert_parallel = True  # as transformers' own plan leaves it
-    with pytest.raises(ValueError, match="layers.0.mlp.experts holds a part of its experts already"):
-        shard_experts(model, three((3,)))

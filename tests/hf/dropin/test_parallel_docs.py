@@ -18,6 +18,7 @@ RUN = str(ROOT / "tests" / "support" / "run_example.py")
 EXAMPLES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", TEXT, re.DOTALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", EXAMPLES)
 def test_example(file, tmp_path):
     stock().save_pretrained(tmp_path / "model")

@@ -35,6 +35,7 @@ def in_one_process(folder, batches: list[torch.Tensor]):
     return outputs, {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "family", "name"), CASES)
 def test_equals_one_process(ranks, family, name, results):
     folder, found = results(ranks)

@@ -1,6 +1,5 @@
 """Dense models to mixtures of experts and back: the same function, the same untouched rest, or no change at all."""
 
-import copy
 import types
 
 import pytest
@@ -139,29 +138,6 @@ def test_the_rest_of_the_model_is_the_same_objects():
     assert calls == [1]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_kept_and_the_config_is_one_object(training):
-    model = tiny.dense().train(training)
-    swap.dense_to_moe(model, tiny.config_of(model))
-    assert {module.training for module in model.modules()} == {training}
-    swap.moe_to_mergeable(model)
-    assert {module.training for module in model.modules()} == {training}
-    swap.moe_to_dense(model, first_expert)
-    assert {module.training for module in model.modules()} == {training}
-    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
-def test_hidden_states_are_recorded_at_every_stage(model_type, tmp_path):
-    model = tiny.upcycled(model_type)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    for m in (model, loaded, swap.moe_to_dense(copy.deepcopy(loaded), first_expert)):
-        out = m(tiny.batch(), output_hidden_states=True)
-        assert len(out.hidden_states) == 3 and all(state.abs().sum() > 0 for state in out.hidden_states)
-    assert len(loaded(tiny.batch(), output_attentions=True).attentions) == 2
-
-
 class Tampered(nn.Module):
     """An MLP with the table's layers that computes something else."""
 
@@ -260,24 +236,6 @@ def test_wrapped_and_headless_models_are_refused():
         swap.dense_to_moe(model, config)
 
 
-def test_experts_with_an_adapter_are_refused():
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny.upcycled("mistral")
-    target = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
-    peft = get_peft_model(model, LoraConfig(**target))
-    for function in (lambda m: swap.moe_to_dense(m, first_expert), swap.moe_to_mergeable):
-        with pytest.raises(ValueError, match="layer 0's experts are ParamWrapper; want Experts; merge adapters"):
-            function(model)
-    swap.moe_to_mergeable(peft.merge_and_unload())
-
-
-def test_dropout_inside_the_mlp_is_refused():
-    model = tiny.dense("starcoder2", residual_dropout=0.1)
-    with pytest.raises(ValueError, match="residual_dropout is 0.1; want 0"):
-        swap.dense_to_moe(model, tiny.config_of(model))
-
-
 def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
     model = tiny.upcycled("qwen2").train()
     experts = {name: id(p) for name, p in model.named_parameters() if ".experts." in name}
@@ -321,26 +279,6 @@ def test_merged_model_is_the_mergeable_one(model_type, tmp_path):
     stock.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(stock) and torch.equal(tiny.logits(loaded), tiny.logits(stock))
-
-
-def test_wrong_weights_leave_the_experts_in_place():
-    model = tiny.upcycled()
-    before = snapshot(model)
-    layers = iter([first_expert, lambda module: first_expert(module) | {"down_proj": torch.zeros(3)}])
-    with pytest.raises(ValueError, match="the weights of an MLP are"):
-        swap.moe_to_dense(model, lambda module: next(layers)(module))
-    assert unchanged(model, before)
-    for function in (lambda m: swap.moe_to_dense(m, first_expert), swap.moe_to_mergeable):
-        with pytest.raises(ValueError, match="model is LlamaForCausalLM; want an upcycled model"):
-            function(tiny.dense())
-
-
-def test_a_trainers_leftover_forward_is_dropped_aloud():
-    model = tiny.upcycled()
-    model.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), model)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM's own is back"):
-        swap.moe_to_dense(model, first_expert)
-    assert "forward" not in vars(model) and tiny.logits(model).isfinite().all()
 
 
 def test_experts_of_a_frozen_model_come_back_frozen():

@@ -104,43 +104,6 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
     assert first.losses != second.losses == pytest.approx(first.losses, rel=0.05)
 
 
-def test_history_is_even_and_ends_with_the_rows(train):
-    _, done, _ = train(steps=9, evaluations=3)
-    assert [step for step, _ in done.history.held_out] == [3, 6, 9] and done.history.seconds > 0
-    assert done.history.held_out[-1][1] == fit.mean_loss(done.losses, done.tokens)
-    assert [step for step, _ in train(steps=3, evaluations=9)[1].history.held_out] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "settings, says",
-    [
-        pytest.param({"warmup_steps": 4}, "warmup_steps is 4, the training has 4 steps; want fewer", id="warmup"),
-        pytest.param({"per_device_batch_size": 3}, "batch_size is 4, per_device_batch_size is 3, with 1", id="batch"),
-    ],
-)
-def test_what_does_not_go_together(train, settings, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        train(**settings)
-    assert not list(tmp_path.iterdir())
-
-
-def test_checkpoints_that_were_cut_off_are_passed_over(train, tmp_path):
-    assert fit.last_checkpoint(tmp_path / "none") is None
-    train(steps=5, save_steps=2)
-    assert fit.last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
-    (tmp_path / "checkpoint-10").mkdir()
-    (tmp_path / "checkpoint-4" / "history.json").unlink()
-    assert fit.last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-
-
-def test_a_training_that_ended_is_not_gone_on_from_its_end(train):
-    """Killed before its stage was written: 6 steps of 4 an epoch end within one, where going on would train a step more."""
-    settings = {"steps": 6, "schedule": "constant", "save_steps": 2}
-    (one, first, _), (other, again, watch) = train(**settings), train(**settings)
-    assert len(watch.rates) == 2 and again.losses == first.losses
-    assert all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
     model = model_of(tokenizer).train()
@@ -150,7 +113,9 @@ def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
         ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
         assert losses[place] == pytest.approx(model(input_ids=ids, labels=labels).loss.item(), rel=1e-5)
         assert tokens[place] == int((labels[:, 1:] != -100).sum())
-    assert fit.mean_loss(losses, tokens) == pytest.approx(fit.held_out_loss(model, rows, tokenizer), rel=1e-6)
+    assert fit.mean_loss(losses, tokens) == pytest.approx(
+        fit.mean_loss(*fit.row_losses(model, rows, tokenizer)), rel=1e-6
+    )
 
 
 class Weights(TrainerCallback):
@@ -175,17 +140,8 @@ def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
     assert best < 7 and len(losses) == 8  # at such a rate the last is not the best
     assert torch.equal(model.model.norm.weight, watch.seen[best])
     assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
-    assert fit.held_out_loss(model, held_out, tokenizer) == pytest.approx(min(losses), rel=1e-4)
+    assert fit.mean_loss(*fit.row_losses(model, held_out, tokenizer)) == pytest.approx(min(losses), rel=1e-4)
     assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
-
-
-def test_what_an_earlier_training_kept_is_not_taken_for_this_ones(tokenizer, rows, tmp_path):
-    first, second = model_of(tokenizer), model_of(tokenizer)
-    (tmp_path / "best-0.pt").write_bytes(b"of another training")
-    settings = SETTINGS | {"steps": 2, "keep_best": True, "held_out": rows.select(range(16, 22))}
-    fit.train(first, rows, tokenizer, folder=tmp_path, **settings)
-    fit.train(second, rows, tokenizer, folder=tmp_path / "fresh", **settings)
-    assert distance(first.lm_head.weight, second.lm_head.weight) == 0
 
 
 class Stop(TrainerCallback):

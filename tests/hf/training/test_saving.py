@@ -56,15 +56,6 @@ def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_si
     assert "model.safetensors.index.json" not in found
 
 
-def test_nothing_is_removed_where_nothing_came(tmp_path):
-    put(tmp_path, {"model.safetensors": "weights", "config.json": "{}"})
-    before = contents(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no weights were written") as error:
-        put(tmp_path, {"config.json": "[]", "training_args.bin": ""})
-    assert error.value.filename == str(tmp_path)
-    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 2
-
-
 def test_older_weights_of_the_same_kind_go(tmp_path):
     put(tmp_path, {"adapter_model.bin": "a", "adapter_config.json": "{}"})
     put(tmp_path, {f"model-0000{i}-of-00002.safetensors": "m" for i in (1, 2)} | {"config.json": "{}"})
@@ -147,14 +138,3 @@ def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
     (half / "model.safetensors").write_text("half")
     train(tmp_path, 6, True, **settings)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
-
-
-def test_half_a_checkpoint_written_again_is_clean(tmp_path):
-    """What safetensors left of a killed save goes; what is hidden for another reason stays."""
-    half = tmp_path / "checkpoint-2"
-    half.mkdir()
-    for name in (".tmpa9Zx0B", ".tmp", ".notes"):
-        (half / name).write_text("half")
-    train(tmp_path, 2, save_strategy="steps", save_steps=2)
-    assert last_whole_checkpoint(tmp_path) == half
-    assert sorted(path.name for path in half.glob(".*")) == [".notes", ".tmp"]

@@ -29,6 +29,7 @@ def alone(name: str) -> dict:
     return worker.alone(scenario.family, scenario.everything, scenario.low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_equals_one_process(name, results):
     (_, ranks), want, scenario = results(name), alone(name), worker.SCENARIOS[name]
@@ -100,4 +101,4 @@ def test_the_other_order_is_refused(results):
     _, ranks = results("order")
     for got in ranks:
         assert got["same"]
-        assert "layers.1.mlp.experts train apart from its stacks; want shard_experts before train_rows" in got["error"]
+        assert "layers.1.mlp.experts has rows that train outside of its stacks; want shard_experts before" in got["error"]

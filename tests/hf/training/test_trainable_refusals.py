@@ -6,17 +6,12 @@ import pickle
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.training.trainable import drop_rows, fold_rows, freeze_for_esft, train_rows
 from moe_runtime.hf.training.trainer import MoETrainer
-from moe_runtime.methods import xft
-from moe_runtime.modules import trainable
 from tests.hf import tiny
-from tests.hf.tiny import distance
 from tests.hf.training.trainables import batch, model_of
-from tests.support import stock_moe
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 BAD = [
@@ -77,33 +72,6 @@ def test_refuses_models_that_it_cannot_change():
     check_untouched(quantized, lambda: train_rows(quantized, {0: [1]}), "experts.down_proj is torch.int8; want one of")
 
 
-@pytest.mark.parametrize("step", ["split_rows", "register_maps"])
-def test_out_of_memory_half_way_leaves_the_model_as_it_was(step, monkeypatch):
-    model, real = model_of("qwen2_moe"), getattr(trainable, step)
-
-    def second_fails(module, *args):
-        if module is experts_module(model, numbered_layers(model)[1]):
-            raise MemoryError
-        real(module, *args)
-
-    monkeypatch.setattr(trainable, step, second_fails)
-    before = state_of(model)
-    with pytest.raises(MemoryError):
-        freeze_for_esft(model, {0: [1], 1: [2]})
-    assert state_of(model) == before
-    monkeypatch.undo()
-    train_rows(model, {0: [1], 1: [2]})
-
-
-def test_what_is_quantized_cannot_train():
-    model = model_of("qwen2_moe")
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().to(torch.int8), requires_grad=False)
-    check_untouched(
-        model, lambda: freeze_for_esft(model, {0: [1]}, non_expert_modules=True), "lm_head.weight is torch.int8"
-    )
-    assert freeze_for_esft(model, {0: [1]}).experts == {0: (1,)}
-
-
 def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
     from peft import LoraConfig, get_peft_model
 
@@ -116,27 +84,6 @@ def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
     fold_rows(adapted)
     adapted.unload()
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
-
-
-def test_what_peft_unloads_can_be_folded():
-    from peft import LoraConfig, get_peft_model
-
-    model, ids = model_of("qwen2_moe"), batch("qwen2_moe")
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    train_rows(wrapped, {0: [1]})
-    with torch.no_grad():
-        trained_rows(wrapped)[0].stacks["down_proj"].add_(1)
-    want = wrapped(ids).logits
-    with pytest.raises(ValueError, match="some experts of PeftModel train apart"):
-        wrapped.save_pretrained("never")
-    unloaded = wrapped.merge_and_unload()
-    for again in (train_rows, freeze_for_esft):
-        check_untouched(unloaded, lambda again=again: again(unloaded, {0: [1]}), "the model trains rows already")
-    assert trained_rows(unloaded)[0].ids == (1,)
-    fold_rows(unloaded)
-    assert distance(unloaded(ids).logits, want) < 1e-6
-    assert not [name for name, _ in unloaded.named_parameters() if "trained_" in name]
-    assert "save_pretrained" not in unloaded.__dict__
 
 
 @pytest.mark.parametrize("undo", [fold_rows, drop_rows])
@@ -181,77 +128,3 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
     fold_rows(model)
     train("steps")
     assert (tmp_path / "checkpoint-1" / "config.json").is_file()
-
-
-def test_refuses_weights_that_are_not_here(monkeypatch):
-    from accelerate import cpu_offload
-
-    with torch.device("meta"):
-        model = stock_moe.stock("qwen3_moe")
-    says = "layers.0.mlp.experts.gate_up_proj is on the meta device; want weights that stay"
-    check_untouched(model, lambda: train_rows(model, {0: [1]}), says)
-    offloaded = model_of("qwen2_moe")
-    cpu_offload(offloaded, execution_device="cpu")
-    with pytest.raises(ValueError, match=says):
-        freeze_for_esft(offloaded, {0: [1]})
-    # FSDP sends the first rank's weights to ranks that have loaded none, and no maps
-    monkeypatch.setattr("moe_runtime.hf.training.trainable_layers.is_fsdp_enabled", lambda: True)
-    train_rows(model, {0: [6, 1]})
-    experts = model.model.layers[0].mlp.experts
-    assert experts.trained_down_proj.is_meta and experts.trained_down_proj.shape[0] == 2
-    assert experts.trained_row.tolist() == [-1, 1, -1, -1, -1, -1, 0, -1] and experts.trained_expert.tolist() == [6, 1]
-
-
-def test_refuses_stacks_of_two_layers():
-    model = model_of("qwen2_moe")
-    first, second = (experts_module(model, layer) for layer in numbered_layers(model).values())
-    second.down_proj = first.down_proj
-    for number in (0, 1):
-        check_untouched(
-            model,
-            lambda n=number: train_rows(model, {n: [1]}),
-            f"down_proj of layer {number} is layer {1 - number}'s too",
-        )
-
-
-def test_refuses_adapted_experts():
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(model_of("qwen2_moe"), LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]))
-    check_untouched(model, lambda: train_rows(model, {0: [1]}), "mlp.experts.base_layer lies in PEFT's adapters")
-
-
-@pytest.mark.parametrize("change", [xft.to_mergeable, xft.merge])
-def test_no_other_method_takes_the_stacks_alone(change):
-    model = model_of("ours")
-    train_rows(model, {0: [1]})
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="experts of layer 0 train apart from their stacks; want them folded in"):
-        change(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    fold_rows(model)
-    change(model)
-
-
-@pytest.fixture
-def one_rank():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_refuses_what_an_engine_holds(one_rank):
-    from torch.distributed.fsdp import fully_shard
-
-    wrapped = DistributedDataParallel(model_of("qwen2_moe"))
-    with pytest.raises(ValueError, match="model is DistributedDataParallel, whose parameters an engine holds"):
-        train_rows(wrapped, {0: [1]})
-    model = model_of("qwen2_moe")
-    train_rows(model, {0: [1]})
-    sharded = fully_shard(model)
-    with pytest.raises(ValueError, match="whose parameters an engine holds; want it as it was before that"):
-        fold_rows(sharded)
-    with pytest.raises(ValueError, match="experts.gate_up_proj is sharded; want train_rows before FSDP2"):
-        train_rows(fully_shard(model_of("qwen2_moe")), {0: [1]})

@@ -1,8 +1,6 @@
 """Experts that train in part: accumulation, compilation, generation, what is differentiated and allocated, copies."""
 
-import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -10,12 +8,9 @@ import torch
 import moe_runtime
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.dropin.stats import RouterCounter
-from moe_runtime.hf.training.trainable import fold_rows, freeze_for_esft, train_rows
-from moe_runtime.ops import workspace
+from moe_runtime.hf.training.trainable import freeze_for_esft, train_rows
 from tests.hf.tiny import distance
-from tests.hf.training.trainables import batch, model_of, optimizer_of, paths_of, run, train, two_each
-from tests.modules.test_merged_memory import allocations, peak
-from tests.support import stock_moe
+from tests.hf.training.trainables import batch, model_of, paths_of, run, two_each
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 
@@ -97,76 +92,6 @@ def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monk
 
 
 SELECTED, ALL = 12, 64  # ESFT's share at DeepSeek-V2-Lite
-
-
-def many_experts(experts: dict[int, range]):
-    model = stock_moe.stock("qwen3_moe", num_experts=ALL, hidden_size=64, moe_intermediate_size=96)
-    receipt = freeze_for_esft(model, experts)
-    return model, receipt.row_parameters
-
-
-def first_steps(model) -> list[int]:
-    """What is allocated and freed by two steps of AdamW: gradients, the optimizer's states and all that passes."""
-    optimizer, ids = optimizer_of(model), stock_moe.batch(1, 4)["input_ids"]
-
-    def two_steps():
-        for _ in range(2):
-            model(ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-        workspace.release()
-
-    workspace.release()
-    sizes = allocations(two_steps)
-    held = [p.grad for p in model.parameters() if p.grad is not None]
-    held += [tensor for state in optimizer.state.values() for tensor in state.values()]
-    assert sum(sizes) == pytest.approx(sum(tensor.nbytes for tensor in held), rel=0.01)  # nothing else stays
-    return sizes
-
-
-def test_gradients_and_optimizer_take_their_share_of_the_memory(monkeypatch):
-    """Within 5 % of selected / all; and nowhere on the way does anything as large as a stack exist."""
-    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)  # what is leased, the profiler does not see
-    number = {layer: range(ALL) for layer in (0, 1)}
-    whole, all_numbers = many_experts(number)
-    some, some_numbers = many_experts({layer: range(3, 3 + SELECTED) for layer in number})
-    assert some_numbers / all_numbers == SELECTED / ALL
-    full, got = first_steps(whole), first_steps(some)
-    assert sum(got) / sum(full) == pytest.approx(SELECTED / ALL, rel=0.05)
-    assert peak(got) / peak(full) == pytest.approx(SELECTED / ALL, rel=0.3)  # activations are no share
-    stacks = [
-        p.nbytes for name, p in some.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    ]
-    assert len(stacks) == 4 and max(got) < min(stacks) / 2 and max(full) >= max(stacks)
-
-
-def test_other_implementations_are_refused():
-    model, ids = model_of("qwen2_moe"), batch("qwen2_moe")
-    train_rows(model, {0: [0]})
-    for change in (lambda: model.set_experts_implementation("grouped_mm"), lambda: moe_runtime.unpatch(model)):
-        moe_runtime.patch(model)
-        change()
-        with pytest.raises(
-            ValueError, match="experts_implementation is '(grouped_mm|eager)', some of Qwen2MoeExperts's"
-        ):
-            model(ids)
-    moe_runtime.patch(model)
-    model(ids)
-    fold_rows(model)
-    model.set_experts_implementation("eager")
-    model(ids)
-
-
-def test_copies_and_pickles_train_on():
-    model, ids = model_of("deepseek_v2"), batch("deepseek_v2")
-    freeze_for_esft(model, two_each(model))
-    want = run(model, ids)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        train(other, ids, 1)
-        assert not torch.equal(run(other, ids)["logits"], want["logits"])
-        fold_rows(other)
-        other.set_experts_implementation("eager")
-        other(ids)
-    assert torch.equal(run(model, ids)["logits"], want["logits"])
 
 
 def test_rows_are_those_of_the_stacks_in_the_order_asked_for():

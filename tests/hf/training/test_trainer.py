@@ -1,10 +1,9 @@
-"""hf/training/trainer.py and hf/training/sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
+"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
 
 import csv
 import json
 import math
 import re
-import sys
 
 import datasets
 import pytest
@@ -12,15 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from moe_runtime import hf
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.hf.dropin.balance import use_balance_loss
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
-from moe_runtime.hf.training import sft
-from moe_runtime.hf.training import trainer as training
 from moe_runtime.io import console
 from moe_runtime.io.rows import read_rows, tokenize_pairs
 from tests.hf import tiny
@@ -291,37 +287,6 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     assert torch.equal(moe_layers(saved)[0].gate.weight, router)  # the optimizer did not see step 3
 
 
-def test_the_row_ids_named_are_those_of_the_batch(tmp_path):
-    seen = []
-
-    class Spy(MoETrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            seen.append((self._row_ids.tolist(), inputs["input_ids"].clone()))
-            assert "row_id" not in inputs
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    train = tokenize_pairs(TOKENIZER, ROWS, 64, row_ids=True)
-    Spy(upcycled(), TrainingArguments(str(tmp_path), **COMMON), pair_collator(TOKENIZER), train).train()
-    assert len(seen) == 3
-    for ids, input_ids in seen:
-        assert all(
-            input_ids[i, : len(train[row]["input_ids"])].tolist() == train[row]["input_ids"]
-            for i, row in enumerate(ids)
-        )
-
-
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_grad_norm": 0.0}
-    with pytest.raises(ValueError, match="has NaN or infinite values at step"):
-        run("trainer", upcycled(), tmp_path, callbacks=[Poison(2, gradient=True)], **settings)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-def test_stopping_at_nan_is_an_option(tmp_path):
-    trainer = run("trainer", upcycled(), tmp_path, callbacks=[Poison(2)], parts={"stop_on_nan": False})
-    assert trainer.state.global_step == 3
-
-
 @KINDS
 def test_router_statistics_change_no_loss(kind, tmp_path):
     on, off = (
@@ -387,29 +352,6 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
     assert logged(trainer, "router/1/load/2") == pytest.approx((counts[:, 1, 2] / counts[:, 1].sum(-1)).tolist())
     reported = [logs for logs in seen.logs if "loss" in logs]
     assert len(reported) == 2 and all("router/min_entropy" in logs for logs in reported)
-
-
-def test_a_collapse_is_warned_of_once(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(training.logger, "warning", said.append)
-    model = upcycled(gate="topk_softmax", top_k=1)
-    with torch.no_grad():
-        moe_layers(model)[1].gate.weight.zero_()  # ties go to expert 0
-    run("trainer", model, tmp_path, places=[0, 3, 7, 9], per_device_train_batch_size=4, learning_rate=0.0)
-    assert (
-        len(said) == 1
-        and "step 1: routers collapse: " in said[0]
-        and "layer 1: experts 1, 2, 3 got no token" in said[0]
-    )
-
-
-def test_what_a_balance_loss_cannot_do_is_refused(tmp_path):
-    for kind in ("trainer", "sft"):
-        with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
-            trainer_of(kind, upcycled(), tmp_path, label_smoothing_factor=0.1)
-    trainer_of("trainer", upcycled(balance_loss="none"), tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="want 0 for a model without routers"):
-        trainer_of("sft", mergeable(), tmp_path, router_aux_loss_coef=0.1)
 
 
 def test_lora_keeps_the_balance_loss(tmp_path):
@@ -486,13 +428,6 @@ def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
     with open(tmp_path / "router_stats.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [int(line["slots"]) for line in lines] == want.flatten().tolist()
-
-
-def test_a_balance_loss_wants_a_loaded_model(tmp_path):
-    with pytest.raises(ValueError, match="model is 'folder', balance_loss is 'per_layer'; want a loaded model"):
-        MoETrainer("folder", balance_loss="per_layer")
-    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
-        trainer_of("trainer", stock_moe(), tmp_path, parts=STOCK_LOSS, label_smoothing_factor=0.1)
 
 
 CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]
@@ -585,56 +520,6 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_pa
     assert not (tmp_path / "router_stats.csv").exists()
 
 
-def test_the_command_names_the_rows_of_a_bad_batch(folder, tmp_path):
-    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--output_dir", str(tmp_path)]
-    argv += ["--learning_rate", "1e30", "--per_device_train_batch_size", "3", "--report_to", "none", "--max_steps", "3"]
-    with pytest.raises(ValueError, match=r"loss is (nan|inf) at step 2 in a batch of the rows \d, \d, \d; want"):
-        train_command(argv)
-
-
-@pytest.mark.parametrize(
-    "argv, says",
-    [
-        pytest.param([], "model is None", id="no-model"),
-        pytest.param(["--model", "./nowhere"], "which does not exist", id="no-folder"),
-        pytest.param(["--model", "{folder}"], "has no config.json", id="no-config"),
-        pytest.param(
-            ["--model", "{bare}"], r"AutoTokenizer.from_pretrained\(BASE\).save_pretrained\('", id="no-tokenizer"
-        ),
-        pytest.param(["--model", "{folder}/moe"], "data is None", id="no-data"),
-        pytest.param(["--model", "{folder}/moe", "--data", "./x.jsonl"], "which does not exist", id="no-file"),
-        pytest.param(
-            [
-                "--model",
-                "{folder}/moe",
-                "--data",
-                "{folder}/rows.jsonl",
-                "--eval_strategy",
-                "steps",
-                "--eval_steps",
-                "1",
-            ],
-            "eval_data is None",
-            id="no-eval-data",
-        ),
-        pytest.param(["--model", "{folder}/moe", "--colour", "red"], "colour", id="unknown-flag"),
-        pytest.param(["--config={bare}/none.yaml"], r"none.yaml', which cannot be read: .*No such file", id="no-yaml"),
-        pytest.param(["--config", "{bare}/broken.yaml"], "which cannot be read: while parsing", id="broken-yaml"),
-        pytest.param(["--config", "{bare}/list.yaml"], "which holds list; want a YAML file of options", id="yaml-of-no-options"),
-        pytest.param(["--config"], "config is '--output_dir', which cannot be read", id="config-of-nothing"),
-    ],
-)
-def test_the_command_says_what_is_missing(argv, says, folder, tmp_path):
-    (tmp_path / "bare").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "bare" / name).write_bytes((folder / "moe" / name).read_bytes())
-    (tmp_path / "bare" / "broken.yaml").write_text("a: [1")
-    (tmp_path / "bare" / "list.yaml").write_text("- a")
-    argv = [word.format(folder=folder, bare=tmp_path / "bare") for word in argv]
-    with pytest.raises(ValueError, match=says):
-        train_command([*argv, "--output_dir", str(tmp_path / "out")])
-
-
 def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monkeypatch):
     monkeypatch.chdir(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -642,18 +527,3 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
         with pytest.raises(ValueError, match="^output_dir is moe/, the folder of the model, .*; want another folder"):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_missing_trl_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
-        train_command(["--model", "x"])
-    sft._sft_trainer.cache_clear()
-    try:
-        with pytest.raises(ImportError, match=r"pip install 'moe-runtime\[train\]'"):
-            sft.MoESFTTrainer  # noqa: B018
-    finally:
-        sft._sft_trainer.cache_clear()
-    for module in (sft, hf):
-        with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-            module.Nothing  # noqa: B018

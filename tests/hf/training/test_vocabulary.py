@@ -1,19 +1,15 @@
 """Tokens that a model has no row for: named before anything runs, whatever reads them."""
 
 import json
-import sys
-import time
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
-from moe_runtime import cli
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.hf.training.fit import row_losses
-from moe_runtime.hf.training.trainer import MoETrainer, check_ids, check_rows
+from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from tests.hf.tiny import dense, upcycled
 
 TOKENIZER = train_tokenizer(["hello world, hello world; " * 20], 300)
@@ -68,36 +64,6 @@ def test_what_is_not_embedded_does_not_count(small, rows):
     check_rows(small, rows)
 
 
-def test_tensors_are_not_looked_through_id_by_id(small):
-    rows = [{"input_ids": torch.zeros(2048, dtype=torch.long)}] * 500
-    start = time.process_time()
-    check_rows(small, rows)
-    assert time.process_time() - start < 0.5  # 2.3 s id by id
-
-
-def test_padding_without_a_row_is_warned_of(small):
-    rows = [{"input_ids": [1]}]
-    before = TOKENIZER.pad_token
-    TOKENIZER.pad_token = TOKENIZER.convert_ids_to_tokens(V - 1)
-    try:
-        with pytest.warns(UserWarning, match=f"pad_token_id is {V - 1}, vocab_size is {V - 1}; want an id below it"):
-            check_rows(small, rows, TOKENIZER)
-    finally:
-        TOKENIZER.pad_token = before
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_rows(small, rows, TOKENIZER)
-
-
-def test_a_model_whose_embedding_is_not_to_be_seen():
-    class Without:
-        def get_input_embeddings(self):
-            raise NotImplementedError
-
-    check_ids(Without(), [10**9])
-    check_ids(object(), [10**9])
-
-
 def test_trainings_and_evaluations_say_so(small, tmp_path):
     from transformers import TrainingArguments
 
@@ -118,21 +84,3 @@ def folder(tmp_path_factory):
     word = TOKENIZER.convert_ids_to_tokens(V - 1).replace("Ġ", " ")
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": f"b{word}"}) + "\n")
     return folder
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(("train", "--model", "{moe}", "--output_dir", "{out}", "--report_to", "none"), id="train"),
-        pytest.param(("esft", "score", "{moe}", "--out", "{out}/summary.json"), id="score"),
-        pytest.param(("stats", "{moe}", "--out", "{out}"), id="stats"),
-    ],
-)
-def test_a_command_says_so_in_a_line(folder, tmp_path, monkeypatch, capfd, arguments):
-    words = [word.format(moe=folder / "moe", out=tmp_path / "out") for word in arguments]
-    monkeypatch.setattr(sys, "argv", ["moe-runtime", *words, "--data", str(folder / "rows.jsonl")])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    last = capfd.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 1 and last.startswith(f"error: token id is {V - 1} (")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

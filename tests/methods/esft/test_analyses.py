@@ -11,10 +11,10 @@ from moe_runtime.methods.esft import analyses
 from moe_runtime.methods.esft import analyses as esft_html
 from moe_runtime.methods.esft import figures as esft_figures
 from moe_runtime.methods.esft.recorder import GateRecorder
-from moe_runtime.methods.esft.scores import ExpertScores, sample_batches, score_experts
+from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from moe_runtime.methods.esft.selection import ExpertSelection, select_experts
 from tests.hf import tiny
-from tests.hf.dropin.test_layers import TEXTS, TOKENIZER, ids, stock
+from tests.hf.dropin.test_layers import TEXTS, TOKENIZER, stock
 from tests.methods.esft.test_selection import LAYERS, TASKS, published, scores_of, sums_of
 
 
@@ -80,39 +80,7 @@ def test_different_tasks_use_different_experts(real):
     assert found.shared[0][1] == pytest.approx(want, abs=0.2)  # the published tables have ties
 
 
-def test_samples_of_different_models_are_named(real):
-    with pytest.raises(ValueError, match="samples is of 2 kinds of models; want scores of one model's layers"):
-        analyses.overlap({"a": [real["law"]], "b": [scores_of([0.5, 0.5])]})
-    with pytest.raises(ValueError, match="scores is empty"):
-        analyses.gate_mass({})
-
-
 # Fig. 8
-
-
-def test_sample_sizes_are_of_two_samples_without_common_rows():
-    model = stock("qwen3_moe")
-    rows = {"a": ids(rows=24).tolist(), "b": [{"input_ids": row} for row in ids(rows=30).tolist()]}
-    found = analyses.sample_sizes(model, rows, [120, 24], top=2, length=24, batch_size=2)
-    assert found.sizes == [24, 120] and found.tasks == ("a", "b") and found.top == 2
-    halves = analyses.two_samples(rows["a"])
-    assert sorted(halves[0] + halves[1]) == sorted(rows["a"]) and abs(len(halves[0]) - len(halves[1])) <= 1
-    pair = [score_experts(model, sample_batches(half, 120, length=24), 120) for half in halves]
-    assert found.shared[0][1] == sum(analyses.shared_top(*pair, top=2)) / 2
-    same_after_json(found)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "error"),
-    [
-        ([24, 200], r"sizes has 200, half of the rows of 'a' have 144 tokens; want at least as many"),
-        ([], "sizes is empty"),
-        ([0], "sizes is 0; want an integer of at least 1"),
-    ],
-)
-def test_bad_sizes_are_named_before_the_model_runs(sizes, error):
-    with pytest.raises(ValueError, match=error):
-        analyses.sample_sizes(None, {"a": ids(rows=24).tolist()}, sizes)
 
 
 # Fig. 4
@@ -162,14 +130,6 @@ def test_token_shares_are_the_slots_on_trained_experts(kind):
     assert set(analyses.token_shares(model, TOKENIZER, texts[:1], everything)[0].shares) == {1.0}
     nothing = analyses.token_shares(model, TOKENIZER, texts[:1], ExpertSelection(experts={}))
     assert set(nothing[0].shares) == {0.0}
-
-
-def test_a_text_is_cut_and_a_bad_one_named():
-    model, selection = stock("qwen3_moe"), ExpertSelection(experts={0: (1,)})
-    cut = analyses.token_shares(model, TOKENIZER, [TEXTS[7]], selection, max_length=3)[0]
-    assert len(cut.shares) == 3 and TEXTS[7].startswith("".join(cut.pieces))
-    with pytest.raises(ValueError, match="selection has layer 9"):
-        analyses.token_shares(model, TOKENIZER, TEXTS, ExpertSelection(experts={9: (1,)}))
 
 
 class Reader(html.parser.HTMLParser):

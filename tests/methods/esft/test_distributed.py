@@ -32,6 +32,7 @@ def alone(tmp_path_factory):
     return folder, base, stages.scores("sums").scores.gate, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "names"), [("ddp", ("esft", "fft", "lora")), ("fsdp2", ("esft", "fft"))], ids=["ddp", "fsdp2"]
 )

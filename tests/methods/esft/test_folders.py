@@ -1,12 +1,6 @@
 """moe_runtime.methods.esft.folders: what apply and save_pretrained write, bit for bit, in bounded memory, or nothing at all."""
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trained_files import layout_of, stack_parts
 from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.methods.esft.adapters import apply, remove
-from moe_runtime.methods.esft.folders import check_fit, merge_folder
+from moe_runtime.methods.esft.adapters import apply
+from moe_runtime.methods.esft.folders import merge_folder
 from moe_runtime.methods.esft.selection import ExpertSelection
 from tests.hf import stock as every
 from tests.hf.tiny import upcycled
 from tests.methods.esft.test_adapters import TWICE
-from tests.support import limited
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
 
@@ -92,22 +83,6 @@ def test_trained_wide_saved_narrow_and_in_shards(tmp_path, dtype):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["one name", "both names in the folder"])
-def test_tied_weights(tmp_path, both):
-    model = stock("qwen3_moe", tie_word_embeddings=True)
-    model.save_pretrained(tmp_path / "base")
-    adapter = random_adapter(model, others=True)
-    if not both:
-        return assert_merged(model, tmp_path, adapter)
-    file = tmp_path / "base" / "model.safetensors"
-    whole = load_file(file)
-    save_file(whole | {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}, file, metadata={"format": "pt"})
-    merge_folder(tmp_path / "base", adapter, tmp_path / "out")
-    out = tensors(tmp_path / "out")
-    assert torch.equal(out["lm_head.weight"], adapter.tensors["model.embed_tokens.weight"])
-    return None
-
-
 def folder(tmp_path, family="qwen3_moe", **changes):
     """A base in a folder and an adapter of it."""
     model = stock(family, **changes)
@@ -169,15 +144,6 @@ def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path, damage, matc
     assert not (tmp_path / "out").exists()
 
 
-def test_other_weights_if_asked_for(tmp_path):
-    base, adapter = folder(tmp_path)
-    _other_weights(base, adapter)
-    merge_folder(base, adapter, tmp_path / "out", check_weights=False)
-    out = tensors(tmp_path / "out")
-    name = "model.layers.0.mlp.experts.7.gate_proj.weight"
-    assert torch.equal(out[name], adapter.tensors[name])
-
-
 def test_a_target_that_exists(tmp_path):
     base, adapter = folder(tmp_path)
     before = tensors(base)
@@ -191,77 +157,3 @@ def test_a_target_that_exists(tmp_path):
     (merged / "of_before").touch()
     merge_folder(base, adapter, merged, overwrite=True)
     assert not same(before, tensors(merged)) and not (merged / "of_before").exists()
-
-
-CHILD = """
-import sys
-import torch; torch.set_num_threads(1)
-from moe_runtime.methods.esft.folders import merge_folder
-from tests.support import limited
-
-limit = int(sys.argv[1])
-for folder in sys.argv[2:]:
-    merge_folder(folder + "/warm/base", folder + "/warm/adapter", folder + "/warm/out")
-limited.limit_data(limit)
-for folder in sys.argv[2:]:
-    merge_folder(folder + "/base", folder + "/adapter", folder + "/out", max_shard_size="8MB")
-print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
-"""
-
-
-def test_folders_bigger_than_the_memory_limit(tmp_path):
-    wide = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=8)
-    sizes, limit = {}, 32 << 20
-    for family in ("qwen3_moe", "gpt_oss"):  # a tensor per expert, and stacks
-        place = tmp_path / family
-        folder(place / "warm", family)[1].save(place / "warm" / "adapter")
-        base, adapter = folder(place, family, **wide)
-        adapter.save(place / "adapter")
-        sizes[place] = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-        assert sizes[place] > 1.5 * limit
-    out = limited.run(CHILD, limit, *sizes)
-    assert out.stdout.strip().endswith("held"), out.stderr[-2000:]
-    for place, size in sizes.items():
-        assert sum(file.stat().st_size for file in (place / "out").glob("*.safetensors")) > 0.99 * size
-
-
-def test_a_killed_merge_leaves_the_old_folder_or_the_new(tmp_path):
-    base, adapter = folder(tmp_path, num_hidden_layers=4, moe_intermediate_size=128)
-    adapter.save(tmp_path / "adapter")
-    shutil.copytree(base, tmp_path / "out")
-    code = (
-        "import sys; from moe_runtime.methods.esft.folders import merge_folder as f; print('go', flush=True)\n"
-        "while True: f(*sys.argv[1:], overwrite=True)"
-    )
-    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    child.stdout.readline()
-    time.sleep(0.5)
-    assert child.poll() is None
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    merge_folder(base, adapter, tmp_path / "want")
-    assert any(same(tensors(tmp_path / "out"), tensors(tmp_path / name)) for name in ("base", "want"))
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v2", "upcycled"])
-@pytest.mark.parametrize("own_form", [False, True], ids=["saved form", "the model's stacks"])
-def test_a_base_with_other_experts_alone_is_refused(tmp_path, family, own_form):
-    model = upcycled("llama") if family == "upcycled" else stock(family)
-    adapter = random_adapter(model)
-    model.save_pretrained(tmp_path / "base", save_original_format=not own_form)
-    assert check_fit(tmp_path / "base", adapter) > 0
-    apply(model, adapter)  # the same is said of a model
-    remove(model)
-    with torch.no_grad():
-        for layer in numbered_layers(model).values():
-            module = experts_module(model, layer)
-            for name in stack_parts(layout_of(module)):
-                getattr(module, name)[[e for e in range(layer.num_experts) if e not in (1, layer.num_experts - 1)]] *= (
-                    1.1
-                )
-    model.save_pretrained(tmp_path / "other", save_original_format=not own_form)
-    for call in (lambda: check_fit(tmp_path / "other", adapter), lambda: apply(model, adapter)):
-        with pytest.raises(ValueError, match="for a base with other experts: 100%"):
-            call()
-    assert check_fit(tmp_path / "other", adapter, check_weights=False) > 0

@@ -68,16 +68,6 @@ def test_logs_that_were_written_give_the_scores(kind, padding, tmp_path):
     assert len(lines) == 4 and all(len(line.split("\t\t")) == 2 for line in lines)
 
 
-def test_the_top_k_of_logs_is_found_where_every_token_has_different_experts(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    text = ""
-    for _ in range(20):
-        idx = torch.stack([torch.randperm(64, generator=generator)[:6] for _ in range(8)]).flatten().tolist()
-        text += "\t".join(map(str, idx)) + "\t\t" + "\t".join(["0.1"] * len(idx)) + "\n"
-    sums = read_logs(write(tmp_path, layer1=text))
-    assert sums.top_k == 6 and sums.n_tokens == 160
-
-
 @pytest.mark.parametrize(
     ("logs", "options", "error"),
     [
@@ -105,17 +95,6 @@ def test_the_top_k_of_logs_is_found_where_every_token_has_different_experts(tmp_
 def test_bad_logs_are_named(logs, options, error, tmp_path):
     with pytest.raises(ValueError, match=error):
         read_logs(write(tmp_path, **logs), **options)
-
-
-def test_layers_may_be_every_second_one_or_named(tmp_path):
-    folder = write(tmp_path, layer1=LOG, layer3=LOG, layer5=LOG)
-    assert read_logs(folder).layers == (1, 3, 5) and read_logs(folder, layers=(1, 3)).layers == (1, 3)
-
-
-def test_logs_beside_ranks_are_not_guessed_at(tmp_path):
-    write(write(tmp_path, layer1=LOG) / "rank_0", layer1=LOG)
-    with pytest.raises(ValueError, match="with logs in itself and in rank_"):
-        read_logs(tmp_path)
 
 
 # summaries
@@ -182,8 +161,3 @@ def test_a_bad_summary_is_named(changes, error, tmp_path):
     with pytest.raises(ValueError, match=error) as raised:
         ExpertScores.load(save(tmp_path, summary(**changes)))
     assert "summary.json" in str(raised.value)
-
-
-def test_a_variant_that_the_file_denies_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"variant is 'head', the scores are 'paper' without the sums"):
-        ExpertScores.load(save(tmp_path, summary(variant="paper")), "head")

@@ -20,6 +20,7 @@ def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
     return learned(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp and expert parallelism", "fsdp2"])
 def test_two_processes_save_what_one_does(tmp_path, alone, engine):
     engine = engine.split()[0]

@@ -47,7 +47,7 @@ def made(tmp_path_factory):
 
 def loss_of(made, model, part) -> float:
     tokenizer = AutoTokenizer.from_pretrained(made.base.folder)
-    return fit.held_out_loss(model, made.stages.part(part), tokenizer)
+    return fit.mean_loss(*fit.row_losses(model, made.stages.part(part), tokenizer))
 
 
 def test_the_base_is_judged_on_every_task(made):
@@ -231,6 +231,7 @@ stages.esft("sums", stages.selection("sums", "gate"))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     path = write_study(tmp_path)
     recipe = load_recipe(path).change(esft__steps=24, esft__save_steps=3, evaluations=8)

@@ -62,6 +62,7 @@ def times(out):
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TABLES)
 def test_a_table(command, recipe, out):
     names, options = TABLES[command]

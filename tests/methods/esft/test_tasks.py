@@ -9,7 +9,7 @@ from moe_runtime.experiments.corpora import standard_library_text
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import DEEPSEEK_CHAT, put_prompt
-from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Task, join, mixed, task_rows
+from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, join, mixed, task_rows
 from tests.methods.esft.test_recipe import SMALL
 
 COUNTS = {"held_out_rows": 5, "validation_rows": 4}
@@ -53,18 +53,6 @@ def test_the_tasks_are_the_same_functions_put_differently(library):
     assert all(row["completion"] in documented for row in docstring)
 
 
-def test_a_name_that_is_asked_for_is_not_in_the_head(library):
-    for row in library["standard-library/names"][0][:200]:
-        head = next(line for line in row["prompt"].splitlines() if "def " in line)
-        assert head.lstrip().startswith(("def f(", "async def f(")) and f"def {row['completion']}(" not in row["prompt"]
-
-
-def test_sentences_in_upper_case(library):
-    for row in library["standard-library/case"][0]:
-        shouted, sentence = row["prompt"].splitlines()[1], row["completion"]
-        assert shouted == sentence.upper() != sentence and 20 <= len(sentence) <= 120
-
-
 def test_held_out_text_is_of_files_that_nothing_trains_on(library):
     train, held_out = ({row["text"] for row in part} for part in library["standard-library"])
     assert train == set(standard_library_text()) and held_out == set(standard_library_text(held_out=True))
@@ -81,13 +69,6 @@ def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
     kinds = [ids_of(rows) for rows in parts.values()]
     assert len(set.union(*kinds)) == 30
     assert len(task_rows(tokenizer, recipe.change(tasks__sums__limit=3).tasks["sums"], recipe)["train"]) == 3
-
-
-def test_a_held_out_set_with_every_row_is_refused(tokenizer, tmp_path):
-    source = write_sums(tmp_path / "sums.jsonl")
-    recipe = recipe_of(train=source, held_out=source, held_out_split="train")
-    with pytest.raises(ValueError, match="held_out is .*, which has every row of train; want other rows"):
-        task_rows(tokenizer, recipe.tasks["sums"], recipe)
 
 
 # SPEC 3.6: "User: {x}\n\nAssistant: {y}" and EOS, the user's part masked
@@ -137,28 +118,9 @@ def test_samples_are_joined_to_full_rows_and_lose_their_start():
     assert join(rows, whole, 1, seed=4)["input_ids"] != joined["input_ids"]
 
 
-@pytest.mark.parametrize("drop, begins", [(0.0, 20), (1.0, 1), (0.2, None)], ids=["none", "all", "some"])
-def test_samples_within_a_row_lose_their_bos(drop, begins):
-    (row,) = join(samples(*[4] * 20), 100, bos=1, drop_bos=drop)
-    count = row["input_ids"].count(1)
-    assert row["input_ids"][0] == 1 and (count == begins if begins else 10 < count < 20)
-    assert len([label for label in row["labels"] if label != -100]) == 40  # answers stay whole
-
-
-def test_a_sample_longer_than_a_row_keeps_its_end():
-    (row,) = join(samples(30), 10, bos=1)
-    assert row["input_ids"] == [100 + place for place in range(18, 28)] == row["labels"]
-
-
 @pytest.mark.parametrize("ratio, count", [(0, 4), (0.5, 6), (1, 8), (2, 12)])
 def test_general_rows_are_mixed_in_and_repeated(ratio, count):
     own, general = (Dataset.from_dict({"input_ids": [[i] for i in part]}) for part in ((1, 2, 3, 4), (8, 9)))
     ids = [row["input_ids"][0] for row in mixed(own, general, ratio)]
     assert len(ids) == count and ids[:4] == [1, 2, 3, 4]
     assert ids[4:] == ([8, 9] * 4)[: count - 4]
-
-
-def test_unknown_tasks_of_the_library():
-    with pytest.raises(ValueError, match="train is 'standard-library/none'; want one of standard-library, .*/code"):
-        Task(train="standard-library/none")
-    assert Task(train="mine.jsonl").prompt == "deepseek"

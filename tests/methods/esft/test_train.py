@@ -1,13 +1,8 @@
 """esft.train_only and what it saves: adapters at any time, a Trainer's checkpoints, and training that goes on from them."""
 
 import copy
-import os
 import pickle
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import pytest
@@ -18,7 +13,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from moe_runtime.hf.dropin.experts import BEFORE
 from moe_runtime.hf.training import trained_files
-from moe_runtime.hf.training.trainable import train_rows
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import ExpertSelection
@@ -190,16 +184,6 @@ def test_load_state_dict_takes_the_adapter_s_names(tmp_path, family, selection):
         other.load_state_dict(state, strict=False)
 
 
-def test_what_cannot_be_saved_is_said(tmp_path):
-    model = stock("qwen3_moe")
-    esft.train_only(model, ExpertSelection(experts={0: (1,)}))
-    with pytest.raises(ValueError, match="push_to_hub is True"):
-        model.save_pretrained(tmp_path, push_to_hub=True)
-    with pytest.raises(ValueError, match="state_dict has 1 tensors, without model.layers.0.mlp.experts.trained_"):
-        model.save_pretrained(tmp_path, state_dict={"model.norm.weight": model.model.norm.weight})
-    assert not list(tmp_path.iterdir())
-
-
 def test_load_trained_wants_the_same_training(tmp_path):
     model = stock("qwen3_moe")
     esft.train_only(model, ExpertSelection(experts={0: (1, 3)}))
@@ -306,13 +290,6 @@ def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
     assert same(before, weights(wrapped.module))
 
 
-def test_an_adapter_is_not_put_under_rows_that_train():
-    model = stock("qwen3_moe")
-    train_rows(model, {0: (1,)})
-    with pytest.raises(ValueError, match="model trains experts; call esft.fold or esft.drop"):
-        esft.apply(model, random_adapter(stock("qwen3_moe")))
-
-
 @pytest.mark.parametrize(
     "change, match",
     [
@@ -335,27 +312,6 @@ def test_what_cannot_train_is_refused(change, match):
     with pytest.raises(ValueError, match=match):
         esft.train_only(model, selection)
     assert same(before, weights(model)) and required == [p.requires_grad for p in model.parameters()]
-
-
-def test_one_thing_at_a_time(tmp_path):
-    model = stock("qwen3_moe")
-    selection = ExpertSelection(experts={0: (1,)})
-    for call in (esft.fold, esft.drop, esft.adapter_of, lambda m: esft.save_adapter(m, tmp_path / "adapter")):
-        with pytest.raises(ValueError, match="trains no selected experts; call esft.train_only first"):
-            call(model)
-    assert not list(tmp_path.iterdir())
-    esft.train_only(model, selection)
-    esft.save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="which exists"):
-        esft.save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="model trains experts; call esft.fold or esft.drop"):
-        esft.apply(model, tmp_path / "adapter")
-    esft.drop(model)
-    esft.apply(model, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="has the adapter .* in it; call esft.remove"):
-        esft.train_only(model, selection)
-    esft.remove(model)
-    esft.train_only(model, selection)
 
 
 ROWS = {"input_ids": [[3 + (5 * i + j) % 50 for j in range(8)] for i in range(12)]}
@@ -444,16 +400,6 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
     assert trained_files.gathered(trainer.model, keep=False) == {}
 
 
-def test_the_best_checkpoint_comes_back(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "learning_rate": 0.3}
-    trainer = trainer_of(MoETrainer, tmp_path, metric_for_best_model="loss", **settings)
-    trainer.train()
-    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    best = tmp_path / f"checkpoint-{4 + 4 * losses.index(min(losses))}"
-    assert same(dict(esft.load_adapter(best).tensors), learned(trainer))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "first, then, match",
     [
@@ -468,66 +414,3 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, matc
     trainer_of(MoETrainer, tmp_path, first, max_steps=1, save_steps=1).train()
     with pytest.raises(ValueError, match=match):
         trainer_of(MoETrainer, tmp_path, then).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_a_checkpoint_of_another_base_is_refused(tmp_path):
-    trainer_of(MoETrainer, tmp_path, SELECTION, max_steps=1, save_steps=1).train()
-    trainer = trainer_of(MoETrainer, tmp_path, None)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.mul_(1.1)
-    esft.train_only(trainer.model, SELECTION)
-    before = weights(trainer.model)
-    with pytest.raises(ValueError, match="other weights|other experts"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert same(before, weights(trainer.model))
-
-
-@pytest.mark.parametrize(
-    "then, match",
-    [
-        pytest.param(SELECTION, None, id="the same"),
-        pytest.param(replace(SELECTION, experts={1: (2, 7), 2: (0,)}), r"\[2, 7\].* in the checkpoint", id="order"),
-        pytest.param(replace(SELECTION, experts={1: (7, 2), 2: (5,)}), r"experts is .*\[5\]", id="as many others"),
-        pytest.param(replace(SELECTION, shared_experts=True), "shared_experts is True, in the checkpoint", id="a flag"),
-        pytest.param(None, "this one trains all of its parameters", id="all"),
-    ],
-)
-def test_fsdp_s_checkpoint_of_other_experts_is_refused(tmp_path, then, match):
-    """FSDP's files name rows by their places alone."""
-    trainer_of(MoETrainer, tmp_path, max_steps=1, save_steps=1).train()
-    trainer, checkpoint = trainer_of(MoETrainer, tmp_path, then), tmp_path / "checkpoint-1"
-    trainer.is_fsdp_enabled = True
-    if match is None:
-        assert trainer._load_adapter(checkpoint) is False  # FSDP's own loading goes on
-    else:
-        with pytest.raises(ValueError, match=match):
-            trainer._load_adapter(checkpoint)
-
-
-KILLED = """
-import os, signal, sys
-from transformers import TrainerCallback
-from tests.methods.esft.test_train import MoETrainer, trainer_of
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-trainer = trainer_of(MoETrainer, sys.argv[1], save_steps=2)
-trainer.add_callback(Kill())
-trainer.train()
-"""
-
-
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert out.returncode == -signal.SIGKILL, out.stderr[-2000:]
-    whole = trainer_of(MoETrainer, tmp_path / "whole", save_steps=2)
-    whole.train()
-    resumed = trainer_of(MoETrainer, tmp_path / "run", save_steps=2)
-    resumed.train(resume_from_checkpoint=True)
-    assert same(learned(resumed), learned(whole))

@@ -19,7 +19,6 @@ from moe_runtime.methods.lora import (
     to_lora_moe,
     to_moe,
 )
-from moe_runtime.modules.lora import TARGETS
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot, unchanged
@@ -121,49 +120,6 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
     linear = lora_model(form="linear")
     with pytest.raises(ValueError, match="form is 'linear'; expected 'block'"):
         load_adapters(linear, tmp_path / "tuned")
-
-
-@FORMS
-def test_adapters_of_another_backbone_are_not_written(form, with_attention, tmp_path):
-    trained = lora_model(form=form, train_backbone=True)
-    mean = to_lora_moe(tiny.dense(), experts=with_attention, backbone="mean", form=form)
-    for model, words in ((trained, "train_backbone is True"), (mean, "backbone is 'mean'")):
-        with pytest.raises(ValueError, match=f"{words} in the model's config, .*; use lora.merge"):
-            save_adapters(model, tmp_path / "out", "base")
-    assert not (tmp_path / "out").exists()
-    kept = to_lora_moe(tiny.dense(), experts=with_attention, backbone="base", form=form)
-    assert len(save_adapters(kept, tmp_path / "out", "base")) == 2
-
-
-def test_an_adapter_of_tied_embeddings_head_is_refused(tmp_path):
-    names = ["gate_proj", "lm_head"]
-    tied = tiny.dense(tie_word_embeddings=True)
-    (folder,) = adapters(tmp_path, 1, model=tied, target_modules=names)
-    folder = edited(folder, tmp_path / "pairs", without("base_layer"))  # as of peft's save_embedding_layers=False
-    before = snapshot(tied)
-    with pytest.raises(ValueError, match="changes the head, whose weights are the embeddings' .*; use backbone='base'"):
-        to_lora_moe(tied, experts=[folder], top_k=1, backbone="mean")
-    assert unchanged(tied, before)
-    embeddings = tied.get_input_embeddings().weight.clone()
-    assert torch.equal(to_lora_moe(tied, experts=[folder], top_k=1, backbone="base").lm_head.weight, embeddings)
-
-
-def test_adapters_appear_whole_or_not_at_all(tmp_path, monkeypatch):
-    model, saved = lora_model(), []
-
-    def fails(*args, **kwargs):
-        saved.append(args)
-        if len(saved) == 3:
-            raise OSError("no space")
-
-    monkeypatch.setattr(lora, "save_single", fails)
-    with pytest.raises(OSError, match="no space"):
-        save_adapters(model, tmp_path / "out", "base")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(ValueError, match="out"):
-        save_adapters(model, tmp_path / "out", "base")
 
 
 # adapters as experts
@@ -271,23 +227,6 @@ def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_p
     assert unchanged(model, before)
 
 
-def test_settings_that_are_not_the_adapters_are_refused(peft_folders, with_attention):
-    model = tiny.dense()
-    before = snapshot(model)
-    for settings, words in (
-        ({"rank": 4}, "rank is 4, of the experts' adapters 2; leave it None"),
-        ({"alpha": 16.0}, "alpha is 16.0, of the experts' adapters 5.0"),
-        ({"targets": ["up_proj"]}, r"targets is \['up_proj'\], of the experts' adapters"),
-        ({"layers": [0]}, r"layers is \[0\], of the experts' adapters"),
-        ({"num_experts": 4}, "experts is 3 folders, num_experts is 4"),
-        ({"experts": with_attention}, r"backbone is None, .* changes model.layers.0.self_attn.[qo]_proj and 3 more"),
-        ({"experts": with_attention, "backbone": "sum"}, "backbone is 'sum'; want one of mean, base"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            to_lora_moe(model, **{"experts": peft_folders} | settings)
-        assert unchanged(model, before)
-
-
 def test_models_of_another_kind_are_refused(peft_folders):
     with pytest.raises(
         ValueError,
@@ -319,10 +258,3 @@ def test_models_of_another_kind_are_refused(peft_folders):
     for model in (lora_model(), lora_model(form="linear", targets=["up_proj"])):
         with pytest.raises(ValueError, match="gate is of LoRA experts; want whole ones"):
             train_rows(model, {0: [1]})
-
-
-def test_settings_may_be_any_iterables(peft_folders):
-    model = to_lora_moe(
-        tiny.dense(), experts=(folder for folder in peft_folders), targets=iter(TARGETS), layers=range(2)
-    )
-    assert model.config.moe_runtime["lora"]["targets"] == list(TARGETS)

@@ -85,29 +85,6 @@ def test_merge_is_the_weighted_sum(form):
     assert type(merged) is type(tiny.dense()) and not hasattr(merged.config, "moe_runtime")
 
 
-def test_merge_rounds_once():
-    model = lora_model(changes={"dtype": torch.bfloat16})
-    wide = lora.merge(copy.deepcopy(model).float())
-    for name, weight in lora.merge(model).named_parameters():
-        assert torch.equal(weight, wide.get_parameter(name).bfloat16()), name
-
-
-@pytest.mark.parametrize(
-    "alpha, words",
-    [
-        ("mean", "alpha is 'mean'; want one of uniform"),
-        ([0.5, 0.5], r"alpha is \(2, 2\); want \[4\] or \[2, 4\]"),
-        ([0.5, 0.5, 0.5, 0.5], "alpha sums to .*; want 1 in every layer"),
-    ],
-)
-def test_bad_coefficients_are_refused(alpha, words):
-    model = lora_model()
-    want = tiny.logits(model)
-    with pytest.raises(ValueError, match=words):
-        lora.merge(model, alpha)
-    assert torch.equal(tiny.logits(model), want)
-
-
 def test_what_merges_whole_experts_refuses(tmp_path):
     model, linear = lora_model(), lora_model(form="linear")
     with pytest.raises(ValueError, match="model is LlamaForCausalLM; expected one with LoRA experts"):

@@ -8,13 +8,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.dropin.stats import RouterCounter
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.models.families import FAMILIES
 from moe_runtime.methods import lora
-from moe_runtime.methods.lora import forced_experts, lora_layers, save_adapters, to_lora_moe, to_moe
-from moe_runtime.modules.lora import TARGETS, LoRAMoE
+from moe_runtime.methods.lora import forced_experts, lora_layers, to_lora_moe
+from moe_runtime.modules.lora import TARGETS
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
@@ -124,17 +123,6 @@ def test_a_model_of_the_config_alone_is_drawn_alike(form):
                 got = model.get_parameter(name)
                 assert torch.equal(got, p) == ("lora_b" in name), name
                 assert got.std().item() == pytest.approx(p.std().item(), rel=0.15), name
-
-
-def test_a_checkpoint_that_lacks_a_pair_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    lora_model().save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    del state["model.layers.1.mlp.experts.lora_b.up_proj"]
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="1 missing: model.layers.1.mlp.experts.lora_b.up_proj"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_draws_depend_on_seed_and_layer_alone():
@@ -257,13 +245,6 @@ def test_compiles_without_graph_breaks():
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
 
 
-def test_gradient_of_the_router_is_not_lost_in_silence():
-    model = lora_model(form="linear", balance_loss="switch", balance_loss_coef=0.1).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ValueError, match="use_reentrant is True"):
-        model(tiny.batch(), labels=tiny.batch())
-
-
 @pytest.mark.parametrize("form", ["block", "linear"])
 def test_generates_as_the_uncached_forward(form):
     model, ids = lora_model(form=form).eval(), tiny.batch(2, 5)
@@ -289,66 +270,7 @@ def test_ddp_is_one_process(tmp_path):
         assert (first["losses"][step] + second["losses"][step]) / 2 == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("top_k, form", [(2, "block"), (None, "block"), (None, "linear")])
-def test_active_parameters_are_the_base_and_the_chosen_pairs(top_k, form):
-    dense = sum(p.numel() for p in tiny.dense().parameters())
-    model = lora_model(form=form, top_k=top_k)
-    pairs = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    gates = sum(p.numel() for name, p in model.named_parameters() if ".gate." in name)
-    assert sizes(model) == (dense + pairs + gates, dense + gates + pairs * (top_k or 4) // 4)
-
-
 # what the experts cannot see
-
-
-def test_a_base_that_peft_wraps_is_no_base_to_read():
-    from peft import LoraConfig, get_peft_model
-
-    settings = {"r": 2, "init_lora_weights": False}
-    wrapped = get_peft_model(lora_model(), LoraConfig(target_modules=["q_proj", "gate_proj"], **settings))
-    inner = wrapped.get_base_model()
-    calls = [lambda: wrapped(tiny.batch()), lambda: to_moe(inner), lambda: save_adapters(inner, "nowhere", "base")]
-    for call in [*calls, lambda: lora.merge(inner, alone(inner, 0))]:
-        with pytest.raises(
-            ValueError, match="gate_proj of base is peft.*Linear; want a plain torch.nn.Linear.*merge_and_"
-        ):
-            call()
-    with pytest.raises(ValueError, match="model is PeftModel at stage 'lora'; expected .* unwrapped"):
-        lora_layers(wrapped)
-    # each linear layer's own is called, not read: it trains, and cannot be merged
-    linear = get_peft_model(lora_model(form="linear"), LoraConfig(target_modules=r".*\.gate_proj\.base", **settings))
-    assert tiny.distance(tiny.logits(linear), tiny.logits(lora_model(form="linear"))) > 1e-3
-    inner = linear.get_base_model()
-    with pytest.raises(ValueError, match="gate_proj of base is peft"):
-        lora.merge(inner, alone(inner, 0))
-
-
-@FORMS
-def test_weights_that_are_elsewhere_are_not_merged(form, tmp_path):
-    from accelerate import disk_offload
-
-    model = lora_model(form=form)
-    alphas = alone(model, 0)
-    disk_offload(model, str(tmp_path / "offload"), execution_device="cpu")
-    calls = [lambda: lora.merge(model, alphas), lambda: save_adapters(model, tmp_path / "out", "base")]
-    for call in [*calls, lambda: to_moe(model)]:
-        with pytest.raises(ValueError, match="carries accelerate's hooks; want weights that stay"):
-            call()
-    with torch.device("meta"):
-        nowhere = AutoModelForCausalLM.from_config(model.config)
-    with pytest.raises(ValueError, match="is on the meta device; want weights"):
-        lora.merge(nowhere, alphas)
-    assert not (tmp_path / "out").exists() and model.config.moe_runtime["stage"] == "lora"
-
-
-def test_layers_on_several_devices_run():
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    model, want = lora_model(), tiny.logits(lora_model())
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):  # as dispatch_model does, weights where they are
-            add_hook_to_module(module, AlignDevicesHook("cpu"))
-    assert torch.equal(tiny.logits(model), want)
 
 
 # forced experts
@@ -367,35 +289,6 @@ def test_rows_go_to_the_experts_that_were_named(form):
     for row, e in enumerate((3, 0, 1, 2)):
         plain = lora.merge(copy.deepcopy(model), alone(model, e))
         assert tiny.distance(tiny.logits(plain, ids[:1])[0], got[row]) < 1e-5
-
-
-@FORMS
-def test_forced_rows_have_no_routers_to_balance(form):
-    model, ids = lora_model(form=form, balance_loss="switch", balance_loss_coef=0.1), tiny.batch()
-    model.config.router_aux_loss_coef = 0.1
-    with forced_experts(model, [0, 1]):
-        out = model(ids, labels=ids, output_router_logits=True)
-    assert out.loss is not None and getattr(out, "aux_loss", None) is None
-    assert model(ids, labels=ids).aux_loss > 0
-
-
-def test_layers_that_cannot_all_be_changed_leave_the_model_alone():
-    model = tiny.dense()
-    model.model.layers[1].mlp.up_proj.double()
-    before = snapshot(model)
-    with pytest.raises(ValueError, match="base's weights are .*; want one floating dtype on one device"):
-        to_lora_moe(model)
-    assert unchanged(model, before)
-
-
-@pytest.mark.parametrize("ids", [[4], [-1], [0.0, 1.0], [[0, 1]]])
-def test_experts_that_are_not_there_are_refused(ids):
-    model = lora_model()
-    with pytest.raises(ValueError, match="expected one of the model's 4 LoRA experts"), forced_experts(model, ids):
-        pass
-    assert all(module.forced is None for module in model.modules() if isinstance(module, LoRAMoE))
-    with pytest.raises(ValueError, match="the model's 0 LoRA experts"), forced_experts(tiny.dense(), [0]):
-        pass
 
 
 # what is refused

@@ -91,16 +91,6 @@ def test_sliding_windows_and_other_families():
     assert torch.equal(run(fused, prompts(), num_beams=3), run(fused, prompts(), num_beams=3, use_cache=False))
 
 
-def test_an_end_ends_a_row(fused):
-    want = run(fused, prompts())
-    end = int(want[0, 3])
-    out = run(fused, prompts(), eos_token_id=end, pad_token_id=1)
-    for row in range(3):
-        place = (want[row] == end).nonzero()
-        stop = int(place[0]) + 1 if len(place) else out.shape[1]
-        assert torch.equal(out[row, :stop], want[row, :stop]) and (out[row, stop:] == 1).all()
-
-
 def test_processors_see_the_answer_alone(fused):
     seen = []
 
@@ -127,14 +117,6 @@ def test_beginnings_of_answers(fused):
     ):
         with pytest.raises(ValueError, match=words):
             fused.generate(**prompts(), response_ids=wrong, max_new_tokens=2)
-
-
-def test_what_comes_back_when_asked_for(fused):
-    out = run(fused, prompts(), return_dict_in_generate=True, output_logits=True)
-    assert out.sequences.shape == (3, NEW) and len(out.logits) == NEW
-    assert torch.equal(out.logits[2].argmax(-1), out.sequences[:, 2])
-    lengths = [cache.get_seq_length() for cache in out.past_key_values.caches]
-    assert lengths == [ids.shape[1] + NEW - 1 for ids in prompts()["prompt_ids"]]
 
 
 def test_texts_in_texts_out(fused, capsys):
@@ -179,14 +161,3 @@ def test_what_it_cannot_do_is_named(fused, settings, words):
     with pytest.raises(ValueError) as error:
         fused.generate(**prompts() | settings, max_new_tokens=2)
     assert words in str(error.value)
-
-
-def test_a_cache_that_counts_nothing_is_refused():
-    model = fusers.specialist(1, "mamba", state_size=8, intermediate_size=64)
-    fused = fusers.fuser([fusers.specialist(0), model])
-    inputs = prompts(count=2)
-    with pytest.raises(
-        ValueError, match="'specialist-1' is MambaForCausalLM, whose cache does not count tokens; pass use_c"
-    ):
-        run(fused, inputs)
-    assert torch.equal(run(fused, inputs, use_cache=False), greedy(fused, inputs))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from moe_runtime.methods.ultrafuser.inputs import TEMPLATES, Encoder, check_template, left_padded
+from moe_runtime.methods.ultrafuser.inputs import TEMPLATES, Encoder, check_template
 from tests.methods.ultrafuser import fusers
 
 VOCAB = fusers.VOCAB
@@ -107,22 +107,6 @@ def test_answers_are_the_same_ids_whatever_stands_before(encoder):
     assert set(encoder.batch(["x"])) == {"prompt_ids", "prompt_mask"}
 
 
-def test_rows_of_ids_are_padded_as_texts_are(encoder):
-    rows = [
-        {"prompt_ids": encoder.prompt(p), "response_ids": encoder.answer(r)} for p, r in (("a", "b b"), ("c c c", "d"))
-    ]
-    for name, tensors in encoder.batch(["a", "c c c"], ["b b", "d"]).items():
-        got = encoder.collate(rows)[name]
-        assert all(torch.equal(a, b) for a, b in zip(got, tensors, strict=True)), name
-
-
-def test_padding_moves_left():
-    ids, mask = torch.tensor([[5, 6, 0], [0, 7, 8], [0, 9, 0]]), torch.tensor([[1, 1, 0], [0, 1, 1], [0, 1, 0]])
-    moved, own = left_padded(ids, mask)
-    assert own.tolist() == [[0, 1, 1], [0, 1, 1], [0, 0, 1]]
-    assert [row[m.bool()].tolist() for row, m in zip(moved, own)] == [[5, 6], [7, 8], [9]]
-
-
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -149,20 +133,3 @@ def test_bad_prompts_are_named(encoder, call, words):
     with pytest.raises(ValueError) as error:
         call(encoder)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize("template", ["nothing", "{system}", 7, None])
-def test_bad_templates_are_named(template):
-    with pytest.raises(ValueError, match="expected 'ultralm', 'codellama', 'wizardmath', 'chat' or a text"):
-        check_template(template)
-
-
-def test_a_chat_template_that_is_not_there():
-    own = copy.deepcopy(fusers.tokenizer())
-    own.chat_template = None
-    with pytest.raises(ValueError, match="template is 'chat', but the tokenizer has no chat template"):
-        check_template("chat", own)
-    bare = copy.deepcopy(own)
-    bare.bos_token = None
-    with pytest.raises(ValueError, match="prompt is '', of which specialist 1 sees no token"):
-        Encoder([own, bare], ["{prompt}", "{prompt}"], VOCAB).prompt("")

@@ -42,6 +42,7 @@ def tables():
     return Tables()
 
 
+@pytest.mark.slow
 def test_ablate_compares_all_with_the_full_method(tables):
     report = tables.reports["ablate"]
     made = [

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from moe_runtime.hf.training import fit
 from moe_runtime.methods.ultrafuser.inputs import Encoder
@@ -13,7 +12,6 @@ from moe_runtime.methods.ultrafuser.training import (
     fuser_losses,
     gate_weights,
     sampler_for,
-    single_rows,
     training_of,
 )
 from tests.methods.ultrafuser import fusers
@@ -73,29 +71,6 @@ def test_answers_are_cut_and_long_prompts_dropped():
         encode_rows(encoder(), texts, 12)
 
 
-@pytest.mark.parametrize(
-    "row, match",
-    [
-        pytest.param({"text": "a"}, "row 0: row is {'text': 'a'}; expected texts prompt and completion, or", id="text"),
-        pytest.param({"prompt": "a", "completion": 3}, "row 0: row is .*'completion': 3", id="number"),
-        pytest.param(
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "row 0: row is .*an answer of the assistant",
-            id="no user",
-        ),
-        pytest.param({"messages": None}, "row 0: row is {'messages': None}", id="no messages"),
-        pytest.param(
-            {"messages": [{"role": r, "content": "a"} for r in ("system", "user", "assistant")]},
-            "row 0: prompt has the turns system, user",
-            id="system",
-        ),
-    ],
-)
-def test_bad_rows_are_named(row, match):
-    with pytest.raises(ValueError, match=match):
-        encode_rows(encoder(), [row], 64)
-
-
 def test_rows_with_prompts_that_are_held_out_are_left_out():
     texts = [{"prompt": f"say {i % 3}", "completion": "y" * (i + 1)} for i in range(9)]
     held_out = encode_rows(encoder(), texts[:1], 64)
@@ -108,13 +83,6 @@ def test_rows_with_prompts_that_are_held_out_are_left_out():
 def test_losses_are_taken_after_the_steps_that_are_asked_for(tmp_path):
     done = train(make().freeze_specialists(), tmp_path, steps=5, evaluations=(1, 4))
     assert [step for step, _ in done.history.rows] == [1, 4, 5]
-
-
-def test_one_specialist_reads_its_own_prompt():
-    alone = single_rows(rows(), 1)
-    for row, own in zip(rows(), alone, strict=True):
-        assert own["input_ids"] == row["prompt_ids"][1] + row["response_ids"]
-        assert own["labels"] == [-100] * len(row["prompt_ids"][1]) + row["response_ids"]
 
 
 def test_losses_and_weights_of_rows_are_the_formula_s():
@@ -173,33 +141,6 @@ def test_the_first_step_is_the_paper_s(tmp_path):
         torch.testing.assert_close(trained, other - 0.2 * other.grad, rtol=1e-4, atol=2e-6, msg=name)
 
 
-class Kill(TrainerCallback):
-    """Ends a training as a signal would, after so many steps."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("stage", ["freeze_specialists", "train_all"])
-def test_a_killed_training_goes_on_where_it_was(tmp_path, stage):
-    """Over several passes of the smaller domain: the rows that come next are those that would have come."""
-    how = {"steps": 6, "optimizer": "adamw_torch", "learning_rate": 1e-2, "save_steps": 4, "evaluations": 3}
-    whole = getattr(make(), stage)()
-    done = train(whole, tmp_path / "whole", **how)
-    with pytest.raises(KeyboardInterrupt):
-        train(getattr(make(), stage)(), tmp_path / "cut", **how, callbacks=[Kill(5)])
-    model = getattr(make(), stage)()
-    again = train(model, tmp_path / "cut", **how)
-    for name, weight in weights(whole).items():
-        assert torch.equal(weights(model)[name], weight), name
-    assert again.history.held_out == done.history.held_out and again.history.rows == done.history.rows
-    assert [step for step, _ in done.history.rows] == [2, 4, 6] and done.history.rows[-1][1] == done.losses
-
-
 def test_without_balance_all_rows_are_alike():
     drawn = list(sampler_for(rows()["domain"], steps=4, batch_size=6, balanced=False))
     assert sorted(drawn) == sorted([*range(12)] * 2)
@@ -212,6 +153,7 @@ def launches(tmp_path_factory):
     return Launches("tests/support/dist_fuser.py", tmp_path_factory)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(launches, tmp_path):
     folder = launches(2)
     for stage in ("freeze_specialists", "train_all"):

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.methods.upit import buckets as upit_buckets
-from moe_runtime.methods.upit.assembly import assemble
 from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, random_buckets, seed_set
 from tests.support import upit
 
@@ -62,8 +59,8 @@ def test_adapters_run_over_one_base(tmp_path, experts, rows, tokenizer, monkeypa
     paths = [upit.save_adapters(tmp_path / str(i), base, 1, targets, rank)[0] for i, rank in enumerate(ranks)]
     upit.change(paths[1], lambda tensors: {name: 2 * tensor for name, tensor in tensors.items()})
     loads = []
-    load = upit_buckets.expert_models.ranks.load_model
-    monkeypatch.setattr(upit_buckets.expert_models.ranks, "load_model", lambda *a: loads.append(a) or load(*a))
+    load = upit_buckets.models.ranks.load_model
+    monkeypatch.setattr(upit_buckets.models.ranks, "load_model", lambda *a: loads.append(a) or load(*a))
     # two rows of the data at once, three times each
     found = perplexities(paths, rows, tokenizer, base=base, batch_size=6)
     want = []
@@ -81,36 +78,6 @@ def test_kinds_may_be_mixed_and_keep_their_places(tmp_path, experts, rows, token
     mixed = perplexities([delta, adapter, experts[0]], rows, tokenizer, base=base)
     torch.testing.assert_close(mixed[[2, 0]], perplexities(experts[:2], rows, tokenizer), rtol=1e-6, atol=0)
     torch.testing.assert_close(mixed[1:2], perplexities([adapter], rows, tokenizer), rtol=1e-6, atol=0)
-
-
-def test_rows_without_a_token_that_counts_are_named(experts, rows, tokenizer):
-    bare = rows.select(range(3)).map(
-        lambda row, i: {"labels": row["labels"] if i else [7] + [-100] * 5}, with_indices=True
-    )
-    with pytest.raises(ValueError, match=r"rows \[0\] of 3 have no labels after the first token"):
-        perplexities(experts, bare, tokenizer)
-    assert perplexities(experts[:1], bare, tokenizer, tokens="all").isfinite().all()
-    single = rows.select([0]).map(lambda row: {"input_ids": [7], "labels": [7]})
-    with pytest.raises(ValueError, match=r"rows \[0\] of 1 have no tokens after the first"):
-        perplexities(experts, single, tokenizer, tokens="all")
-
-
-@pytest.mark.parametrize("targets", [upit.ADAPTED, (*upit.ADAPTED, "q_proj")], ids=["mlp", "attention-too"])
-def test_adapters_of_several_bases_are_not_mixed(tmp_path, experts, rows, tokenizer, targets):
-    base = experts[0].parent / "base"
-    one, two = (upit.save_adapters(tmp_path / str(i), path, 1, targets)[0] for i, path in enumerate((base, experts[0])))
-    for call in (
-        lambda: perplexities([one, two], rows, tokenizer),
-        lambda: assemble([one, two], None, tmp_path / "moe"),
-    ):
-        with pytest.raises(ValueError, match="the base of .* is .*expert-0, of .* .*base; want experts of one base"):
-            call()
-    assert not (tmp_path / "moe").exists()
-    # the same weights elsewhere, or a base that the caller names
-    again = upit.save_adapters(tmp_path / "2", Path(shutil.copytree(base, tmp_path / "copy")), 1, targets)[0]
-    want = perplexities([one, one], rows, tokenizer)
-    assert torch.equal(perplexities([one, again], rows, tokenizer), want)
-    assert perplexities([one, two], rows, tokenizer, base=base).shape == (2, 7)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -134,7 +101,7 @@ def test_buckets_are_the_algorithm(seed, capacity):
 @pytest.mark.parametrize(
     ("perplexity", "capacity", "message"),
     [
-        (torch.ones(3), None, r"perplexity is \(3,\); want \[n, N\]"),
+        (torch.ones(3), None, r"perplexity is \(3,\); expected \[n, N\]"),
         (torch.ones(2, 0), None, "at least one expert and one row"),
         (torch.tensor([[1.0, 2.0], [math.nan, 1.0]]), None, r"experts \[1\] is NaN"),
         (torch.tensor([[1.0, math.nan], [math.nan, math.nan]]), None, r"rows \[1\] is NaN for every expert"),
@@ -146,17 +113,11 @@ def test_bad_numbers_are_refused(perplexity, capacity, message):
         fill_buckets(perplexity, capacity)
 
 
-def test_a_worse_expert_than_any_number_comes_last():
-    assert fill_buckets([[math.inf, math.inf, 1.0], [9.0, 9.0, 2.0]], 2) == [[2], [0, 1]]
-
-
 def test_random_buckets_have_the_sizes_and_share_no_row():
     found = random_buckets([3, 0, 4], 8, seed=1)
     assert [len(bucket) for bucket in found] == [3, 0, 4]
     assert len(set(itertools.chain(*found))) == 7 and all(bucket == sorted(bucket) for bucket in found)
     assert found == random_buckets([3, 0, 4], 8, seed=1) != random_buckets([3, 0, 4], 8, seed=2)
-    with pytest.raises(ValueError, match=r"sizes are \[3, 6\], N is 8"):
-        random_buckets([3, 6], 8)
 
 
 def test_seed_set_is_a_share_drawn_at_random():
@@ -167,11 +128,3 @@ def test_seed_set_is_a_share_drawn_at_random():
     assert {str(row) for row in found} <= set(texts) and [str(row) for row in found] != texts[:10]
     with pytest.raises(ValueError, match="share is 1.5"):
         seed_set(rows, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"), [({"tokens": "most"}, "tokens is 'most'"), ({"batch_size": 0}, "batch_size")]
-)
-def test_bad_settings_are_refused_before_a_model_is_loaded(experts, rows, tokenizer, settings, message):
-    with pytest.raises(ValueError, match=message):
-        perplexities(experts, rows, tokenizer, **settings)

@@ -1,6 +1,5 @@
 """moe_runtime.methods.upit.experts: the three kinds read alike, and which checkpoints are chosen."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -88,28 +87,14 @@ def test_materialize(place, tmp_path):
     assert not (tmp_path / "out" / "expert.json").exists()
     with pytest.raises(ValueError, match="which exists"):
         materialize(place / "delta", tmp_path / "out")
-    with pytest.raises(ValueError, match="an adapter; want a delta"):
+    with pytest.raises(ValueError, match="an adapter; expected a delta"):
         materialize(place / "lora", tmp_path / "other")
-
-
-def test_a_base_may_move_but_not_change(place, tmp_path):
-    shutil.copytree(place / "base", tmp_path / "moved")
-    shutil.copytree(place / "delta", tmp_path / "delta")
-    record = json.loads((tmp_path / "delta" / "expert.json").read_text()) | {"base": str(tmp_path / "gone")}
-    (tmp_path / "delta" / "expert.json").write_text(json.dumps(record))
-    with open_expert(tmp_path / "delta", base=tmp_path / "moved") as expert, open_expert(place / "ffn") as whole:
-        assert all(torch.equal(expert.get(key), whole.get(key)) for key in whole.keys())
-    with pytest.raises(ValueError, match="a delta, .*want base="):
-        open_expert(tmp_path / "delta")
-    stirred(place / "base", 5, "norm").save_pretrained(tmp_path / "moved")
-    with pytest.raises(ValueError, match="want base="):
-        open_expert(tmp_path / "delta", base=tmp_path / "moved")
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param(lambda f: shutil.rmtree(f), "which is no folder", id="no folder"),
+        pytest.param(lambda f: shutil.rmtree(f), "which is not a folder", id="no folder"),
         pytest.param(lambda f: (f / "config.json").unlink(), "which has no config.json", id="no model"),
         pytest.param(lambda f: (f / "expert.json").write_text('{"format": 2, "kind": "ffn"}'), "format 2", id="format"),
         pytest.param(lambda f: (f / "expert.json").write_text('{"format": 1, "kind": "x"}'), "kind 'x'", id="kind"),
@@ -151,13 +136,6 @@ def test_choose_checkpoints(tmp_path, which, count, want):
     assert choose_checkpoints([str(path) for path in saved_experts(place)], count, which) == [
         place / f"step-{n}" for n in want
     ]
-
-
-def test_checkpoints_given_in_another_order(tmp_path):
-    place = folders(tmp_path, [f"step-{n}" for n in (5, 10, 100)])
-    shuffled = [place / f"step-{n}" for n in (100, 5, 10)]
-    assert choose_checkpoints(shuffled, 2) == [place / "step-10", place / "step-100"]
-    assert choose_checkpoints([*shuffled, place / "last"], 2) == [place / "step-10", place / "last"]
 
 
 def test_a_bad_choice_is_named(tmp_path):

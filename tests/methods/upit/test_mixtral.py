@@ -71,6 +71,7 @@ def exported(tmp_path_factory, tokenizer, vectors):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_plain_transformers_has_the_same_logits(exported, name):
     ours, theirs = exported[name]
@@ -106,16 +107,20 @@ def test_each_expert_is_the_one_it_was(exported):
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        ({"gate": "softmax_topk"}, {}, "gate is 'softmax_topk'; want 'softmax_topk_renorm' or 'topk_softmax'"),
+        (
+            {"gate": "softmax_topk"},
+            {},
+            "gate is 'softmax_topk'; Mixtral computes only 'softmax_topk_renorm' or 'topk_softmax'",
+        ),
         ({"gate": "topk_softmax", "router": "mlp"}, {}, "router is 'mlp'"),
         ({"gate": "topk_softmax", "noisy_gate": True}, {}, "noisy_gate is True"),
-        ({"gate": "topk_softmax", "layers": [1]}, {}, r"layers is \[1\]; want \[0, 1\]"),
+        ({"gate": "topk_softmax", "layers": [1]}, {}, r"layers is \[1\]; Mixtral computes only \[0, 1\]"),
         ({"gate": "topk_softmax"}, {"mlp_bias": True}, "mlp_bias is True"),
         ({"gate": "topk_softmax"}, {"attention_bias": True}, "attention_bias is True"),
         (
             {"gate": "topk_softmax"},
             {"model_type": "qwen3"},
-            "model_type of the base is 'qwen3'; want 'llama' or 'mistral'",
+            "model_type of the base is 'qwen3'; Mixtral computes only 'llama' or 'mistral'",
         ),
     ],
 )
@@ -125,17 +130,3 @@ def test_what_mixtral_cannot_say_is_refused(tmp_path, tokenizer, settings, chang
     with pytest.raises(ValueError, match=message):
         export_mixtral(tmp_path / "moe", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
-
-
-def test_folders_of_another_kind_are_refused(tmp_path, experts, vectors):
-    with pytest.raises(ValueError, match="model_type is 'llama'; want an upcycled model"):
-        export_mixtral(experts[0], tmp_path / "out")
-    adapters = upit.save_adapters(tmp_path, experts[0].parent / "base")
-    assemble(adapters, vectors, tmp_path / "lora", base=experts[0].parent / "base")
-    with pytest.raises(ValueError, match="stage is 'lora'; want 'moe'"):
-        export_mixtral(tmp_path / "lora", tmp_path / "out")
-    assemble(experts, vectors, tmp_path / "moe")
-    upit.change(tmp_path / "moe", lambda tensors: tensors | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
-    with pytest.raises(ValueError, match="1 unexpected: .*q_norm"):
-        export_mixtral(tmp_path / "moe", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.tiny import pair_collator
-from moe_runtime.methods.upit.router import init_router, init_routers, load_routed
+from moe_runtime.methods.upit.router import init_router, load_routed
 from moe_runtime.methods.upit.vectors import RoutingVectors, routing_loss
 from tests.support import upit
 
@@ -162,13 +162,6 @@ def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, 
     assert json.loads((a.folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_an_adapter_of_a_float16_base(tmp_path, tokenizer, rows):
-    upit.save_experts(tmp_path, tokenizer, 1, dtype=torch.float16)
-    adapter = upit.save_adapters(tmp_path, tmp_path / "base", 1)[0]
-    routed = init_router(adapter, rows, tokenizer, folder=tmp_path / "out", **FAST)
-    assert routed.after.loss < routed.before.loss and routed.vectors.isfinite().all()
-
-
 def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, tokenizer):
     def trained(name: str, **settings):
         settings = {"steps": 2, "batch_size": 8, "learning_rate": 1e-4} | settings
@@ -197,28 +190,6 @@ def test_of_adapters_their_mlp_pairs_train(tmp_path, adapters, rows, tokenizer):
     assert json.loads((routed.folder / "adapter_config.json").read_text())["r"] == 2
     again = init_router(routed.folder, rows, tokenizer, folder=tmp_path / "again", **FAST)
     assert again.before.loss == pytest.approx(routed.after.loss, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["ffn", "lora"])
-def test_rows_in_parts_and_checkpointing_train_the_same(tmp_path, experts, adapters, tokenizer, kind):
-    expert, rows = (experts if kind == "ffn" else adapters)[0], upit.make_rows(8, spread=1)
-    settings = FAST | {"steps": 2}
-    whole = init_router(expert, rows, tokenizer, folder=tmp_path / "whole", **settings)
-    settings |= {"per_device_batch_size": 2, "gradient_checkpointing": True}
-    parts = init_router(expert, rows, tokenizer, folder=tmp_path / "parts", **settings)
-    torch.testing.assert_close(parts.vectors, whole.vectors, rtol=1e-4, atol=1e-6)
-    assert parts.after.loss == pytest.approx(whole.after.loss, rel=1e-5)
-    with pytest.raises(ValueError, match="batch_size is 4, per_device_batch_size is 3"):
-        init_router(expert, rows, tokenizer, folder=tmp_path / "bad", **settings | {"per_device_batch_size": 3})
-
-
-def test_a_narrow_base_under_autocast(tmp_path, tokenizer, rows):
-    expert = upit.save_experts(tmp_path / "experts", tokenizer, 1, dtype=torch.bfloat16)[0]
-    adapter = upit.save_adapters(tmp_path / "adapters", tmp_path / "experts" / "base", 1)[0]
-    for i, folder in enumerate((expert, adapter)):
-        routed = init_router(folder, rows, tokenizer, folder=tmp_path / f"{i}", bf16=True, **FAST)
-        assert sum(routed.after.sigmoid) > sum(routed.before.sigmoid) and routed.after.loss < routed.before.loss
-    assert {tensor.dtype for tensor in upit.tensors_of(routed.folder).values()} == {torch.float32}
 
 
 def test_a_delta_becomes_a_whole_model(tmp_path, experts, rows, tokenizer):
@@ -286,46 +257,6 @@ def test_untrained_vectors_leave_the_expert_where_it_is(tmp_path, experts, rows,
     assert load_routed(tmp_path / "mean").folder == experts[0]
 
 
-class Stop(TrainerCallback):
-    """Dies after step 4, when a checkpoint of it has been written."""
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.global_step == 4:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("kind", ["ffn", "lora"])
-def test_a_killed_training_goes_on(tmp_path, experts, adapters, rows, tokenizer, kind):
-    expert = experts[0] if kind == "ffn" else adapters[0]
-    settings = FAST | {"save_steps": 2}
-    whole = init_router(expert, rows, tokenizer, folder=tmp_path / "whole", **settings)
-    with pytest.raises(KeyboardInterrupt):
-        init_router(expert, rows, tokenizer, folder=tmp_path / "cut", callbacks=[Stop()], **settings)
-    assert not (tmp_path / "cut").exists()
-    seen = []
-    cut = init_router(
-        expert, rows, tokenizer, folder=tmp_path / "cut", on_step=lambda step, *_: seen.append(step), **settings
-    )
-    assert seen[0] > 1 and seen[-1] == 6
-    torch.testing.assert_close(cut.vectors, whole.vectors, rtol=1e-5, atol=1e-7)
-    assert cut.after.loss == pytest.approx(whole.after.loss, rel=1e-5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "whole"]
-
-
-def test_all_experts_and_what_is_there_is_kept(tmp_path, experts, rows, tokenizer):
-    buckets, experts = [[0, 2, 4], [1, 3]], experts[:2]
-    settings = FAST | {"folder": tmp_path, "steps": 2}
-    routed = init_routers(experts, rows, buckets, tokenizer, **settings)
-    times = [(tmp_path / f"expert-{i}" / "router.json").stat().st_mtime_ns for i in range(2)]
-    again = init_routers(experts, rows, buckets, tokenizer, **settings)
-    assert [(tmp_path / f"expert-{i}" / "router.json").stat().st_mtime_ns for i in range(2)] == times
-    assert all(torch.equal(a.vectors, b.vectors) for a, b in zip(routed, again, strict=True))
-    with pytest.raises(ValueError, match=r"expert-0, which exists; want a new or empty folder"):
-        init_routers(experts, rows, buckets, tokenizer, **settings | {"steps": 3})
-    with pytest.raises(ValueError, match=r"buckets have \[3, 0\] rows"):
-        init_routers(experts, rows, [[0, 2, 4], []], tokenizer, **settings)
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory, experts, adapters, rows, tokenizer):
     """An adapter's folder, made with the default rate, and what it was made of."""
@@ -335,17 +266,6 @@ def kept(tmp_path_factory, experts, adapters, rows, tokenizer):
     settings = {"expert": expert, "rows": rows, "base": base, "steps": 1, "batch_size": 4}
     init_router(tokenizer=tokenizer, folder=folder / "out", **settings)
     return settings | {"folder": folder / "out"}
-
-
-def test_what_was_made_of_just_the_same_is_read(kept, tokenizer):
-    killed = kept["folder"].with_name("out.checkpoints-0123")
-    killed.mkdir()
-    before = (kept["folder"] / "router.json").stat().st_mtime_ns
-    again = init_router(tokenizer=tokenizer, **kept)
-    assert again.steps == 1 and (kept["folder"] / "router.json").stat().st_mtime_ns == before
-    # a kill before the checkpoints were removed leaves none for ever
-    assert not killed.exists()
-    init_router(tokenizer=tokenizer, **kept | {"learning_rate": 2e-4})  # the default of adapters
 
 
 @pytest.mark.parametrize(
@@ -376,7 +296,7 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, ex
         ({"steps": 0}, "steps is 0; want an integer of at least 1"),
         ({"steps": None, "epochs": -1}, "epochs is -1; want a number above 0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; want a number above 0"),
-        ({"weigth_decay": 0.1}, "training has weigth_decay; want some of .*weight_decay"),
+        ({"weigth_decay": 0.1}, "training has weigth_decay; expected some of .*weight_decay"),
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
         ({"warmup_steps": 6}, "warmup_steps is 6, steps is 6"),
         ({"vector_std": -0.1}, "vector_std is -0.1"),
@@ -384,7 +304,7 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, ex
         ({"dtype": "half-float"}, "dtype is 'half-float'"),
         ({"router_init": "skilful"}, "router_init is 'skilful'"),
         ({"alpha": 1.5}, "alpha is 1.5; want 0 to 1"),
-        ({"epochs": 2}, "epochs is 2, steps is 6; want one of them"),
+        ({"epochs": 2}, "epochs is 2, steps is 6, .*expected one of epochs and steps"),
         ({"train_ffn": 1}, "train_ffn is 1"),
     ],
 )
@@ -392,17 +312,3 @@ def test_bad_settings_are_refused(tmp_path, experts, rows, tokenizer, settings, 
     with pytest.raises(ValueError, match=message):
         init_router(experts[0], rows, tokenizer, folder=tmp_path / "out", **FAST | settings)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_bucket_with_a_row_without_labels_is_refused(tmp_path, experts, rows, tokenizer):
-    bare = rows.map(
-        lambda row, i: {"labels": row["labels"] if i != 2 else [-100] * len(row["labels"])}, with_indices=True
-    )
-    with pytest.raises(ValueError, match=r"rows \[2\] of 8 have no labels"):
-        init_router(experts[0], bare, tokenizer, folder=tmp_path / "out", **FAST)
-
-
-def test_an_adapter_without_an_mlp_is_refused(tmp_path, experts, rows, tokenizer):
-    adapter = upit.save_adapters(tmp_path, experts[0].parent / "base", 1, ("q_proj",))[0]
-    with pytest.raises(ValueError, match="an adapter that changes no MLP"):
-        init_router(adapter, rows, tokenizer, folder=tmp_path / "out", **FAST)

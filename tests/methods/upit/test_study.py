@@ -47,7 +47,7 @@ def made(tmp_path_factory):
 
 
 def loss_of(made, model) -> float:
-    return fit.held_out_loss(model, made.stages.held_out, AutoTokenizer.from_pretrained(made.base.folder))
+    return fit.mean_loss(*fit.row_losses(model, made.stages.held_out, AutoTokenizer.from_pretrained(made.base.folder)))
 
 
 def load(folder):
@@ -233,6 +233,7 @@ def test_experts_are_read_from_another_folder(made, monkeypatch):
         assert load(opened.base).config.vocab_size > 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["ffn", "lora"])
 def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monkeypatch, form):
     seen, train = {}, fit.train
@@ -255,7 +256,7 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monke
     for result in results[:2]:
         (file,) = result.folder.glob("*model.safetensors")
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
-    found = fit.held_out_loss(load(results[1].folder), stages.held_out, stages.tokenizer)
+    found = fit.mean_loss(*fit.row_losses(load(results[1].folder), stages.held_out, stages.tokenizer))
     assert results[1].loss == pytest.approx(found, rel=1e-3)
 
 
@@ -302,6 +303,7 @@ def test_every_domain_is_put_in_its_own_way(tmp_path):
     assert stages.tokenizer.chat_template == tokenizer.chat_template
 
 
+@pytest.mark.slow
 def test_limits_take_some_of_all_rows(tmp_path):
     path = write_study(tmp_path)
     rows = [json.dumps({"prompt": f"{i} ", "completion": f"{i}"}) for i in range(30)]
@@ -420,6 +422,7 @@ Stages(sys.argv[1], sys.argv[2]).prepared("ffn")
 """
 
 
+@pytest.mark.slow
 def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
     path = write_study(tmp_path)
     recipe = load_recipe(path).change(

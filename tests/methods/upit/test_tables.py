@@ -84,6 +84,7 @@ def times(out):
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TABLES)
 def test_a_table(command, recipe, out):
     names, reference, options = TABLES[command]
@@ -106,6 +107,7 @@ def test_a_table(command, recipe, out):
     assert any("seed 1 of 1" in line for line in said)
 
 
+@pytest.mark.slow
 def test_again_is_instant_and_equal(reports, recipe, out):
     first = reports("main")
     written = times(out)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods.xft import baselines
@@ -72,20 +71,6 @@ def test_a_linear_share_rises_to_the_end_and_stays():
     assert Averaging([], 0.4, "constant", None, 0).share_at(1) == 0.4
 
 
-def test_experts_that_are_frozen_stay_what_they_are():
-    model = ewa()
-    first, second = moe_layers(model).values()
-    first.experts.requires_grad_(False)
-    before = copy.deepcopy(first.state_dict())
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    deviation = (second.experts.down_proj - second.experts.down_proj.mean(0)).norm()
-    average_after_steps(model, optimizer, share=SHARE)
-    step(model, optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in first.state_dict().items())
-    after = (second.experts.down_proj - second.experts.down_proj.mean(0)).norm()
-    assert (after / deviation).item() == pytest.approx(1 - SHARE * 4 / 3, rel=1e-5)
-
-
 def test_a_step_that_overflowed_is_none():
     model = ewa()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
@@ -97,79 +82,6 @@ def test_a_step_that_overflowed_is_none():
     optimizer.found_inf = torch.zeros(1)
     averaging._after_step(optimizer, (), {})
     assert averaging.step == 1 and not any(torch.equal(a, b) for a, b in zip(stacks(model), before))
-
-
-def test_gradscaler_skips_a_step_that_overflows():
-    model = ewa()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    averaging, scaler = average_after_steps(model, optimizer, share=SHARE), torch.amp.GradScaler("cpu", init_scale=4.0)
-    for bad, steps in ((True, 0), (False, 1)):
-        optimizer.zero_grad()
-        scaler.scale(model(input_ids=tiny.batch(), labels=tiny.batch()).loss).backward()
-        if bad:
-            stacks(model)[0].grad[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        assert averaging.step == steps
-
-
-def test_accelerates_wrapper_is_seen_through():
-    class Wrapper:
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-    model = ewa()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    averaging = average_after_steps(model, Wrapper(optimizer), share=SHARE)
-    step(model, optimizer)
-    assert averaging.step == 1
-
-
-class MasterCopies:
-    """An optimizer that holds copies of the parameters, as DeepSpeed's do."""
-
-    def __init__(self, model):
-        self.param_groups = [{"params": [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]}]
-
-
-def flat():
-    """What FSDP1 leaves of the stacks under their names."""
-    model = ewa()
-    for experts in (moe_layers(model)[0].experts, moe_layers(model)[1].experts):
-        for parameter in experts.parameters():
-            parameter.data = parameter.data.flatten()[:7]
-    return model
-
-
-def mergeable():
-    model = tiny.upcycled()
-    swap.moe_to_mergeable(model)
-    return model
-
-
-@pytest.mark.parametrize(
-    "make, optimizer_of, options, words",
-    [
-        pytest.param(ewa, None, {"share": 1.5}, "share is 1.5; want 0 to 1", id="share"),
-        pytest.param(
-            ewa, None, {"schedule": "cosine"}, "schedule is 'cosine'; want one of constant, linear", id="schedule"
-        ),
-        pytest.param(ewa, None, {"schedule": "linear"}, "total_steps is None", id="linear without an end"),
-        pytest.param(ewa, None, {"step": -1}, "step is -1", id="step"),
-        pytest.param(mergeable, None, {}, "no experts that train", id="frozen experts"),
-        pytest.param(tiny.dense, None, {}, "no experts that train", id="a dense model"),
-        pytest.param(flat, None, {}, "want whole stacks [E, ...]; train with FSDP2", id="FSDP1"),
-        pytest.param(ewa, MasterCopies, {}, "want the optimizer of this very model", id="copies"),
-    ],
-)
-def test_bad_arguments_are_named(make, optimizer_of, options, words):
-    model = make()
-    optimizer = (optimizer_of or (lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))(model)
-    with pytest.raises(ValueError) as error:
-        average_after_steps(model, optimizer, **{"share": SHARE} | options)
-    assert words in str(error.value)
-    with pytest.raises(ValueError, match="share is -1"):
-        AveragingCallback(share=-1)
 
 
 # in Trainer
@@ -228,6 +140,7 @@ def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
 # over ranks
 
 
+@pytest.mark.slow
 def test_fsdp2_is_one_process(tmp_path):
     launch(dist_averaging.__file__, 2, tmp_path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -1,7 +1,6 @@
 """moe_runtime.methods.xft.baselines: EWA from the dense model back to it, in memory and by folders; the registry's calls."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -118,36 +117,7 @@ def test_some_layers_only_and_other_alphas(tmp_path):
     assert torch.equal(xft.merge(model, alpha=[1.0, 0.0, 0.0]).model.layers[1].mlp.down_proj.weight, first)
 
 
-def test_what_would_have_no_effect_or_does_not_fit_is_refused(tmp_path):
-    model = tuned()
-    with pytest.raises(ValueError, match="shared_rate is 0.5, but the model is one of EWA, whose experts count alike"):
-        xft.merge(model, shared_rate=0.5)
-    with pytest.raises(ValueError, match="stage is 'ewa'; want 'moe'"):
-        xft.to_mergeable(model)
-    model.save_pretrained(tmp_path / "ewa")
-    with pytest.raises(ValueError, match="shared_rate is 0.5, but the model is one of EWA"):
-        xft_folders.merge_folder(tmp_path / "ewa", tmp_path / "out", shared_rate=0.5)
-    with pytest.raises(ValueError, match="'ewa'; want 'moe'"):
-        xft_folders.mergeable_folder(tmp_path / "ewa", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    dense = tiny.dense("llama")
-    state = copy.deepcopy(dense.state_dict())
-    with pytest.raises(ValueError, match="partition is 'hash'; want one of random, router"):
-        baselines.to_ewa(dense, partition="hash")
-    with pytest.raises(ValueError, match="num_experts is 0"):
-        baselines.to_ewa(dense, num_experts=0)
-    assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
-    with pytest.raises(ValueError, match="upcycled already|has experts already"):
-        baselines.to_ewa(model)
-
-
 # the registry
-
-
-def test_labels_are_unlike_and_sources_are_named():
-    lines = list(baselines.BASELINES.values())
-    assert len({line.label for line in lines}) == len(lines)
-    assert all(re.search(r"XFT|arXiv", line.source) and line.what for line in lines)
 
 
 @pytest.mark.parametrize("name", baselines.BASELINES)

@@ -31,6 +31,7 @@ def runs(tmp_path_factory):
     return folder, out[0].stdout
 
 
+@pytest.mark.slow
 def test_the_table_the_folders_and_the_picture(runs):
     folder, printed = runs
     results = json.loads((folder / "first" / "results.json").read_text())
@@ -82,6 +83,7 @@ def test_an_existing_folder_is_left_alone(runs, monkeypatch, capsys):
     assert (runs[0] / "first" / "results.json").stat() == before
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -97,6 +99,7 @@ def test_unknown_preset_is_refused(tmp_path):
         demo.run("huge", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_every_benchmark_runs(tmp_path):
     command = [
         sys.executable,

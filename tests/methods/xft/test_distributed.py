@@ -41,6 +41,7 @@ def alone(tmp_path_factory):
     return folder, {"base": base, "sft": sft, "moe": moe, "mix": stages.mix(moe), "ewa": stages.ewa()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "names", "kind"), ENGINES)
 def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
     folder, want = alone

@@ -155,6 +155,7 @@ torch.save(out, sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_stock_transformers_loads_it_where_moe_runtime_cannot_be_imported(exported, tmp_path):
     torch.save(tiny.batch(), tmp_path / "ids.pt")
     folders = [str(made.merged[way]) for made in exported.values() for way in WAYS]

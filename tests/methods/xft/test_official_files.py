@@ -9,12 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.methods import xft
-from moe_runtime.methods.xft import folders as xft_folders
 from moe_runtime.methods.xft import official as xft_official
-from moe_runtime.methods.xft.official import EXPERTS, load_tensors
+from moe_runtime.methods.xft.official import EXPERTS
 from tests.hf import tiny
-from tests.support import limited
 from tests.support import official_xft as released
 
 EXPERT = EXPERTS.format(1, "weight_up", 2)
@@ -120,40 +117,6 @@ def test_the_mixing_logits_are_float32_whatever_they_were(weighted, tmp_path):
     assert got.dtype == torch.float32 and torch.equal(got, load_file(weighted / "model.safetensors")[name].float())
 
 
-CHILD = """
-import sys
-import torch; torch.set_num_threads(1)
-from moe_runtime.methods.xft import folders, official
-from tests.support import limited
-
-def there_and_back(source, out):
-    size = {"max_shard_size": "8MB"}
-    official.import_official(source, out + "-moe", **size)
-    official.export_official(out + "-moe", out + "-back", **size)
-    folders.mergeable_folder(out + "-moe", out + "-mergeable", **size)
-    official.export_official(out + "-mergeable", out + "-weighted", **size)
-    official.import_official(out + "-weighted", out + "-again", **size)
-
-source, out, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
-there_and_back(source + "-warm", out + "-warm")
-limited.limit_data(limit)
-there_and_back(source, out)
-print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
-"""
-
-
-def test_folders_bigger_than_the_memory_limit(tmp_path):
-    limit = 40 << 20
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 10}
-    _, tensors = released.write_moe(tmp_path / "theirs", **sizes)
-    assert sum(tensor.nbytes for tensor in tensors.values()) > 1.5 * limit
-    released.write_moe(tmp_path / "theirs-warm")
-    out = limited.run(CHILD, tmp_path / "theirs", tmp_path / "out", limit)
-    assert out.stdout.strip().endswith("held"), out.stderr[-2000:]
-    want, got = tensors_of(tmp_path / "out-mergeable"), tensors_of(tmp_path / "out-again")
-    assert want.keys() == got.keys() and all(torch.equal(got[key], want[key]) for key in want)
-
-
 # --- pickles
 
 
@@ -179,39 +142,9 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(zipped,
         _use_new_zipfile_serialization=zipped,
     )
     for source, file in ((theirs, "pytorch_model.bin"), (weighted, "ffn_layer_1.pt")):
-        with pytest.raises(ValueError, match=rf"{file} cannot be loaded .*want a whole file of tensors alone"):
+        with pytest.raises(ValueError, match=rf"{file} cannot be loaded .*want a whole file with a dict of tensors"):
             xft_official.import_official(source, tmp_path / "out")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
-
-
-def test_files_that_are_no_dict_of_tensors_are_named(tmp_path):
-    file = tmp_path / "file.pt"
-    for content in (b"", b"PK\x03\x04 cut off", b"\x80\x02.", b"\x80"):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match="cannot be loaded"):
-            load_tensors(file)
-    torch.save([torch.ones(2)], file)
-    with pytest.raises(ValueError, match="holds a list; want a dict"):
-        load_tensors(file)
-
-
-@pytest.mark.parametrize("content", [{0: torch.ones(2)}, {"a": torch.ones(2, device="meta")}], ids=["key", "meta"])
-def test_a_bin_file_of_other_things_is_named(content, theirs, tmp_path):
-    for file in theirs.glob("*.safetensors*"):
-        file.unlink()
-    torch.save(content, theirs / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="want a dense tensor"):
-        xft_official.import_official(theirs, tmp_path / "out")
-    for weight_map in ({"a": ["x"]}, {"a": "pytorch_model.bin", "b": 3}):
-        (theirs / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError, match="weight_map of"):
-            xft_official.import_official(theirs, tmp_path / "out")
-
-
-def test_a_folder_of_experts_that_is_no_path_is_named(weighted, tmp_path):
-    edit(weighted, ffn_folder_path=5)
-    with pytest.raises(ValueError, match="ffn_folder_path is 5; want a path"):
-        xft_official.import_official(weighted, tmp_path / "out")
 
 
 # --- what is refused
@@ -228,12 +161,12 @@ def test_a_folder_of_experts_that_is_no_path_is_named(weighted, tmp_path):
         ({"add_weight_norm": True}, "add_weight_norm is True; want False"),
         ({"gate_type": "SwitchBalancedGate"}, "gate_type is 'SwitchBalancedGate'; want one of TopKUniversal"),
         ({"gate_type": ["SwitchBalancedGate"]}, "gate_type is .*want one of TopKUniversal"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is given"),
+        ({"quantization_config": {"bits": 4}}, "config.json has a quantization_config"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor above 1"),
         ({"gate_network": "attention"}, "router is 'attention'"),
         ({"gate_use_balance": "yes"}, "gate_use_balance is 'yes'"),
         ({"gate_balance_loss_weight": -1.0}, "balance_loss_coef is -1.0"),
-        ({"num_selects": 5}, "num_selects is top_k here: top_k is 5, num_experts is 4"),
+        ({"num_selects": 5}, "with num_selects as top_k: top_k is 5, num_experts is 4"),
         ({"num_selects": 1}, "top_k is 1, gate is 'xft'; want at least 2"),
         ({"shared_expert_weight": 1.5}, "shared_expert_weight is 1.5; want 0 to 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling is .*want null, or type linear or dynamic"),
@@ -248,7 +181,7 @@ def test_a_folder_of_experts_that_is_no_path_is_named(weighted, tmp_path):
         ({"gate_network": "linear"}, "(?s)missing: .*gate_network.weight"),
         ({"gate_add_noise": False}, "(?s)unexpected: .*weight_noise"),
         ({"intermediate_size": 40}, r"(?s)of another shape: .*is \[48, 32\], want \[40, 32\]"),
-        ({"moe_runtime_extra": {"config": {"top_k": 1}}}, "moe_runtime_extra has top_k"),
+        ({"moe_runtime_extra": {"config": {"top_k": 1}}}, "moe_runtime_extra is .*top_k"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -286,38 +219,6 @@ def test_other_tensors_than_the_configs_are_named(change, match, theirs, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
-def test_folders_of_another_kind_are_refused(theirs, weighted, tmp_path):
-    dense, out = tmp_path / "dense", tmp_path / "out"
-    tiny.dense("llama", mlp_bias=False).save_pretrained(dense)
-    xft_folders.upcycle_folder(dense, tmp_path / "ours", num_experts=4, top_k=3)
-    for source, options, match in (
-        (tmp_path, {}, "has no config.json"),
-        (tmp_path / "ours", {}, "'moe_runtime_llama'; .*a folder of ours needs no import"),
-        (dense, {}, "has no tensor such as model.layers.0.mlp.calculator.experts.weight_gate.0.weight or"),
-        (theirs, {"ffn_folder": tmp_path / "ffn"}, "holds experts of its own; want .* no ffn_folder"),
-        (theirs, {"rope_theta": 0}, "rope_theta is 0; want a number above 0"),
-        (weighted, {"ffn_folder": tmp_path}, "ffn_layer_0.pt is in none of"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            xft_official.import_official(source, out, **options)
-    with pytest.raises(ValueError, match="exists"):
-        xft_official.import_official(theirs, weighted)
-    for changes, match in (
-        ({"num_experts": ...}, "config.json lacks num_experts"),
-        ({"gate_type": released.VANILLA}, "gate_type is 'TopKBalancedNoisyGate', which has no shared expert"),
-        ({"num_hidden_layers": 3}, "which lacks ffn_layer_2.pt"),
-    ):
-        values = (weighted / "config.json").read_text()
-        edit(weighted, **changes)
-        with pytest.raises(ValueError, match=match):
-            xft_official.import_official(weighted, out)
-        (weighted / "config.json").write_text(values)
-    torch.save({"weight_up": {}}, tmp_path / "ffn" / "ffn_layer_0.pt")
-    with pytest.raises(ValueError, match="ffn_layer_0.pt holds weight_up; want weight_gate, weight_up, weight_down"):
-        xft_official.import_official(weighted, out)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     "family, changes, settings, match",
     [
@@ -342,27 +243,3 @@ def test_what_their_code_has_no_option_for_is_not_exported(family, changes, sett
     with pytest.raises(ValueError, match=match):
         xft_official.export_official(tmp_path / "ours", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_soup_or_a_broken_export_leaves_nothing(tmp_path, monkeypatch):
-    model = tiny.upcycled("llama", changes={"mlp_bias": False})
-    xft.to_mergeable(model, soup=True)
-    model.save_pretrained(tmp_path / "soup")
-    with pytest.raises(ValueError, match="soup is True; want False"):
-        xft_official.export_official(tmp_path / "soup", tmp_path / "out")
-    model = tiny.upcycled("llama", changes={"mlp_bias": False})
-    xft.to_mergeable(model)
-    model.save_pretrained(tmp_path / "ours")
-    calls = []
-
-    def fail_late(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise RuntimeError("out of power")
-        return merge_rows(*args)
-
-    merge_rows = xft_official.merge_rows
-    monkeypatch.setattr(xft_official, "merge_rows", fail_late)
-    with pytest.raises(RuntimeError, match="out of power"):
-        xft_official.export_official(tmp_path / "ours", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "soup"]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from moe_runtime.experiments import recipe as recipe_module
 from moe_runtime.experiments.stages import files_print, made_once
 from moe_runtime.hf.models.tiny import train_tokenizer
-from moe_runtime.hf.training.fit import held_out_loss, mean_loss
+from moe_runtime.hf.training.fit import mean_loss, row_losses
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import study as xft_study
@@ -93,7 +93,7 @@ def test_each_stage_is_a_folder_that_transformers_loads(made):
         model, tokenizer = (c.from_pretrained(result.folder) for c in (AutoModelForCausalLM, AutoTokenizer))
         assert type(model).__name__ == ("MoeRuntimeLlamaForCausalLM" if result is made.moe else "LlamaForCausalLM")
         assert len(tokenizer) == model.config.vocab_size
-        assert held_out_loss(model, made.stages.held_out, tokenizer) == pytest.approx(result.loss, rel=1e-5)
+        assert mean_loss(*row_losses(model, made.stages.held_out, tokenizer)) == pytest.approx(result.loss, rel=1e-5)
         assert result.parameters == sum(p.numel() for p in model.parameters())
         assert read_json(result.folder / "config.json")["dtype"] == "float32"
 
@@ -225,6 +225,7 @@ def test_the_same_recipe_gives_the_same_weights_elsewhere(made, tmp_path):
         assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b"])
 def test_a_shipped_recipe_goes_through_scaled_down(name, tmp_path):
     small = make_recipe(tmp_path)
@@ -324,6 +325,7 @@ print(stages.moe().losses)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path):
     recipe = make_recipe(tmp_path, tune__steps=40, tune__save_steps=3, tune__warmup_steps=2)
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))  # JSON is YAML

@@ -70,6 +70,7 @@ def times(out):
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TABLES)
 def test_a_table(command, recipe, out):
     names, options = TABLES[command]
@@ -156,6 +157,7 @@ xft_tables.run("sweep-lambda", sys.argv[1], sys.argv[2], seeds=1, shared_rates=(
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(recipe, out, tmp_path):
     killed(KILLED, recipe, tmp_path, when=lambda: list(tmp_path.glob("sft-*/result.json")), seconds=400)
     assert not (tmp_path / "sweep-lambda.json").exists()

@@ -55,8 +55,8 @@ A, B = VALUES["specialists"].values()
 @pytest.mark.parametrize(
     "changes, match",
     [
-        pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least two", id="one domain"),
-        pytest.param({"specialists": {"a": A}}, "specialists is a; want at least two", id="one specialist"),
+        pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least 2", id="one domain"),
+        pytest.param({"specialists": {"a": A}}, "specialists is a; want at least 2", id="one specialist"),
         pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists has the name 'b/c'; want letters", id="name"),
         pytest.param(
             {"specialists": {"a": A, "c": B}}, "specialists.c.domain is 'c'; want one of a, b", id="no domain"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from moe_runtime.experiments import recipe as recipe_module
 from moe_runtime.experiments.stages import files_print, made_once
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training.fit import mean_loss, row_losses
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
+from moe_runtime.methods.xft import recipe as recipe_module
 from moe_runtime.methods.xft import study as xft_study
 from moe_runtime.methods.xft.recipe import Recipe, load_recipe
 from moe_runtime.methods.xft.study import Stages

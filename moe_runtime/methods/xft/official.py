@@ -156,7 +156,8 @@ class _Source(NamedTuple):
 
     def close(self) -> None:
         for part in self.parts:
-            part.close()
+            if isinstance(part, TorchFiles):
+                part.close()
 
 
 def import_official(

@@ -19,6 +19,8 @@ MAY_SYNC = {
     "grouped_gemm.py:_segments": "the torch backend's offsets",
     "expert_rows.py:trained_rows": "the CPU's backends, which loop over experts on the host",
     "merging.py:soup_logits": "numbers for an initialization",
+    "merging.py:check_mixture": "learned numbers, read once",
+    "merging.py:alpha_rows": "a user's numbers, read once",
     "lora_torch.py": "the torch backend: it loops over experts on the host",
     "expansion.py:farthest_pair": "its result is a decision of the host",
 }

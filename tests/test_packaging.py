@@ -302,7 +302,7 @@ def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert [bench["name"] for bench in found["benchmarks"]] == [
-        f"bench_merge_experts[{half}-tiny]" for half in ("merge", "dalpha")
+        f"bench_merge_experts[tiny-{half}]" for half in ("merge", "dalpha")
     ]
     assert found["about"]["commit"] == f"v{moe_runtime.__version__}"
 

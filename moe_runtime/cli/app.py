@@ -11,11 +11,7 @@ from moe_runtime.cli import esft, tables, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, group, one_gpu, option, recipes, verb
 from moe_runtime.io.rows import require
 
-app = group(
-    "",
-    "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models with XFT, ESFT, UpIT and UltraFuser.",
-    "demo --preset tiny",
-)
+app = group("", "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.", "demo --preset tiny")
 
 
 def _version(asked: bool) -> None:
@@ -40,8 +36,8 @@ def demo(
 ):
     """Run XFT end to end on real text: pre-train a small model, tune it with SFT and with XFT, merge, compare."""
     one_gpu()
-    from moe_runtime.experiments.demo import run
     from moe_runtime.io.files import read_json
+    from moe_runtime.methods.xft.demo import run
 
     run(preset, out, seed=seed, overwrite=overwrite)
     return {"path": out} | read_json(out / "results.json")

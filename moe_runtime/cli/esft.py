@@ -12,11 +12,8 @@ from moe_runtime.cli.verbs import (
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
 
-app = group(
-    "esft",
-    "ESFT: tune only the experts of an MoE model that a task uses, and ship only those.",
-    "score olmoe --data law.jsonl --out law/summary.json",
-)
+ESFT = "ESFT: tune only the experts of an MoE model that a task uses, and ship only those."
+app = group("esft", ESFT, "score olmoe --data law.jsonl --out law/summary.json")
 VARIANTS = ("v1", "paper", "normalized", "head")
 Adapter = Annotated[Path, argument("Folder of the adapter.")]
 Pack = Annotated[bool, option("Join short examples to samples of --max-length tokens.")]

@@ -31,11 +31,15 @@ def stats(
     from moe_runtime.tools.router_report import FILES, router_report
 
     found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size)
-    columns = found.layers, found.routed, found.dead, found.max_violation.tolist(), found.entropy.tolist()
-    layers = [
-        {"layer": layer, "slots": counts, "dead": int(dead.sum()), "max_violation": violation, "entropy": entropy}
-        for layer, counts, dead, violation, entropy in zip(*columns)
-    ]
+    columns = (
+        found.layers,
+        found.routed,
+        found.dead.sum(1).tolist(),
+        found.max_violation.tolist(),
+        found.entropy.tolist(),
+    )
+    names = "layer", "slots", "dead", "max_violation", "entropy"
+    layers = [dict(zip(names, row)) for row in zip(*columns)]
     typer.echo(f"{int(found.counts.sum()):,} slots; violation and entropy are 1 when balanced")
     typer.echo(f"{'layer':>8s}{'experts':>9s}{'dead':>6s}{'max violation':>15s}{'entropy':>9s}")
     for row in layers:
@@ -82,10 +86,8 @@ def tune(
     from moe_runtime.config import check_choice
     from moe_runtime.tools import tune as tuning
 
-    sizes = {
-        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts, "top_k": top_k,
-        "shared": shared,
-    }  # fmt: skip
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+    sizes |= {"top_k": top_k, "shared": shared}
     layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
     T = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(T):
@@ -143,18 +145,13 @@ def bench(
     tiny: Annotated[bool, option("Run each once, at a shape that only proves that it runs.", "--tiny")] = False,
     rounds: Annotated[int, option("Rounds per benchmark, at most; each round runs all variants in turn.")] = 15,
     seconds: Annotated[float, option("Seconds of timing per benchmark, on a GPU.")] = 3.0,
-    out: Annotated[
-        Path | None,
-        option("The .json file or its folder: bench/results of a clone, or bench-results."),
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, option("Only compare two files; exit with 1 if ours got slower.", metavar="A B")
-    ] = None,
+    out: Annotated[Path | None, option("The .json file or its folder; bench/results or bench-results.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, option("Only compare two results files.", metavar="A B")] = None,
 ):
     """Benchmark our backends, transformers' implementations and other installed packages on this machine.
 
     All variants run in turn, round after round, in one process; reports medians, peak memory, and the share of what the
-    machine can do at most. Prints tables, writes JSON and pictures. Rerun to resume.
+    machine can do at most. Prints tables, writes JSON and pictures. Rerun to resume. --compare exits with 1 if ours got slower.
     """
     if compare is not None:
         from moe_runtime.bench import compare as comparing
@@ -163,9 +160,7 @@ def bench(
         typer.echo(comparing.text(found))
         return Ends(comparing.as_json(found), 1 if found.regressions else 0)
     if rounds < 1 or not 0 < seconds < float("inf"):
-        raise ValueError(
-            f"rounds is {rounds}, seconds is {seconds}; pass at least 1 round and a positive number of seconds"
-        )
+        raise ValueError(f"rounds is {rounds}, seconds is {seconds}; pass at least 1 and a positive number")
     require("pytest", "bench")
     require("pytest_benchmark", "bench")
     from moe_runtime.bench import running
@@ -179,8 +174,9 @@ def bench(
             return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
-    before, pictures = _mark(target), []
-    with leaving(lambda: _left(target, before)):
+    kept, pictures = Kept("{target}"), []
+    kept.begin({"target": target})
+    with leaving(lambda: _left(target, kept)):
         outcome = _measure(paths, target, options)
         if outcome.path and find_spec("matplotlib") is None:
             print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
@@ -204,18 +200,14 @@ def _measure(paths: list[Path], target: Path, options: list[str]):
     return outcome
 
 
-def _mark(path: Path) -> tuple[int, int] | None:
-    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
-
-
-def _left(target: Path, before: tuple[int, int] | None) -> str:
+def _left(target: Path, kept: Kept) -> str:
     """Say what an interrupted run left: the file, if everything was measured, else the lines, from which a rerun resumes."""
     from moe_runtime.bench.records import Records
 
     lines = target.with_suffix(".jsonl")
     if lines.exists():
         return f"{len(Records(lines).done())} benchmarks are in {lines}; {again()}"
-    return f"already complete: {target}" if _mark(target) != before else "nothing was written"
+    return kept.say({"target": target})
 
 
 def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:

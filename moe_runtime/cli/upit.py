@@ -13,11 +13,8 @@ from moe_runtime.cli.verbs import (
 from moe_runtime.cli.xft import convert
 from moe_runtime.io import console
 
-app = group(
-    "upit",
-    "UpIT: turn the checkpoints of a tuning into the experts of an MoE model.",
-    "choose runs/sft/experts --count 4",
-)
+UPIT = "UpIT: turn the checkpoints of a tuning into the experts of an MoE model."
+app = group("upit", UPIT, "choose runs/sft/experts --count 4")
 UNSHARED = tuple(gate for gate in config.GATES if gate not in config.SHARED_GATES)
 Experts = Annotated[list[Path], argument("Experts' folders: models, deltas or LoRA adapters, of one base.")]
 Base = Annotated[Path | None, option("Folder of the dense model that all were tuned from, if needed.")]
@@ -63,7 +60,7 @@ def grow(
         (i, j), (a, b) = child.parents, child.weights
         typer.echo(f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} of expert {j}; their distance {child.distance:.4f}")
     typer.echo(
-        "next: moe-runtime upit init-routers " + " ".join(map(str, found.experts)) + " --data rows.jsonl --out routers"
+        f"next: moe-runtime upit init-routers {' '.join(map(str, found.experts))} --data rows.jsonl --out routers"
     )
     return found
 

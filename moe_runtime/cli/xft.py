@@ -10,11 +10,7 @@ from moe_runtime.cli import verbs
 from moe_runtime.cli.verbs import Kept, Overwrite, Seed, ShardSize, Source, Target, group, option, verb, with_bar
 from moe_runtime.io import console
 
-app = group(
-    "xft",
-    "XFT: upcycle a dense model to an MoE model, tune it, learn how to mix its experts, merge them to a dense model.",
-    "upcycle llama-1b llama-1b-moe --num-experts 8 --top-k 6",
-)
+app = group("xft", "XFT: upcycle a dense model, tune the MoE model, merge it to a dense one.", "upcycle llama-1b moe")
 GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
@@ -42,10 +38,8 @@ def upcycle(
     from moe_runtime.methods.xft import folders
 
     check_choice("preset", preset, tuple(PRESETS))
-    given = {
-        "gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss,
-        "balance_loss_coef": balance_loss_coef,
-    }  # fmt: skip
+    given = {"gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss}
+    given["balance_loss_coef"] = balance_loss_coef
     settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
     if (settings["balance_loss"] == "none") != (settings["balance_loss_coef"] == 0):
         raise ValueError(
@@ -83,10 +77,8 @@ def to_mergeable(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     _say(receipt)
-    typer.echo(
-        f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed; then moe-runtime xft merge mixed "
-        "dense"
-    )
+    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed")
+    typer.echo("then: moe-runtime xft merge mixed dense")
     return receipt
 
 
@@ -98,15 +90,16 @@ ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,...
 Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 
+ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,... that sum to 1."
+Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
+
+
 @verb(app, "mixed dense", Kept("{target}"))
 def merge(
     source: Source,
     target: Target,
     shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
-    alpha: Annotated[
-        str | None,
-        option("Other coefficients than learned: uniform, or a,b,... of sum 1.", parser=_alpha, metavar="<str>"),
-    ] = None,
+    alpha: Alpha = None,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,
 ):
@@ -127,9 +120,7 @@ def merge(
 def export(
     source: Source,
     target: Target,
-    to: Annotated[
-        str, option("mixtral (transformers) or official (XFT's code).", words="mixtral official")
-    ] = "mixtral",
+    to: Annotated[str, option("mixtral (transformers) or official (XFT code).", words="mixtral official")] = "mixtral",
     keep_rope: Annotated[bool, option("Of official: keep a rotary base that it ignores.", "--keep-rope")] = False,
     max_shard_size: ShardSize = "2GB",
     overwrite: Overwrite = False,

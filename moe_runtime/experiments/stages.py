@@ -51,7 +51,7 @@ def files_print(source: str | Path) -> str | list:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of checkpoints that nobody needs any more, on rank 0."""
+    """Remove a folder that nobody needs any more, on rank 0."""
     if ranks.state().is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -77,6 +77,7 @@ class Result(NamedTuple):
     history: list  # (step, held-out loss)
     steps_per_second: float
     alpha: list | None = None  # [L][E], mixing coefficients of a merged model
+    upcycled_error: float | None = None  # relative, of the logits: the upcycled model against the dense one
 
 
 class KeptStages:

@@ -105,6 +105,12 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
             os.close(handle)
 
 
+def _locked_for_writers(folder: Path) -> contextlib.AbstractContextManager:
+    """Lock a folder, unless it is a hidden one of this process, whose lock is held already."""
+    is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name)
+    return contextlib.nullcontext() if is_own else _locked(folder)
+
+
 def _remove(folder: Path) -> None:
     """Remove a folder to the end, also if a signal comes in between; what cannot be removed stays."""
     try:
@@ -135,7 +141,7 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
     tmp = _beside(path, "tmp")
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, tmp)
-        with _locked(path.parent):
+        with _locked_for_writers(path.parent):
             if _sweep(path) and alone:
                 raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
             tmp.mkdir()
@@ -203,7 +209,7 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
     if not (overwrite and path.exists()):
         os.rename(tmp, path)
     elif not _exchange(tmp, path):
-        with _locked(path.parent):
+        with _locked_for_writers(path.parent):
             try:
                 os.rename(path, old)
                 os.rename(tmp, path)

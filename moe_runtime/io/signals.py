@@ -64,12 +64,12 @@ def sigterm_raises() -> Iterator[None]:
     def stop(number, frame):
         raise Terminated
 
-    _command["late"] = None
-    try:
-        with _handling((signal.SIGTERM,), stop):
+    with _handling((signal.SIGTERM,), stop):
+        _command["late"] = None
+        try:
             yield
-    finally:
-        _command.clear()
+        finally:
+            _command.clear()
 
 
 def raise_later(stop: KeyboardInterrupt) -> None:

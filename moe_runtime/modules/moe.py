@@ -150,7 +150,7 @@ def forward_experts(
     """Run x [T, H] through the experts of `module`, ours or transformers': from its parameters to `moe_mlp`.
 
     `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Rows that
-    train may be stored separately (`modules.trainable`), and the experts spread over ranks (`ops.all_to_all`). `run(x, topk_idx,
+    train may be stored separately (`modules.trainable`), the experts be spread over ranks (`ops.all_to_all`). `run(x, topk_idx,
     topk_weight, experts)` replaces `moe_mlp`. Returns [T, H] in the weights' dtype or, under autocast, in autocast's, and the
     expert_offsets [E + 1] of x's slots.
     """

@@ -3,8 +3,8 @@
 cpu    csrc/cpu with g++ or clang++ into libmoert_cpu.so
 cuda   csrc/ with nvcc into libmoert_cuda.so
 
-As a command it builds for this machine, into the user's cache, where `moe_runtime.native.library` looks. setup.py loads this
-file by its path to build a wheel's libraries, so it imports the standard library only.
+As a command it builds into the user's cache, where `moe_runtime.native.library` looks. setup.py loads this file by its path to
+build a wheel's libraries, so it imports the standard library only.
 """
 
 import argparse
@@ -52,6 +52,7 @@ GET_COMPILER = "install g++ or clang++, or set CXX to one"
 MIN_NVCC = (12, 8)  # the first with sm_100 and sm_120
 ARCHS = "80;86;89;90;100+PTX;120"  # the PTX is for GPUs newer than the list
 MAX_REGISTERS = 128  # per thread: at least 512 threads per multiprocessor
+CUDA_FLAGS = ("-O3", "-std=c++17", "--threads", "1", "--compress-mode=size", "-Xptxas", "-v")
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"  # so that libc is all it needs
 GET_NVCC = "install a CUDA toolkit and set CUDA_HOME, or pip install 'moe-runtime[nvcc]'"
 DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
@@ -82,11 +83,6 @@ class Usage(NamedTuple):
     spill_loads: int = 0
     shared: int = 0
 
-    @property
-    def spilled(self) -> int:
-        """Bytes spilled, both ways."""
-        return self.spill_stores + self.spill_loads
-
 
 def csrc_dir(kind: str) -> Path:
     """Return the folder of the "cpu" or "cuda" sources: moe_runtime/_csrc in an installed wheel, csrc in a checkout."""
@@ -97,11 +93,10 @@ def csrc_dir(kind: str) -> Path:
 
 def cache_dir(kind: str) -> Path:
     """Return $XDG_CACHE_HOME/moe_runtime/cpu or cuda, ~/.cache by default. Raises BuildError if there is no home."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if base.parts[0] == "~":
         home = f"HOME is {os.environ.get('HOME')!r}, and this user has no home folder"
-        raise BuildError(f"{home}; set XDG_CACHE_HOME to a writable folder") from error
+        raise BuildError(f"{home}; set XDG_CACHE_HOME to a writable folder")
     return base / "moe_runtime" / kind
 
 
@@ -123,8 +118,8 @@ def find_sources(kind: str, csrc: Path) -> list[Path]:
     """Return the files to compile. Raises BuildError if there are none."""
     sources = sorted(csrc.glob("*" + SUFFIXES[kind][0]))
     if not sources:
-        hint = "expected the sources of a checkout, an sdist or an installed wheel"
-        raise BuildError(f"{csrc} has no *{SUFFIXES[kind][0]} file; {hint}")
+        what = f"{csrc} has no *{SUFFIXES[kind][0]} file"
+        raise BuildError(f"{what}; expected the sources of a checkout, an sdist or an installed wheel")
     return sources
 
 
@@ -156,7 +151,7 @@ def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
 def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
     """Compile `csrc` into the library `out`, written atomically; return whether anything had to be done.
 
-    A library of the same sources by the same compiler is left alone. Raises BuildError for what is missing or does not compile.
+    A library of the same sources by the same compiler is left alone. Raises BuildError for what is missing or fails.
     """
     csrc = csrc or csrc_dir("cpu")
     compiler, version = check_cpu(csrc)
@@ -166,7 +161,7 @@ def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bo
     # read from the library itself, so that no second file can disagree
     if not force and out.is_file() and info.encode() in out.read_bytes():
         return False
-    with _link(out, compiler, "moert_cpu_*") as (tmp, objects):
+    with _link(out, compiler, "cpu") as (tmp, objects):
         jobs = [(csrc / "kernels.cpp", f"{name}.o", (*flags, f"-DMOERT_SET={name}")) for name, flags in sets.items()]
         stamp = tmp / "stamp.h"
         stamp.write_text(f"#define MOERT_BUILD_INFO {json.dumps(info)}\n")
@@ -179,34 +174,18 @@ def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bo
     return True
 
 
-def built_by(path: Path) -> str:
-    """Return the compiler that a CPU library names in itself, "unknown" if it names none."""
-    found = re.search(rb'"compiler": "([^"]*)"', path.read_bytes())
-    return found[1].decode() if found else "unknown"
-
-
-def _remove_old_libraries(folder: Path) -> None:
-    """Mark the CPU library in `folder` as used now; delete those of other sources not used for MAX_AGE_DAYS."""
-    os.utime(folder)
-    for other in folder.parent.iterdir():
-        ours = re.fullmatch(r"[0-9a-f]{16}-\w+", other.name) and (other / NAMES["cpu"]).is_file()
-        if ours and time.time() - other.stat().st_mtime > MAX_AGE_DAYS * 86400:
-            shutil.rmtree(other, ignore_errors=True)
-
-
 @contextlib.contextmanager
-def _link(out: Path, compiler: list[str], exported: str) -> Iterator[tuple[Path, list]]:
-    """Yield a temporary folder and a list to fill with objects and options; link them into `out`, exporting a pattern."""
+def _link(out: Path, compiler: list[str], kind: str) -> Iterator[tuple[Path, list]]:
+    """Yield a temporary folder and a list to fill with objects and options; link them into `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as name:
         tmp, objects = Path(name), []
         yield tmp, objects
         made, exports = tmp / out.name, tmp / "exports.map"
-        exports.write_text(f"{{ global: {exported}; local: *; }};\n")
-        soname = NAMES["cpu" if "cpu" in exported else "cuda"]
+        exports.write_text(f"{{ global: {'moert_cpu' if kind == 'cpu' else 'moert'}_*; local: *; }};\n")
         _run([
             *compiler, "-shared", "-s", "-o", made, *objects, f"-Wl,--version-script={exports}", "-Wl,-z,defs",
-            "-Wl,--as-needed", f"-Wl,-soname,{soname}",
+            "-Wl,--as-needed", f"-Wl,-soname,{NAMES[kind]}",
         ])  # fmt: skip
         os.replace(made, out)
 
@@ -225,9 +204,8 @@ def find_toolkit() -> Toolkit:
             found += sorted(Path(root or ".").glob("nvidia/cu1[2-9]/bin/nvcc"), reverse=True)
     nvcc = next((Path(path) for path in found if path and Path(path).is_file()), None)
     if nvcc is None:
-        where = f"{named} is {os.environ[named]}, which has no bin/nvcc" if named else (
-            "nvcc is missing in PATH, /usr/local/cuda and pip's nvidia packages"
-        )  # fmt: skip
+        where = "nvcc is missing in PATH, /usr/local/cuda and pip's nvidia packages"
+        where = f"{named} is {os.environ[named]}, which has no bin/nvcc" if named else where
         raise BuildError(f"{where}; {GET_NVCC}")
     release = re.search(r"release (\d+)\.(\d+)", _run([nvcc, "--version"]))
     version = (int(release[1]), int(release[2])) if release else (0, 0)
@@ -254,9 +232,8 @@ def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
     items = list(filter(None, re.split(r"[;,\s]+", spec)))
     matches = [re.fullmatch(r"(?:sm_)?((\d+)[af]?)(\+PTX)?", item) for item in items]
     if not items or not all(match and match[2] in known for match in matches):
-        raise BuildError(
-            f"architectures are {spec!r}; expected a list such as {ARCHS} of those that {toolkit.nvcc} knows: {', '.join(known)}"
-        )
+        want = f"expected a list such as {ARCHS} of what {toolkit.nvcc} knows: {', '.join(known)}"
+        raise BuildError(f"architectures are {spec!r}; {want}")
     flags, names, plain = [], [], None
     for match in matches:
         number, _, plus = match.groups()
@@ -271,10 +248,7 @@ def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
 
 
 def check_cuda(csrc: Path, archs: str = ARCHS) -> tuple[list[Path], Toolkit, list[str], list[str], list[str]]:
-    """Return what a build needs: sources, toolkit, linker, nvcc's flags, names of the architectures. Compiles nothing.
-
-    Raises BuildError for what is missing.
-    """
+    """Return what a build needs: sources, toolkit, linker, nvcc's flags, names of the architectures. Compiles nothing."""
     sources, toolkit = find_sources("cuda", csrc), find_toolkit()
     return sources, toolkit, find_compiler()[0], *architectures(archs, toolkit)
 
@@ -282,14 +256,15 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> tuple[list[Path], Toolkit, lis
 def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS) -> list[Usage]:
     """Compile `csrc` for `archs` into the library `out`, written atomically; return what ptxas reports.
 
-    `cache` holds the objects, by the hash of all that they depend on. Raises BuildError for what is missing or does not compile.
+    `cache` holds the objects, by the hash of all they depend on. Raises BuildError for what is missing or does not compile.
     """
     csrc, cache = csrc or csrc_dir("cuda"), cache or cache_dir("cuda") / "objects"
     sources, toolkit, compiler, gencode, names = check_cuda(csrc, archs)
     identity = {"sources": source_hash("cuda", csrc), "nvcc": ".".join(map(str, toolkit.version)), "archs": names}
-    flags = ["-O3", "-std=c++17", "--threads", "1", "--compress-mode=size", "-Xptxas", "-v"]
-    flags += ["-Xcompiler", CUDA_HOST_FLAGS]
-    with _locked(cache):
+    flags = [*CUDA_FLAGS, "-Xcompiler", CUDA_HOST_FLAGS]
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
         workers = min(len(os.sched_getaffinity(0)), len(sources))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             # info.cu has no kernel: one architecture will do
@@ -297,7 +272,7 @@ def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None
             jobs = [pool.submit(_compile, toolkit, flags + t, p, identity, cache) for p, t in zip(sources, targets)]
             made, reports = zip(*(job.result() for job in jobs))
         prune(cache)
-        with _link(out, compiler, "moert_*") as (_, objects):
+        with _link(out, compiler, "cuda") as (_, objects):
             # the runtime is static and hidden: torch brings its own, maybe of another version
             objects += [*made, "-L", toolkit.library_dir, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     return [usage for report in reports for usage in report]
@@ -313,10 +288,7 @@ def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     made = cache / f"{source.stem}-{digest.hexdigest()[:24]}.o"
     report = made.with_suffix(".ptxas")
-    if made.exists() and report.exists():
-        for path in (made, report):
-            path.touch()  # its age is the time since it was last used
-    else:
+    if not (made.exists() and report.exists()):
         with tempfile.TemporaryDirectory(dir=cache) as tmp:
             include, fresh = Path(tmp) / "stamp.h", Path(tmp) / made.name
             include.write_text(stamp)
@@ -324,15 +296,18 @@ def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache:
             (Path(tmp) / report.name).write_text(printed)
             os.replace(Path(tmp) / report.name, report)
             os.replace(fresh, made)
+    for path in (made, report):
+        path.touch()  # its age is the time since it was last used
     return made, read_ptxas(report.read_text())
 
 
-def prune(cache: Path) -> None:
-    """Delete objects and libraries in `cache` that are older than MAX_AGE_DAYS; a build touches what it uses."""
+def prune(folder: Path) -> None:
+    """Delete objects, and libraries of other sources, that no build has used for MAX_AGE_DAYS; a build touches what it uses."""
     oldest = time.time() - MAX_AGE_DAYS * 86400
-    for path in cache.iterdir():
-        if path.suffix in (".o", ".ptxas", ".so") and path.stat().st_mtime < oldest:
-            path.unlink()
+    for path in folder.iterdir():
+        is_library = re.fullmatch(r"[0-9a-f]{16}-\w+", path.name) and (path / NAMES["cpu"]).is_file()
+        if (is_library or path.suffix in (".o", ".ptxas", ".so")) and path.stat().st_mtime < oldest:
+            shutil.rmtree(path, ignore_errors=True) if is_library else path.unlink()
 
 
 def read_ptxas(text: str) -> list[Usage]:
@@ -354,21 +329,12 @@ def complaints(usages: list[Usage], max_registers: int = MAX_REGISTERS) -> list[
     """Return a line per kernel that spills, has a stack frame or uses more than `max_registers` registers."""
     bad = []
     for usage in usages:
-        name = f"{usage.kernel} on {usage.arch}"
-        if usage.spilled or usage.stack:
-            bad.append(f"{name} spills {usage.spilled} bytes, stack frame {usage.stack}; expected none")
+        name, spilled = f"{usage.kernel} on {usage.arch}", usage.spill_stores + usage.spill_loads
+        if spilled or usage.stack:
+            bad.append(f"{name} spills {spilled} bytes, stack frame {usage.stack}; expected none")
         if usage.registers > max_registers:
             bad.append(f"{name} uses {usage.registers} registers; expected at most {max_registers}")
     return bad
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time build in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _run(command: list) -> str:
@@ -394,46 +360,38 @@ def main(arguments: list[str] | None = None) -> int:
         options.add_argument("--csrc", type=Path, help="default the sources of this package")
         if kind == "cpu":
             options.add_argument("--force", action="store_true", help="build even if the library is up to date")
-        else:
-            options.add_argument(
-                "--archs", default=ARCHS, help="default %(default)s; 90 alone takes a fifth of the time"
-            )
-            options.add_argument(
-                "--max-registers", type=int, default=MAX_REGISTERS, help="per thread, default %(default)s"
-            )
-            options.add_argument("--report", action="store_true", help="print what ptxas reports of each kernel")
+            continue
+        options.add_argument("--archs", default=ARCHS, help="default %(default)s; 90 alone takes a fifth of the time")
+        options.add_argument("--max-registers", type=int, default=MAX_REGISTERS, help="a thread, default %(default)s")
+        options.add_argument("--report", action="store_true", help="print what ptxas reports of each kernel")
     asked = parser.parse_args(arguments)
-    bad, out = [], asked.out
+    out = asked.out
     try:
         find_sources(asked.kind, asked.csrc or csrc_dir(asked.kind))
         out = out or library_path(asked.kind, asked.csrc)
         if asked.kind == "cpu":
             fresh = build_cpu(out, csrc=asked.csrc, force=asked.force)
             if asked.out is None:
-                _remove_old_libraries(out.parent)
-            print(f"{out}: {'built' if fresh else 'up to date, built'} by {built_by(out)}")
-        else:
-            bad = _report(out, build_cuda(out, csrc=asked.csrc, archs=asked.archs), asked)
-    except BuildError as error:
-        bad = [error]
-    except OSError as error:
-        place, remedy = (
-            error.filename2 or error.filename or out or asked.csrc,
-            "set XDG_CACHE_HOME or --out to a writable place",
-        )
-        bad = [BuildError(f"{place} cannot be read or written ({error.strerror}); {remedy}")]
-    for line in bad:
-        print(f"error: {line}", file=sys.stderr)
-    return 0 if not bad else 2 if isinstance(bad[0], BuildError) else 1
-
-
-def _report(out: Path, usages: list[Usage], asked: argparse.Namespace) -> list[str]:
-    """Print what the kernels of a CUDA library need and return the complaints."""
+                os.utime(out.parent)  # used now
+                prune(out.parent.parent)
+            print(f"{out}: {'built' if fresh else 'up to date, built'} by {find_compiler()[1]}")
+            return 0
+        usages = build_cuda(out, csrc=asked.csrc, archs=asked.archs)
+    except (BuildError, OSError) as error:
+        if isinstance(error, OSError):
+            place = error.filename2 or error.filename or out or asked.csrc
+            remedy = "set XDG_CACHE_HOME or --out to a writable place"
+            error = f"{place} cannot be read or written ({error.strerror}); {remedy}"
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     most = max(usages, key=lambda usage: usage.registers, default=Usage("no kernel", "no architecture"))
     print(f"{out}: {len(usages)} kernel images, at most {most.registers} registers ({most.kernel}, {most.arch})")
     for u in usages if asked.report else ():
-        print(f"{u.registers:4d} registers {u.shared:6d} bytes shared {u.spilled:5d} spilled {u.arch:8s}{u.kernel}")
-    return complaints(usages, asked.max_registers)
+        spilled = u.spill_stores + u.spill_loads
+        print(f"{u.registers:4d} registers {u.shared:6d} bytes shared {spilled:5d} spilled {u.arch:8s}{u.kernel}")
+    for line in (bad := complaints(usages, asked.max_registers)):
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
         for source in csrc_dir("cuda").iterdir():
             if source.suffix in SUFFIXES["cuda"]:
                 shutil.copyfile(source, folder / "_csrc" / source.name)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).digest() for path in paths}
     metadata = {
         "name": "moe-runtime",
         "id": unique,
@@ -141,19 +143,12 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
         "license": "apache-2.0",
         "python-depends": [],
         "backend": {"type": backend} | ({"archs": list(ARCHS)} if backend == "cuda" else {}),
-        "digest": {"algorithm": "sha256", "files": hashes(folder)},
+        "digest": {
+            "algorithm": "sha256",
+            "files": {name: base64.b64encode(value).decode() for name, value in hashes.items()},
+        },
     }
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Return path -> SHA-256 in base 64 of all files but the metadata themselves."""
-    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {
-        path: base64.b64encode(hashlib.sha256((folder / path).read_bytes()).digest()).decode()
-        for path in paths
-        if path != "metadata.json"
-    }
 
 
 def write_repository(out: Path, library: Path | None = None, overwrite: bool = False) -> None:

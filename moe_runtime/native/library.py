@@ -19,13 +19,9 @@ import torch
 from moe_runtime.native import build
 
 _TYPES = {
-    "void": None,
-    "int": ctypes.c_int,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "float": ctypes.c_float,
+    "void": None, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
     "double": ctypes.c_double,
-}
+}  # fmt: skip
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 NO_OPENMP = "none: torch has loaded no OpenMP runtime"
 
@@ -42,10 +38,7 @@ def read_header(text: str) -> dict[str, tuple[type | None, list[type]]]:
 
 
 def _type(declaration: str) -> type | None:
-    if "*" in declaration:
-        return ctypes.c_void_p
-    words = [word for word in declaration.split() if word != "const"]
-    return _TYPES[words[0]]
+    return ctypes.c_void_p if "*" in declaration else _TYPES[declaration.replace("const ", "").split()[0]]
 
 
 class Loaded(NamedTuple):
@@ -266,19 +259,16 @@ class CudaLibrary(Library):
 
 def covers(archs: list[str], major: int, minor: int) -> bool:
     """Whether code for one of `archs` runs on a GPU of this compute capability: machine code of its major version, or PTX."""
-    for arch in archs:
+
+    def fits(arch: str) -> bool:
         kind, _, number = arch.partition("_")
         digits = number.rstrip("af")
         made = int(digits[:-1]), int(digits[-1])
         if number != digits:  # sm_90a runs on 9.0 alone
-            fits = made == (major, minor)
-        elif kind == "sm":
-            fits = made[0] == major and made[1] <= minor
-        else:
-            fits = made <= (major, minor)
-        if fits:
-            return True
-    return False
+            return made == (major, minor)
+        return made <= (major, minor) and (kind == "compute" or made[0] == major)
+
+    return any(map(fits, archs))
 
 
 cpp, cuda = CppLibrary(), CudaLibrary()

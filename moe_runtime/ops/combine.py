@@ -54,7 +54,7 @@ LIB.define(
 
 def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor) -> torch.Tensor:
     """`slot_row` [T, K] -> [T, H] in y's dtype. With weights, y must have their dtype; without, every weight is 1."""
-    if slot_row.numel() == 0:
+    if slot_row.numel() == 0 or y.shape[1] == 0:
         return y.new_zeros(slot_row.shape[0], y.shape[1])
     # one pass, parallel over tokens, float32 inside; a gather and a bmm take ten times as long on the CPU
     return F.embedding_bag(slot_row, y, mode="sum", per_sample_weights=topk_weight)

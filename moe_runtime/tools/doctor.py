@@ -150,10 +150,7 @@ def _library(name: str) -> str:
 
 def _driver_version() -> int | None:
     """Return the first number of the NVIDIA driver's version."""
-    try:
-        found = re.search(r"Module.*?\s(\d+)\.\d+", NVIDIA.read_text())
-    except OSError:
-        return None
+    found = re.search(r"Module.*?\s(\d+)\.\d+", NVIDIA.read_text()) if NVIDIA.is_file() else None
     return int(found[1]) if found else None
 
 

@@ -2,8 +2,8 @@
 
 A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean rows per expert as a power of two,
 so never to T. For every problem of a layer each candidate runs on random rows and must give what the built-in config gives;
-then all are timed in turn, round after round. The file is written after every problem, so that a run that was stopped
-resumes there. A process reads the file at its first launch and keeps its configs from then on.
+then all are timed in turn, round after round. The file is written after every problem: rerun to resume. A process reads it at
+its first launch and keeps its configs from then on.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch.utils import collect_env
 from triton.runtime.jit import KernelInterface
 
 from moe_runtime import backends
@@ -72,22 +72,15 @@ class Results:
 
     def broken(self, key: str) -> list[Tile | None]:
         """Return the configs that ended a process when they ran on this problem; None stands for compiling many at once."""
-        entries = self.read().get("broken", {}).get(key, ())
-        return [entry["tile"] and Tile(**entry["tile"]) for entry in entries]
+        return [entry["tile"] and Tile(**entry["tile"]) for entry in self.read().get("broken", {}).get(key, ())]
 
     def save(self, key: str, entry: dict) -> None:
-        """Write the entry of a problem, from `measure`."""
+        """Write the entry of a problem."""
         self._change(lambda device: device["tiles"].update({key: entry}))
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
         """Note a config that ended a process, None for compiling many at once."""
-        entry = {"tile": tile, "note": note}
-        self._change(lambda device: device.setdefault("broken", {}).setdefault(key, []).append(entry))
-
-    def forget_broken(self) -> None:
-        """Forget the notes of `save_broken`, so that those configs are tried once more."""
-        if "broken" in self.read():
-            self._change(lambda device: device.pop("broken", None))
+        self._change(lambda d: d.setdefault("broken", {}).setdefault(key, []).append({"tile": tile, "note": note}))
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
@@ -100,8 +93,7 @@ class Results:
                 raise Unwritten(error.errno, error.strerror, str(self.path)) from error
             yield
         finally:
-            if self.marker.exists():
-                self.marker.unlink()
+            self.marker.unlink(missing_ok=True)
 
     def _load(self) -> dict:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
@@ -131,21 +123,20 @@ class EventTimer:
         """Call each function once, in turn; return their milliseconds."""
         pairs = []
         for function in functions:
+            pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             self.other.sum()  # reading leaves no line to be written back while the call runs
             torch.cuda._sleep(self.cycles)
-            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            pair[0].record()
+            pairs[-1][0].record()
             function()
-            pair[1].record()
-            pairs.append(pair)
+            pairs[-1][1].record()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) for start, end in pairs]
 
 
 def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: float) -> dict[Hashable, float]:
-    """Return the median milliseconds of each, all timed in turn; those far behind after three rounds are not timed further.
+    """Return the median milliseconds of each, all timed in turn; after three rounds not those far behind, but the first one.
 
-    The first one always is. After five rounds the next one begins only while all took less than `seconds`.
+    After five rounds the next one begins only while all took less than `seconds`.
     """
     times = {name: [] for name in functions}
     left, spent, medians = list(functions), 0.0, {}
@@ -163,14 +154,9 @@ def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: f
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest norm of a row's difference over the root mean square of the rows' norms, of two tensors [..., n].
-
-    inf for other shapes, no number if a NaN is anywhere.
-    """
-    if got.shape != want.shape:
-        return float("inf")
-    if not want.numel():
-        return 0.0
+    """Return the largest error of a row over the rows' root mean square norm, of tensors [..., n]; inf for other shapes."""
+    if got.shape != want.shape or not want.numel():
+        return 0.0 if got.shape == want.shape else float("inf")
     got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
     step = max(1, (1 << 28) // want.shape[1])  # a float32 copy of all could be too much
     errors, norms = [], []
@@ -203,7 +189,6 @@ def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device)
     slots = torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices + shared
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
-
     # made here: inside `compile_ahead` no kernel runs
     rows_of = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
@@ -217,9 +202,8 @@ def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device)
     if product == "dz":
         dout, w, z = random(T, H), random(E, H, I, scale=H**-0.5), random(R, Z)
         weight = torch.rand(T, K, generator=generator, device=device)
-        return lambda tile: dz_backward(
-            dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile
-        )
+        form = z, "silu", gated, True
+        return lambda tile: dz_backward(dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], *form, tile)
     gather = "x" if product == "dw_up" else "dy"
     dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
     return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
@@ -227,11 +211,12 @@ def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device)
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
     """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the kernels."""
-    if not torch.cuda.is_available():
-        raise ValueError("no CUDA GPU: torch.cuda.is_available() is False; want a GPU, `tune` measures it")
-    device = torch.device("cuda", torch.cuda.current_device())
-    if reason := backends.why_not("triton", "moe_mlp", device):
-        raise ValueError(f"no GPU that runs the kernels: {reason}")
+    reason, device = "torch.cuda.is_available() is False", None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        reason = backends.why_not("triton", "moe_mlp", device)
+    if reason:
+        raise ValueError(f"no CUDA GPU: {reason}; want a GPU, `tune` measures it")
     return device, EventTimer(device)
 
 
@@ -245,7 +230,9 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
         got = None
         try:
             with trying(tile), _poisoned():
-                got = _comparable(problem, run(tile))
+                got = run(tile)
+                if problem.kernel == "dz":  # the partial sums depend on BLOCK_N, their sum does not
+                    got = (*got[:2], got[2].sum(1))
                 error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
         except Unwritten:
             raise
@@ -270,11 +257,6 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
     return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
 
 
-def _comparable(problem: Problem, out: tuple) -> tuple:
-    """dz's partial sums depend on BLOCK_N, their sum does not."""
-    return (*out[:2], out[2].sum(1)) if problem.kernel == "dz" else out
-
-
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
     """torch.empty is NaN: memory that held the right result a moment ago would hide a tile that was never written."""
@@ -290,14 +272,13 @@ def _poisoned() -> Iterator[None]:
 
 
 def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
-    """Compile the kernels of all configs at once, a thread each; whoever fails here fails again where it is noted."""
+    """Compile the kernels of all configs at once, a thread each; a config that fails here fails again where it is noted."""
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
-    launch = KernelInterface.__getitem__
-    workers = min(len(pool), os.cpu_count() or 1, 8)
+    launch, workers = KernelInterface.__getitem__, min(len(pool), os.cpu_count() or 1, 8)
     try:
         with ThreadPoolExecutor(workers) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-            # what would launch only compiles; launchers know nothing of it
+            # what would launch only compiles
             KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(kernel.warmup, grid=grid)
             for tile in pool:
                 with contextlib.suppress(Exception):
@@ -314,10 +295,9 @@ def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
 
 
 def _check_context(tile: Tile, note: str) -> None:
-    if not torch.cuda.is_initialized():
-        return
     try:
-        torch.cuda.synchronize()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
     except Exception:
         raise ContextLost(tile, note) from None
 
@@ -328,7 +308,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class Step(NamedTuple):
-    """What became of one problem: measured, kept (it was in the file already), failed, or left for the next run."""
+    """The outcome for one problem: measured, kept (from the file), failed, or left for the next run."""
 
     state: str
     title: str
@@ -347,20 +327,14 @@ class Step(NamedTuple):
 def short(tile: Tile) -> str:
     """Return the config in one word or three."""
     blocks = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}, {tile.num_warps} warps, {tile.num_stages} stages"
-    return (
-        blocks + f", group {tile.GROUP_M}" * (tile.GROUP_M != 8) + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
-    )
+    group = f", group {tile.GROUP_M}" * (tile.GROUP_M != 8)
+    return blocks + group + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
 
 
 def tune(
-    layers: dict[str, Layer],
-    tokens: list[int],
-    dtypes: list[str],
-    path: Path | None = None,
-    *,
-    again: bool = False,
+    layers: dict[str, Layer], tokens: list[int], dtypes: list[str], path: Path | None = None, *, again: bool = False,
     seconds: float | None = None,
-) -> Iterator[Step]:
+) -> Iterator[Step]:  # fmt: skip
     """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path` (`tiles.tuned_path()`).
 
     Problems that the file has already are kept unless `again`. After `seconds` nothing new begins. Raises ValueError
@@ -370,15 +344,14 @@ def tune(
         layer.check()
     device, timer = find_gpu()
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
-    if again:
-        results.forget_broken()
+    if again and "broken" in results.read():  # they are tried once more
+        results._change(lambda device: device.pop("broken"))
     begin, done = time.monotonic(), {} if again else results.read()["tiles"]
     todo = {}  # key -> what to run; layers and tokens may share problems
     for T, dtype, (name, layer), product in itertools.product(tokens, dtypes, layers.items(), PRODUCTS):
         problem = problem_of(product, layer, T, dtype, device)
-        todo.setdefault(
-            problem.key(), (problem, f"{name}, {T} tokens, {dtype}: {product}", (product, layer, T, dtype, device))
-        )
+        title, work = f"{name}, {T} tokens, {dtype}: {product}", (product, layer, T, dtype, device)
+        todo.setdefault(problem.key(), (problem, title, work))
     for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
         step = Step("failed", title, n, len(todo))
         if key in done:
@@ -402,10 +375,9 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
             with trying(None):
                 compile_ahead(run, pool)
         entry = measure(run, problem, pool, timer, trying)
-    except ContextLost as lost:
-        results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
-        raise
-    except Unwritten:
+    except (ContextLost, Unwritten) as lost:
+        if isinstance(lost, ContextLost):
+            results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
         raise
     except Exception as failure:  # out of memory, or a built-in config that does not run on this GPU
         return step._replace(note=_one_line(failure))
@@ -422,15 +394,7 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
 @functools.cache
 def versions() -> dict[str, str]:
     """Return what a measurement depends on beside the GPU, and the day."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
-    except (OSError, IndexError, subprocess.TimeoutExpired):
-        driver = "unknown"
+    driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
     commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}  # as bench/gpu.sh sets it
-    return commit | {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "driver": driver,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    found = {"torch": torch.__version__, "triton": triton.__version__, "driver": driver}
+    return commit | found | {"date": time.strftime("%Y-%m-%d")}

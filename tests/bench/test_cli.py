@@ -16,6 +16,7 @@ from moe_runtime.bench import compare, described, machine, report, running
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
+from moe_runtime.cli.verbs import Kept
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,7 +194,7 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        pytest.param(["--rounds", "0"], "rounds is 0, .* pass at least 1 round", id="rounds"),
+        pytest.param(["--rounds", "0"], "rounds is 0, .* pass at least 1 and", id="rounds"),
         pytest.param(["--seconds", "-1"], "seconds is -1.0; pass .* a positive number", id="seconds"),
         pytest.param(["--only", "what"], "only is 'what'; want kinds", id="only"),
     ],
@@ -325,13 +326,16 @@ def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
 
 def test_what_stands_is_said_when_a_run_is_interrupted(tmp_path):
     lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
-    assert cli_tools._left(target, None) == "nothing was written"
+    kept = Kept("{target}")
+    kept.begin({"target": target})
+    assert cli_tools._left(target, kept) == "nothing was written"
     Records(lines).write("bench_a", skipped="no")
-    assert f"1 benchmarks are in {lines}; rerun to resume" in cli_tools._left(target, None)
+    assert f"1 benchmarks are in {lines}; rerun to resume" in cli_tools._left(target, kept)
     lines.unlink()
     target.write_text("{}")
-    assert cli_tools._left(target, None) == f"already complete: {target}"
-    assert cli_tools._left(target, cli_tools._mark(target)) == "nothing was written"
+    assert cli_tools._left(target, kept) == f"already complete: {target}"
+    kept.begin({"target": target})
+    assert cli_tools._left(target, kept) == "nothing was written"
 
 
 INTERRUPTED = """

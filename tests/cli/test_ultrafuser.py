@@ -74,7 +74,9 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     "arguments, match",
     [
         pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
-        pytest.param(("generate", "{here}", "--prompt", "a"), "which has no fuser_config.json", id="no folder"),
+        pytest.param(
+            ("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"
+        ),
         pytest.param(
             ("generate", "{here}", "--prompt", "a", "--temperature", -1),
             "temperature is -1.0; want",

@@ -148,9 +148,7 @@ def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path
 
 def test_the_library_says_what_it_is_made_of(library):
     info = json.loads(library.handle.moert_cpu_build_info())
-    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu")) and info["compiler"] == build.built_by(
-        library.path
-    )
+    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu")) and info["compiler"]
     x86 = list(build.X86_SETS) if os.uname().machine == "x86_64" else []
     assert info["sets"] == ["generic", *x86] and library.variant in info["sets"]
 

@@ -354,9 +354,7 @@ def test_offsets_count_the_slots(backend):
             id="limit without a gate",
         ),
         pytest.param({"up_offset": 1.0, "gated": False}, "up_offset=1.0", id="offset without a gate"),
-        pytest.param(
-            {"interleaved": True, "gated": False}, "interleaved is True, gated is False", id="no gate, in turns"
-        ),
+        pytest.param({"interleaved": True, "gated": False}, "interleaved=True", id="no gate, in turns"),
     ],
 )
 def test_bad_forms_are_named(change, words):

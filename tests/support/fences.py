@@ -144,7 +144,7 @@ def parse_python(arguments: list[str], page: str) -> None:
         if module.startswith("tests."):
             importlib.import_module(module)
             assert not rest
-        elif module == "moe_runtime.cli":
+        elif module in ("moe_runtime", "moe_runtime.cli"):
             parse_verb(rest)
         else:
             parse_main(module, rest)

@@ -61,7 +61,7 @@ def patch(model: nn.Module) -> int:
     ours = sum(isinstance(module, MoE) for module in modules.values())
     if not layers and not ours:
         raise ValueError(
-            f"model is a {type(model).__name__} without experts that go through transformers' experts interface; want a MoE "
+            f"model is {type(model).__name__}, without experts that go through transformers' experts interface; want a MoE "
             "model whose modeling file uses it (docs/families.md lists them)"
         )
     for name, module in layers.items():

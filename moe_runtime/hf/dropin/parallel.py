@@ -35,8 +35,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
-    leaves the experts alone. PEFT's adapters of other modules come before it as well. A Trainer's checkpoints would be written
-    on one rank alone: MoETrainer refuses a save_strategy, transformers' Trainer raises at the first. A second call with the same mesh changes nothing.
+    leaves the experts alone. PEFT's adapters of other modules come before it as well. A Trainer's checkpoints would be
+    written on one rank alone: MoETrainer refuses a save_strategy, transformers' Trainer raises at the first. A second call
+    with the same mesh changes nothing.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
@@ -98,14 +99,12 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
     if trainable.split_of(module) is not None:
         problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")):
-        problem = (
-            "lies in PEFT's adapters; want adapters of other modules: they cannot be added to experts that are spread"
-        )
+        problem = "lies in PEFT's adapters; want adapters of other modules: spread experts cannot have any"
     elif getattr(module, "_is_expert_parallel", False):
         problem = (
-            "holds a part of its experts already; want either shard_experts or transformers' own expert-parallel plan"
+            "holds a part of its experts already; want shard_experts or transformers' expert-parallel plan, not both"
         )
-    for part, stack in stacks:
+    for part, stack in stacks if problem is None else ():
         spread = isinstance(stack, DTensor)
         if stack.shape[0] % n:
             problem = f"has num_experts {stack.shape[0]}, the mesh has {n} ranks; want a multiple of them"

@@ -4,9 +4,10 @@
          ^  '-----------stage="ewa"--> EWAMLP layers                  |
          '------------------------moe_to_dense------------------------'
 
-LoRA experts (stage "lora") are made and merged in `moe_runtime.methods.lora`. All work in place: modules are exchanged
-and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained know what they have. Attention, norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very
-objects they were. Checks come first: a refused model is untouched.
+LoRA experts (stage "lora") are made and merged in `moe_runtime.methods.lora`. All work in place: modules are exchanged and
+the classes of the model and of its config change with them, so that save_pretrained and from_pretrained work. Attention,
+norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very objects they were. Checks
+come first: a refused model is untouched.
 """
 
 import copy

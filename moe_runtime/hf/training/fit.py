@@ -1,17 +1,12 @@
-"""What a model says of each row of a data set, its loss above all; the processes of a run share the rows.
+"""`train`: transformers' Trainer with the arguments that recipes have; and the losses of single rows, `row_losses`.
 
-transformers' Trainer with few arguments: what the demo (`fit`) and recipes (`train`) run on.
-
-Adafactor under FSDP2.
-
-transformers makes the averages of rows and columns as plain tensors, which do not go with weights that are split. Here they
-are made before its first step, split as the weights are; the step is transformers' own.
+The processes of a run share the rows. Adafactor works under FSDP2 too: transformers makes its averages of rows and columns
+as plain tensors, which do not fit weights that are split, so they are made here before the first step, split as the weights
+are; the step is transformers' own.
 """
 
 import functools
 import math
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,204 +20,11 @@ from transformers.utils import logging
 from moe_runtime.config import check_choice
 from moe_runtime.hf.models.tiny import pair_collator
 from moe_runtime.hf.training.ranks import gather, state
-from moe_runtime.hf.training.recording import Best, History, Recorder, Watcher, last_checkpoint
+from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
 from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
-
-
-@torch.no_grad()
-def each_row(
-    model,
-    rows,
-    take: Callable,
-    *,
-    collator: Callable,
-    batch_size: int = 32,
-    bf16: bool = False,
-    by_length: bool = False,
-    device: torch.device | None = None,
-) -> list:
-    """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
-
-    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
-    `by_length` puts rows of about one length into a batch, `device` is that of the batches, the process's unless given.
-    Raises ValueError for a token that the model does not have.
-    """
-    from accelerate.utils import send_to_device
-
-    check_rows(model, rows, getattr(collator, "tokenizer", None))
-    rank, ranks, device = state().process_index, state().num_processes, device or state().device
-    order = range(len(rows))
-    if by_length:
-        lengths = [len(ids) for ids in rows["input_ids"]]
-        order = sorted(order, key=lambda place: -lengths[place])
-    # as many for every rank: the forward pass of a split model waits for the others
-    places = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(math.ceil(len(rows) / ranks))]
-    training, bf16 = model.training, bf16 or needs_autocast(model)
-    model.eval()
-    found = []
-    try:
-        with bar("judging", "row") as update:
-            for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
-                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    found += take(model, send_to_device(batch, device))
-                update(min(len(found) * ranks, len(rows)), len(rows))
-    finally:
-        model.train(training)
-    by_place = dict(gather(list(zip(places, found, strict=True))))
-    return [by_place[place] for place in range(len(rows))]
-
-
-def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
-    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
-
-    Every process must call, as of `each_row`.
-    """
-
-    def take(model, batch: dict) -> list[tuple[float, int]]:
-        labels = batch.pop("labels")
-        return token_sums(model(**batch, use_cache=False).logits, labels)
-
-    return means_of(each_row(model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16))
-
-
-def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
-    """Return the sum of the label tokens' losses of each row, and their number; `logits` [B, S, V], `labels` [B, S]."""
-    logits, labels = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]
-    losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-    return sums_of(losses, labels)
-
-
-def sums_of(losses: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
-    """Return, for each row of `losses` [B, n], their sum and the number of its labels [B, n] that are not -100."""
-    return list(zip(losses.double().sum(1).tolist(), (labels != -100).sum(1).tolist(), strict=True))
-
-
-def means_of(found: Sequence[tuple[float, int]]) -> tuple[list[float], list[int]]:
-    """Return each row's mean, and its number of label tokens."""
-    sums, tokens = zip(*found, strict=True)
-    return [total / count for total, count in zip(sums, tokens, strict=True)], list(tokens)
-
-
-def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
-    """Return the mean over all label tokens of `row_losses`' numbers."""
-    return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
-
-
-class SplitAdafactor(TrainerCallback):
-    """Fills the state of a Trainer's Adafactor for weights that FSDP2 has split; does nothing otherwise."""
-
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        """Have the state filled before each step, for the weights that have none."""
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer  # accelerate's wrapper
-        if isinstance(optimizer, Adafactor):
-            optimizer.register_step_pre_hook(fill_state)
-
-
-@torch.no_grad()
-def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
-    """Give every split matrix that has a gradient and no state the averages that Adafactor starts from: zeros."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is None or not hasattr(p, "full_tensor") or p.dim() < 2 or optimizer.state[p]:
-                continue
-            zeros = torch.zeros_like(p.grad, dtype=torch.float32)
-            state = {"step": 0, "RMS": 0}
-            if group["beta1"] is not None:
-                state["exp_avg"] = zeros.clone()
-            for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
-                state[name] = _settled(zeros.mean(dim))
-            optimizer.state[p].update(state)
-
-
-def _settled(tensor):
-    """Return a DTensor without placements that are partial sums; those become whole on every rank."""
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)
-
-
-def quiet() -> None:
-    """Switch transformers' own progress bars off: the caller has one."""
-    logging.disable_progress_bar()
-
-
-def fit(
-    model,
-    rows,
-    tokenizer,
-    *,
-    steps: int,
-    learning_rate: float,
-    batch_size: int,
-    held_out=None,
-    eval_every: int = 0,
-    warmup: float = 0.05,
-    seed: int = 0,
-    on_step: Callable[[int, int, float], None] | None = None,
-) -> History:
-    """Train what requires a gradient, in place, for `steps` optimizer steps with AdamW and a linear schedule.
-
-    `rows` are tokenized (data.tokenize_pairs). The same `seed` draws the same batches for every model. With `held_out`
-    its loss is taken every `eval_every` steps and at the end. `on_step(step, steps, loss)` is for a progress bar.
-    """
-    history = History()
-    evaluate = None if held_out is None else lambda: held_out_loss(model, held_out, tokenizer)
-    watcher = Watcher(history, evaluate, eval_every or steps, on_step)
-    cuda = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=steps,
-            learning_rate=learning_rate,
-            per_device_train_batch_size=batch_size,
-            lr_scheduler_type="linear",
-            warmup_steps=max(round(warmup * steps), 1),
-            logging_steps=max(steps // 40, 1),
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=seed,
-            data_seed=seed,
-            use_cpu=not cuda,
-            bf16=cuda,
-            dataloader_pin_memory=cuda,
-        )
-        trainer = MoETrainer(
-            model=model,
-            args=arguments,
-            train_dataset=rows,
-            data_collator=pair_collator(tokenizer),
-            router_stats=False,
-            callbacks=[watcher],
-        )
-        trainer.remove_callback(PrinterCallback)  # a dict per log
-        start = time.perf_counter()
-        trainer.train()
-        history.seconds = time.perf_counter() - start - watcher.paused
-    return history
-
-
-@torch.no_grad()
-def held_out_loss(model, rows, tokenizer, batch_size: int = 32) -> float:
-    """Return the mean language-model loss per label token, without auxiliary losses, in eval mode."""
-    training = model.training
-    model.eval()
-    total, count = 0.0, 0
-    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=pair_collator(tokenizer)):
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-        )
-        total, count = total + loss.item(), count + int((labels != -100).sum())
-    model.train(training)
-    return total / count
 
 
 class Trained(NamedTuple):
@@ -398,6 +200,125 @@ def count_steps(rows: int, epochs: float, device_batch: int, accumulation: int) 
     """Return the optimizer steps of `epochs`, as transformers counts them: the last step of an epoch may be smaller."""
     batches = math.ceil(rows / (device_batch * state().num_processes))
     return math.ceil(epochs * math.ceil(batches / accumulation))
+
+
+def quiet() -> None:
+    """Switch transformers' own progress bars off: the caller has one."""
+    logging.disable_progress_bar()
+
+
+@torch.no_grad()
+def each_row(
+    model,
+    rows,
+    take: Callable,
+    *,
+    collator: Callable,
+    batch_size: int = 32,
+    bf16: bool = False,
+    by_length: bool = False,
+    device: torch.device | None = None,
+) -> list:
+    """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
+
+    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
+    `by_length` puts rows of about one length into a batch, `device` is that of the batches, the process's unless given.
+    Raises ValueError for a token that the model does not have.
+    """
+    from accelerate.utils import send_to_device
+
+    check_rows(model, rows, getattr(collator, "tokenizer", None))
+    rank, ranks, device = state().process_index, state().num_processes, device or state().device
+    order = range(len(rows))
+    if by_length:
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        order = sorted(order, key=lambda place: -lengths[place])
+    # as many for every rank: the forward pass of a split model waits for the others
+    places = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(math.ceil(len(rows) / ranks))]
+    training, bf16 = model.training, bf16 or needs_autocast(model)
+    model.eval()
+    found = []
+    try:
+        with bar("judging", "row") as update:
+            for batch in DataLoader(rows.select(places), batch_size=batch_size, collate_fn=collator):
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    found += take(model, send_to_device(batch, device))
+                update(min(len(found) * ranks, len(rows)), len(rows))
+    finally:
+        model.train(training)
+    by_place = dict(gather(list(zip(places, found, strict=True))))
+    return [by_place[place] for place in range(len(rows))]
+
+
+def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
+    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
+
+    Every process must call, as of `each_row`.
+    """
+
+    def take(model, batch: dict) -> list[tuple[float, int]]:
+        labels = batch.pop("labels")
+        return token_sums(model(**batch, use_cache=False).logits, labels)
+
+    return means_of(each_row(model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16))
+
+
+def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
+    """Return the sum of the label tokens' losses of each row, and their number; `logits` [B, S, V], `labels` [B, S]."""
+    logits, labels = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return sums_of(losses, labels)
+
+
+def sums_of(losses: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
+    """Return, for each row of `losses` [B, n], their sum and the number of its labels [B, n] that are not -100."""
+    return list(zip(losses.double().sum(1).tolist(), (labels != -100).sum(1).tolist(), strict=True))
+
+
+def means_of(found: Sequence[tuple[float, int]]) -> tuple[list[float], list[int]]:
+    """Return each row's mean, and its number of label tokens."""
+    sums, tokens = zip(*found, strict=True)
+    return [total / count for total, count in zip(sums, tokens, strict=True)], list(tokens)
+
+
+def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
+    """Return the mean over all label tokens of `row_losses`' numbers."""
+    return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
+
+
+class SplitAdafactor(TrainerCallback):
+    """Fills the state of a Trainer's Adafactor for weights that FSDP2 has split; does nothing otherwise."""
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        """Have the state filled before each step, for the weights that have none."""
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer  # accelerate's wrapper
+        if isinstance(optimizer, Adafactor):
+            optimizer.register_step_pre_hook(fill_state)
+
+
+@torch.no_grad()
+def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
+    """Give every split matrix that has a gradient and no state the averages that Adafactor starts from: zeros."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None or not hasattr(p, "full_tensor") or p.dim() < 2 or optimizer.state[p]:
+                continue
+            zeros = torch.zeros_like(p.grad, dtype=torch.float32)
+            state = {"step": 0, "RMS": 0}
+            if group["beta1"] is not None:
+                state["exp_avg"] = zeros.clone()
+            for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
+                state[name] = _settled(zeros.mean(dim))
+            optimizer.state[p].update(state)
+
+
+def _settled(tensor):
+    """Return a DTensor without placements that are partial sums; those become whole on every rank."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
 @torch.no_grad()

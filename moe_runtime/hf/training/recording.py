@@ -1,7 +1,9 @@
-"""What a training leaves on the way: losses, seconds, checkpoints to go on from, and the weights of its best evaluation."""
+"""What a training records: losses, seconds, router statistics, checkpoints to resume from, weights of its best evaluation."""
 
+import csv
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
@@ -11,10 +13,14 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from moe_runtime.config import check_number, check_numbers, shown
+from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
 from moe_runtime.hf.training.ranks import state
 from moe_runtime.io.files import atomic_file, atomic_write_text, read_json
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -28,30 +34,6 @@ class History:
     held_out: list[tuple[int, float]] = field(default_factory=list)
     rows: list[tuple[int, list[float]]] = field(default_factory=list)
     seconds: float = 0.0
-
-
-class Watcher(TrainerCallback):
-    """Fills a History and reports each step; evaluates after `every` so many, or after those of a list, and at the end."""
-
-    def __init__(self, history: History, evaluate: Callable[[], float] | None, every: int | Collection[int], on_step):
-        self.history, self.evaluate, self.every, self.on_step = history, evaluate, every, on_step
-        self.loss = math.nan
-        self.paused = 0.0
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
-            self.loss = logs["loss"]
-            self.history.train.append((state.global_step, self.loss))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.on_step is not None:
-            self.on_step(state.global_step, state.max_steps, self.loss)
-        step, every = state.global_step, self.every
-        is_due = step % every == 0 if isinstance(every, int) else step in every
-        if self.evaluate is not None and (is_due or step == state.max_steps):
-            start = time.perf_counter()
-            self.history.held_out.append((step, self.evaluate()))
-            self.paused += time.perf_counter() - start
 
 
 class Best:
@@ -121,11 +103,12 @@ class Best:
         return {name: p.to_local() if hasattr(p, "to_local") else p for name, p in trained.items()}
 
 
-class Recorder(Watcher):
-    """A watcher that times itself, keeps the last rows' losses, and goes on where a checkpoint was written.
+class Recorder(TrainerCallback):
+    """Fills a History, reports each step, and continues the history of a checkpoint.
 
-    `take` returns the held-out loss, and the losses and label tokens of the rows that it is the mean of. With `best` the
-    training ends with the weights of its lowest held-out loss, and `last` is of those.
+    `take` returns the held-out loss, and the losses and label tokens of the rows that it is the mean of. It is called after
+    `every` so many steps, or after those of a list, and at the end; its seconds do not count. With `best` the training ends
+    with the weights of its lowest held-out loss, and `last` is of those.
     """
 
     NAME = "history.json"
@@ -135,30 +118,37 @@ class Recorder(Watcher):
         history: History,
         take: Callable[[], tuple[float, tuple]],
         every: int | Collection[int],
-        on_step,
+        on_step: Callable[[int, int, float], None] | None,
         best: Best | None = None,
     ):
-        super().__init__(history, self._take, every, on_step)
-        self.take, self.last, self.start, self.before, self.best = take, ([], []), 0.0, 0.0, best
-
-    def _take(self) -> float:
-        loss, self.last = self.take()
-        if self.best is not None:
-            self.best.see(loss, self.last)
-        return loss
+        self.history, self.take, self.every, self.on_step, self.best = history, take, every, on_step, best
+        self.loss, self.last = math.nan, ([], [])
+        self.start = self.paused = self.before = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start, self.paused = time.perf_counter(), 0.0
         if self.best is not None:
             self.best.begin(is_resumed=state.global_step > 0)
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.loss = logs["loss"]
+            self.history.train.append((state.global_step, self.loss))
+
     def on_step_end(self, args, state, control, **kwargs):
-        before = len(self.history.held_out)
-        super().on_step_end(args, state, control, **kwargs)
-        if len(self.history.held_out) > before:
-            self.history.rows.append((state.global_step, list(self.last[0])))
-        if state.global_step >= state.max_steps:
-            control.should_save = False  # going on from there would train a step too many
+        if self.on_step is not None:
+            self.on_step(state.global_step, state.max_steps, self.loss)
+        step, every, is_done = state.global_step, self.every, state.global_step >= state.max_steps
+        if is_done or (step % every == 0 if isinstance(every, int) else step in every):
+            start = time.perf_counter()
+            loss, self.last = self.take()
+            if self.best is not None:
+                self.best.see(loss, self.last)
+            self.history.held_out.append((step, loss))
+            self.history.rows.append((step, list(self.last[0])))
+            self.paused += time.perf_counter() - start
+        if is_done:
+            control.should_save = False  # a run resumed from there would train a step too many
 
     def on_train_end(self, args, state, control, **kwargs):
         self.history.seconds = self._seconds()
@@ -203,3 +193,68 @@ def last_checkpoint(folder: str | Path) -> Path | None:
     found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{Recorder.NAME}")]
     folders = [path for path in found if path.name.rpartition("-")[2].isdecimal()]
     return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _whole_lines(path: Path) -> list[list[str]]:
+    """Read the lines of router_stats.csv, except for a last one that a killed process did not finish, and for damaged ones."""
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
+    return [one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])]
+
+
+class RouterStatsCallback(TrainerCallback):
+    """Adds router statistics to the training logs and appends each expert's load, per layer, to a CSV file.
+
+    The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
+    router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
+    MoETrainer and MoESFTTrainer put it first; in a plain Trainer, reporting callbacks before it do not see its numbers.
+    """
+
+    def __init__(self, path: str | Path | None = None, per_layer: bool = False, min_entropy: float = LOW_ENTROPY):
+        self.path, self.per_layer, self.min_entropy = path, per_layer, min_entropy
+        self._counter: RouterCounter | None = None
+        self._file: Path | None = None
+        self._warned = False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Hook the routers and open the file; a resumed run keeps the lines up to its checkpoint."""
+        self.on_train_end(args, state, control)
+        self._counter = RouterCounter(model, only_training=True)
+        self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
+        if not state.is_world_process_zero:
+            return
+        kept = []
+        if state.global_step and self._file.exists():
+            kept = [line for line in _whole_lines(self._file) if int(line[0]) <= state.global_step]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self._file) as beside:
+            self._write([("step", *FIELDS), *kept], beside, "w")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Read the counts since the last training log."""
+        if self._counter is None or logs is None or "loss" not in logs:
+            return
+        stats = self._counter.read(reset=True, reduce=True)
+        if not stats.counts.any():
+            return
+        values = stats.summary() | (stats.per_layer() if self.per_layer else {})
+        logs.update(values)  # for the reporting callbacks that come after this one
+        state.log_history[-1].update(values)
+        if state.is_world_process_zero:
+            self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
+            warning = None if self._warned else stats.warning(self.min_entropy)
+            if warning:
+                self._warned = True
+                logger.warning(f"step {state.global_step}: {warning}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Take the hooks away."""
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
+
+    @staticmethod
+    def _write(rows: list, path: Path, mode: str) -> None:
+        with open(path, mode, newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)

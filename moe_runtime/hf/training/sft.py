@@ -255,7 +255,9 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
     elif not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
-        reason = f"output_dir is {args.output_dir}, the folder of the model, which the tuned one would replace; want another folder"
+        reason = (
+            f"output_dir is {args.output_dir}, the folder of the model, which would be replaced; want another folder"
+        )
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
         reason = "data is None; want a file, a folder or the id of a data set; pass --data"
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":

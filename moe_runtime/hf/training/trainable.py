@@ -4,12 +4,13 @@
     ...                                             # any training loop: what requires a gradient is what trains
     fold_rows(model)                                # the trained experts are in the stacks; drop_rows: the base again
 
-The experts that train lie apart from their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that the layers
-read in place of the stacks' rows. Layers are numbered as `hf.dropin.layers.numbered_layers` does, experts as in their stacks: the
-shared expert of our own layers is expert 0. Experts are spread over ranks (`shard_experts`) before, DDP and fully_shard come
-after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the gradient of the
-embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the reentrant kind).
-MoETrainer refuses to write checkpoints of such a model before the first step; transformers' Trainer raises at the first one.
+The experts that train are stored outside of their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that
+the layers read in place of the stacks' rows. Layers are numbered as `hf.dropin.layers.numbered_layers` does, experts as in
+their stacks: the shared expert of our own layers is expert 0. Experts are spread over ranks (`shard_experts`) before, DDP and
+fully_shard come after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the
+gradient of the embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the
+reentrant kind). MoETrainer refuses to write checkpoints of such a model before the first step; transformers' Trainer raises
+at the first one.
 """
 
 import contextlib
@@ -72,10 +73,10 @@ def train_rows(
     """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the others of these layers.
 
     Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
-    beside a bfloat16 model they are cast where they are used, and their gradients are float32. (A float32 model under autocast
-    keeps a cast copy of every stack until the backward pass: load it in bfloat16 and give dtype=torch.float32.) The model runs
-    through moe_runtime from now on (`hf.dropin.experts.patch`) and refuses other implementations, and save_pretrained, which would
-    write what from_pretrained reads as the base.
+    beside a bfloat16 model they are cast where they are used, and their gradients are float32. (A float32 model under
+    autocast keeps a cast copy of every stack until the backward pass: load it in bfloat16 and give dtype=torch.float32.) The
+    model runs through moe_runtime from now on (`hf.dropin.experts.patch`) and refuses other implementations, and
+    save_pretrained, which would write what from_pretrained reads as the base.
 
     Call it before DDP, FSDP2, torch.compile or the optimizer see the model, and after `shard_experts` and PEFT's adapters, that
     freeze what is there; where experts that are spread are all that trains, DDP has nothing to do and says so: call the model

@@ -347,9 +347,10 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
         targets = _targets(model, training)
         want, own = ({name: tuple(t.shape) for name, t in found.items()} for found in (targets, tensors))
         if lacks := want.keys() ^ own.keys():
+            kind = "lacks" if min(lacks) in want else "has"
             reason = (
-                f"{folder} {'lacks' if min(lacks) in want else 'has'} {min(lacks)}; want the {len(want)} tensors that the model "
-                "trains; make it ready with the selection in expert_cfg.json"
+                f"{folder} {kind} {min(lacks)}; want the {len(want)} tensors that the model trains; make it ready with the "
+                "selection in expert_cfg.json"
             )
         elif other := [name for name in want if own[name] != want[name]]:
             reason = (

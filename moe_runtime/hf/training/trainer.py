@@ -10,10 +10,8 @@ resumption are transformers' own. `check_rows` names a token id that the model h
 MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
 
-import csv
 import functools
 import json
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral
@@ -22,86 +20,19 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
+from transformers import Trainer
 
 from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
 from moe_runtime.hf.models import outputs
 from moe_runtime.hf.training import trainable, trained_files
+from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
-from moe_runtime.io.files import atomic_file, read_json
+from moe_runtime.io.files import read_json
 from moe_runtime.modules.moe import Router
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
-logger = logging.get_logger(__name__)
-
-
-def _whole_lines(path: Path) -> list[list[str]]:
-    """Read the lines of router_stats.csv, except for a last one that a killed process did not finish, and for damaged ones."""
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
-    return [one for one in lines if len(one) == len(FIELDS) + 1 and re.fullmatch("[0-9]{1,18}", one[0])]
-
-
-class RouterStatsCallback(TrainerCallback):
-    """Adds router statistics to the training logs and appends each expert's load, per layer, to a CSV file.
-
-    The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
-    router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
-    MoETrainer and MoESFTTrainer put it first; in a plain Trainer, reporting callbacks before it do not see its numbers.
-    """
-
-    def __init__(self, path: str | Path | None = None, per_layer: bool = False, min_entropy: float = LOW_ENTROPY):
-        self.path, self.per_layer, self.min_entropy = path, per_layer, min_entropy
-        self._counter: RouterCounter | None = None
-        self._file: Path | None = None
-        self._warned = False
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Hook the routers and open the file; a resumed run keeps the lines up to its checkpoint."""
-        self.on_train_end(args, state, control)
-        self._counter = RouterCounter(model, only_training=True)
-        self._file = Path(self.path or Path(args.output_dir) / "router_stats.csv")
-        if not state.is_world_process_zero:
-            return
-        kept = []
-        if state.global_step and self._file.exists():
-            kept = [line for line in _whole_lines(self._file) if int(line[0]) <= state.global_step]
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self._file) as beside:
-            self._write([("step", *FIELDS), *kept], beside, "w")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Read the counts since the last training log."""
-        if self._counter is None or logs is None or "loss" not in logs:
-            return
-        stats = self._counter.read(reset=True, reduce=True)
-        if not stats.counts.any():
-            return
-        values = stats.summary() | (stats.per_layer() if self.per_layer else {})
-        logs.update(values)  # for the reporting callbacks that come after this one
-        state.log_history[-1].update(values)
-        if state.is_world_process_zero:
-            self._write([(state.global_step, *row) for row in stats.rows()], self._file, "a")
-            warning = None if self._warned else stats.warning(self.min_entropy)
-            if warning:
-                self._warned = True
-                logger.warning(f"step {state.global_step}: {warning}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Take the hooks away."""
-        if self._counter is not None:
-            self._counter.close()
-            self._counter = None
-
-    @staticmethod
-    def _write(rows: list, path: Path, mode: str) -> None:
-        with open(path, mode, newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
 
 
 class _MoETrainer(WholeSaves):
@@ -172,14 +103,10 @@ class _MoETrainer(WholeSaves):
             )
         elif args.save_strategy != "no" and (spread or trainable.is_guarded(model)):
             what = "its experts on several ranks" if spread else "experts that train outside of their stacks"
-            how = (
-                "parallel.save_pretrained(model, folder) on every rank"
-                if spread
-                else "esft.train_only, which saves an adapter"
-            )
             reason = (
                 f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with {what}, which a "
-                f"checkpoint cannot hold; want save_strategy='no', and {how}"
+                "checkpoint cannot hold; want save_strategy='no'; "
+                f"{'parallel.save_pretrained writes the model' if spread else 'esft.train_only saves an adapter'}"
             )
         if reason is not None:
             raise ValueError(reason)
@@ -235,7 +162,10 @@ class _MoETrainer(WholeSaves):
         """Save as transformers does, but never weights that are not finite: they would push out good checkpoints."""
         if self.stop_on_nan:
             named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            bad = next((name for name, p in named if not torch.isfinite(_local(p)).all()), None)
+            own = (
+                (name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named
+            )  # of what FSDP2 has split
+            bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
             if bad is not None:
                 raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
         super()._save_checkpoint(model, trial)
@@ -291,8 +221,7 @@ class _MoETrainer(WholeSaves):
 
     def _not_finite(self, what: str, want: str) -> str:
         rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
-        folder = Path(self.args.output_dir)
-        last = last_whole_checkpoint(folder)
+        last = last_whole_checkpoint(self.args.output_dir)
         return (
             f"{what} at step {self.state.global_step + 1}{rows}; want {want}; lower the learning rate or set "
             f"max_grad_norm, look at the data, then resume from {last or 'the start: no checkpoint was saved'}"
@@ -338,11 +267,6 @@ def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
                 "make the model ready with the selection in expert_cfg.json there"
             )
     return None
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a parameter that FSDP2 has split, else the parameter."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 class MoETrainer(_MoETrainer, Trainer):
@@ -404,15 +328,19 @@ def _size(model) -> int | None:
 def _largest(rows) -> int | None:
     """Return the largest id of rows that are there; None where there is none to be seen."""
     if isinstance(rows, list | tuple):
-        return max(
-            (one for row in rows if _has_ids(row) and (one := _most(row["input_ids"])) is not None), default=None
+        found = (
+            _most(row["input_ids"]) for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None
         )
-    names = getattr(rows, "column_names", None)
-    if isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (names or ()):
-        return None
-    # a batch at a time, from the disk: rows may be more than memory holds
-    batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
-    return max((one for table in batches if (one := _column_most(table["input_ids"])) is not None), default=None)
+    elif (
+        isinstance(rows, IterableDataset)
+        or not hasattr(rows, "with_format")
+        or "input_ids" not in (rows.column_names or ())
+    ):
+        found = ()
+    else:  # a batch at a time, from the disk: rows may be more than memory holds
+        batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
+        found = (_column_most(table["input_ids"]) for table in batches)
+    return max((one for one in found if one is not None), default=None)
 
 
 def _column_most(column) -> int | None:
@@ -431,10 +359,6 @@ def _most(ids) -> int | None:
     if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
         ids = torch.as_tensor(ids)
         return int(ids.max()) if ids.numel() else None
-    if isinstance(ids[0], Integral):
+    if len(ids) and isinstance(ids[0], Integral):
         return int(max(ids))
-    return max((one for part in ids if len(part) and (one := _most(part)) is not None), default=None)
-
-
-def _has_ids(row) -> bool:
-    return isinstance(row, Mapping) and row.get("input_ids") is not None and len(row["input_ids"]) > 0
+    return max((one for part in ids if (one := _most(part)) is not None), default=None)

@@ -85,7 +85,9 @@ class ExpertSelection:
         try:
             return cls(**values)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
-            raise ValueError(f"{source}: {error}; expected experts, and some of {', '.join(_KEYS)}") from error
+            raise ValueError(
+                f"{source}: {str(error)[:300]}; expected experts, and some of {', '.join(_KEYS)}"
+            ) from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `to_dict` as JSON, atomically."""
@@ -215,7 +217,7 @@ def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: Exp
 
 def _are_ids(layer: Any, ids: Any) -> bool:
     """Whether a layer's number and its ids are whole numbers of 0 or more, no id twice."""
-    if isinstance(ids, str) or not hasattr(ids, "__iter__"):
+    if isinstance(ids, str | Mapping) or not hasattr(ids, "__iter__"):
         return False
     numbers = [layer, *ids]
     is_whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)

@@ -1,14 +1,14 @@
-"""UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning become the experts of a mixture.
+"""UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning become the experts of a MoE model.
 
-    (tune)              by any trainer, with methods.upit.checkpoints.ExpertCheckpoints      Algorithm 1, lines 1 to 3
+    (tune)              with any trainer and the callback ExpertCheckpoints               Algorithm 1, lines 1 to 3
     choose_checkpoints  those that become experts
     expand_experts      children of the two that differ most, until there are enough      lines 4 and 5, Algorithm 2
-    perplexities        how well each expert knows each row of the seed data              line 8, Algorithm 3
+    perplexities        how well each expert predicts each row of the seed data           line 8, Algorithm 3
     fill_buckets        the rows that each expert is best at
     init_routers        each expert and its routing vectors, tuned on these               lines 6 to 10, Eq. (1) and (2)
     assemble            experts side by side, the vectors their router                    lines 11 to 13
-    (tune)              the mixture, by any trainer                                       line 14
-    export_mixtral      and, if you like, a stock Mixtral of it
+    (tune)              the assembled model, with any trainer                             line 14
+    export_mixtral      optionally, the same as a stock Mixtral
 
     callback = ExpertCheckpoints("saved", every_epochs=0.25, base="base")
     Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback]).train()
@@ -19,7 +19,9 @@
     routed = upit.init_routers(experts, seed_data, buckets, tokenizer, folder="routed")
     upit.assemble([one.folder for one in routed], [one.vectors for one in routed], "mixture")
 
-Experts are folders: whole models, what differs from a base, or LoRA adapters (`moe_runtime.methods.upit.experts`).
+Experts are folders: whole models, deltas of a base, or LoRA adapters (`checkpoints` writes, `experts` reads, `models` loads
+them). The steps: `expansion` with `pool` -> `buckets` -> `router` with `vectors` -> `assembly` -> `mixtral`. From disk to
+disk, as the command line does it: `folders`.
 """
 
 from moe_runtime.methods.upit.assembly import assemble

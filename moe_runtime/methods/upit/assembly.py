@@ -1,15 +1,16 @@
 """Experts and their routing vectors to one Mixture-of-Experts model, tensor by tensor.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
+
     experts   E_1, ..., E_n side by side: layer l's stack has expert i's MLP at place i
     router    R^l = [r_1^l; ...; r_n^l], the routing vectors in the same order
-    backbone  mean over the experts of all that is no MLP ("mean"), or the base's ("base")
+    backbone  mean over the experts of all but the MLPs ("mean"), or the base's ("base")
 
-The paper writes R [d_h, n], we [n, H]. How the router's outputs become weights is open there: top 2 of a softmax,
-renormalized, unless given, as Mixtral does, whose form `upit_mixtral.export_mixtral` writes. Without vectors the router is
-drawn at random (the paper's "w/o Init"). For the baselines that upcycle copies of one model: `xft_folders.upcycle_folder`.
+The paper writes R [d_h, n], we [n, H]. It leaves open how the router's outputs become weights; the default is the top 2 of
+a softmax, renormalized, as in Mixtral, whose form `upit.export_mixtral` writes. Without vectors the router is drawn at
+random (the paper's "w/o Init"). For the baselines that upcycle copies of one model: `xft.folders.upcycle_folder`.
 
-Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which takes the place of the backbones' mean.
+Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which replaces the mean of the backbones.
 """
 
 import contextlib
@@ -57,16 +58,14 @@ def assemble(
     """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the folder `out`.
 
     `vectors` are [L, H] for each expert, in the experts' order; None draws the routers by `seed`. Whole experts are streamed:
-    memory holds one stack of experts and one shard. Of adapters the base is loaded, and saved with them; where they change
-    more than MLPs, backbone "mean" adds the mean of that to it. `base` stands for what deltas and adapters name, and is
+    memory holds one stack of experts and one shard. For adapters the base is loaded, and saved with them; if they change
+    more than MLPs, backbone "mean" adds the mean of that to it. `base` replaces what deltas and adapters name, and is
     needed for whole experts with backbone "base". Raises ValueError, with nothing written, for experts of different shapes
     or configs, vectors of other shapes, and an existing target.
     """
     check_choice("backbone", backbone, BACKBONES)
-    if len(experts) < 1:
-        raise ValueError("experts are 0; want at least one folder")
     if gate in SHARED_GATES:
-        raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; want one without shared expert")
+        raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; use one without shared expert")
     check_out_dir(out, overwrite, [*experts, base])
     settings = {
         "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
@@ -74,14 +73,15 @@ def assemble(
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(open_expert(path, base)) for path in experts]
+        kinds = {"lora" if expert.kind == "lora" else "ffn" for expert in opened}
+        if len(kinds) != 1:
+            found = ", ".join(expert.kind for expert in opened)
+            raise ValueError(f"experts are [{found}]; expected at least one folder, adapters alone or none")
         config = opened[0].config
         moe = folders.config_for_folder(config, **settings)
         rows = (
             None if vectors is None else _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
         )
-        kinds = {"lora" if expert.kind == "lora" else "ffn" for expert in opened}
-        if len(kinds) > 1:
-            raise ValueError(f"experts are {', '.join(e.kind for e in opened)}; want adapters alone, or none")
         if kinds == {"lora"}:
             return _assemble_adapters(opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite)
         _check_alike(opened)
@@ -112,18 +112,19 @@ def _assemble_whole(
 
 def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
     """Return vectors [n, L, H] float32; raises ValueError for other shapes and for values that are not finite."""
-    shapes = [tuple(vector.shape) for vector in vectors]
-    if len(shapes) != n or set(shapes) != {(L, H)}:
-        raise ValueError(f"vectors are {shapes}; want [{L}, {H}] for each of the {n} experts")
-    stacked = torch.stack([vector.detach().float().cpu() for vector in vectors])
-    bad = [i for i, vector in enumerate(stacked) if not vector.isfinite().all()]
-    if bad:
-        raise ValueError(f"vectors of the experts {bad} have NaN or infinite values; want finite ones; lower the rate")
-    return stacked
+    vectors = [vector.detach().float().cpu() for vector in vectors]
+    shapes, bad = (
+        [tuple(vector.shape) for vector in vectors],
+        [i for i, v in enumerate(vectors) if not v.isfinite().all()],
+    )
+    if shapes != [(L, H)] * n or bad:
+        found = f"of the experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
+        raise ValueError(f"vectors {found}; expected finite values [{L}, {H}] for each of the {n} experts")
+    return torch.stack(vectors)
 
 
 def _check_alike(opened: Sequence[Expert]) -> None:
-    """Raise ValueError unless the experts are one model but for the values of their tensors."""
+    """Raise ValueError unless the experts differ only in the values of their tensors."""
     first = opened[0]
     fields = _fields(first)
     for expert in opened[1:]:
@@ -131,8 +132,8 @@ def _check_alike(opened: Sequence[Expert]) -> None:
         for name in sorted(fields.keys() | other.keys()):
             if fields.get(name) != other.get(name):
                 raise ValueError(
-                    f"{name} of {expert.path} is {other.get(name)!r}, of {first.path} {fields.get(name)!r}; want experts "
-                    "of one base"
+                    f"{name} of {expert.path} is {other.get(name)!r}, of {first.path} {fields.get(name)!r}; expected "
+                    "experts of one base"
                 )
         check_keys(expert.specs(), first.specs(), source=expert.path)
 
@@ -142,10 +143,10 @@ def _fields(expert: Expert) -> dict:
 
 
 def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
-    """Open the base, which has what is no MLP of the experts, in the same shapes and dtypes."""
+    """Open the base, which has the experts' backbone in the same shapes and dtypes."""
     named = [expert for expert in opened if expert.base is not None]
     if base is None and not named:
-        raise ValueError("base is None, backbone is 'base'; want base=, the folder of the dense model")
+        raise ValueError("base is None, backbone is 'base'; pass base=, the folder of the dense model")
     source = Checkpoint(model_folder(base or models.base_of(named)))
     first, specs = opened[0], source.specs()
     want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
@@ -154,7 +155,7 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
 
 
 class _Made:
-    """What becomes of each of the experts' keys."""
+    """The target's tensors for each of the experts' keys."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class _Made:
         return sum(spec.nbytes * (n if self.opened[0].is_ffn(key) else 1) for key, spec in self.specs.items())
 
     def of(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the target's tensors that a key of the experts gives; none for all but the first part of a stack."""
+        """Return the target's tensors for a key of the experts; none for all but the first part of a stack."""
         place = families.locate_key(self.family, key)
         if place is None:
             return {key: self._mean(key) if self.source is None else self.source.get(key)}
@@ -201,14 +202,11 @@ class _Made:
         return self.vectors[:, layer].contiguous()
 
     def _mean(self, key: str) -> torch.Tensor:
-        """The mean of a tensor over the experts, rounded once; of equal ones that tensor, bit by bit."""
+        """Return the mean of a tensor over the experts, rounded once; bit for bit the tensor if all are equal."""
         dtype = self.specs[key].dtype
         tensors = (_finite(expert.get(key), key, expert) for expert in self.opened)
         if not dtype.is_floating_point:
-            first = next(tensors)
-            if not all(torch.equal(first, other) for other in tensors):
-                raise ValueError(f"{key} is {dtype} and differs between experts; want equal ones")
-            return first
+            return next(tensors)
         wide = torch.float64 if dtype.itemsize >= 4 else torch.float32
         total = next(tensors).to(wide)
         for tensor in tensors:
@@ -218,7 +216,7 @@ class _Made:
 
 def _finite(tensor: torch.Tensor, key: str, expert: Expert) -> torch.Tensor:
     if not tensor.isfinite().all():
-        raise ValueError(f"{key} of {expert.path} has NaN or infinite values; want finite ones; lower the rate")
+        raise ValueError(f"{key} of {expert.path} has NaN or infinite values; lower the learning rate")
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""Which rows each expert is good at: perplexities on a seed set, and buckets that experts fill with what they know best.
+"""Which rows each expert is best at: perplexities on a seed set, and buckets of rows, one per expert.
 
 UpIT (arXiv 2410.01610), Algorithm 3:
     D_s     = 1 % of the data, at random
@@ -30,7 +30,7 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):
         raise ValueError(
-            f"share is {share}, at_least is {at_least}, the data has {len(rows)} rows; want a share of them"
+            f"share is {share}, at_least is {at_least}, the data has {len(rows)} rows; expected a share of them"
         )
     return rows.shuffle(seed=seed).select(range(count))
 
@@ -48,15 +48,13 @@ def perplexities(
 ) -> torch.Tensor:
     """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must call.
 
-    `rows` are tokenized (data.tokenize_pairs); `tokens` "response" counts those with a label, "all" all but a row's first.
-    `base` is the dense model of deltas and adapters, the one that they name unless given; `dtype` the folder's own. One model
-    is in memory at a time. Adapters share it: the base runs once on `batch_size` rows, those of all adapters side by side.
-    Raises ValueError for rows without a token that counts and adapters that name different bases.
+    `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts those with a label, "all" all but a row's
+    first. `base` is the dense model of deltas and adapters, by default the one that they name; `dtype` defaults to the
+    folder's. One model is in memory at a time. Adapters share it: the base runs once on `batch_size` rows, those of all
+    adapters side by side. Raises ValueError for rows without a token that counts and adapters that name different bases.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
-    if not experts or not len(rows):
-        raise ValueError(f"experts are {len(experts)}, rows are {len(rows)}; want at least one of each")
     models.check_labels(rows, tokens == "all")
     where = {"dtype": dtype, "device": device}
     with contextlib.ExitStack() as stack:
@@ -75,21 +73,18 @@ def perplexities(
 
 
 def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
-    """Deal rows out to experts by `perplexity` [n, N] (Algorithm 3); return each expert's rows, n lists of row numbers.
+    """Distribute rows to experts by `perplexity` [n, N] (Algorithm 3); return each expert's rows, n lists of row numbers.
 
     A bucket holds at most `capacity` rows, ceil(N / n) unless given; a row for which all buckets are full is dropped.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
     if perplexity.dim() != 2 or not perplexity.numel():
-        raise ValueError(f"perplexity is {tuple(perplexity.shape)}; want [n, N], at least one expert and one row")
-    bad = perplexity.isnan().all(0).nonzero().flatten().tolist()
+        raise ValueError(f"perplexity is {tuple(perplexity.shape)}; expected [n, N], at least one expert and one row")
+    rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
+    bad = rows or perplexity.isnan().any(1).nonzero().flatten().tolist()
     if bad:
-        raise ValueError(
-            f"perplexity of the rows {bad[:8]} is NaN for every expert; want numbers; leave those rows out"
-        )
-    bad = perplexity.isnan().any(1).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(f"perplexity of the experts {bad} is NaN on some rows; want numbers; leave those experts out")
+        what = f"rows {bad[:8]} is NaN for every expert" if rows else f"experts {bad} is NaN on some rows"
+        raise ValueError(f"perplexity of the {what}; leave those {'rows' if rows else 'experts'} out")
     n, N = perplexity.shape
     capacity = math.ceil(N / n) if capacity is None else capacity
     check_positive("capacity", capacity)
@@ -103,9 +98,7 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
 
 
 def random_buckets(sizes: Sequence[int], N: int, seed: int = 0) -> list[list[int]]:
-    """Deal `N` rows out at random to buckets of the given `sizes`, the paper's ablation; return their row numbers, sorted."""
+    """Distribute `N` rows at random to buckets of the given `sizes`, the paper's ablation; return row numbers, sorted."""
     sizes = list(sizes)
-    if any(size < 0 for size in sizes) or sum(sizes) > N:
-        raise ValueError(f"sizes are {sizes}, N is {N}; want numbers of 0 or more whose sum is at most N")
     order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     return [sorted(part.tolist()) for part in order[: sum(sizes)].split(sizes)]

@@ -1,10 +1,12 @@
 """Expert preparation: a Trainer callback that saves the model at fixed intervals while it is tuned.
 
-UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ..., E_m.
-What is saved is one of three, each a folder FOLDER/step-<n>/ with expert.json, which says which, when and of which base:
+UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ..., E_m. Each is a folder
+FOLDER/step-<n>/ of one of three kinds; its expert.json records the kind, the step and the base:
+
     ffn    the whole model, as its `save_pretrained` would write it
-    delta  of that only the tensors that differ from a base's folder, bit by bit
+    delta  only those of its tensors that differ from a base's folder, bit for bit
     lora   a PEFT model's adapter
+
 `moe_runtime.methods.upit.experts` reads all three alike.
 """
 
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
+from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.folders import to_saved
 from moe_runtime.hf.models.rope import write_legacy_rope
@@ -35,13 +38,13 @@ STEP = "step-"
 class ExpertCheckpoints(TrainerCallback):
     """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps` steps, and after the last step.
 
-    For any Trainer, and for models under DDP and FSDP2, where all processes must have it. A folder appears whole or not
-    at all, before the Trainer's own checkpoint of that step: a training that goes on from one finds its experts there,
-    and keeps them, but for that of a step in which it was ended early. `base` is the model's folder before the training,
-    which is noted; with `only_changed` what equals it is left out. `dtype` is that of the weights written, their own
-    unless given: with `only_changed` give the base's where another one trains. Memory holds a shard of `max_shard_size`
-    beside the model. Raises ValueError when the training begins for a model that cannot be saved so, and for a folder with
-    experts of an earlier training, unless `overwrite`.
+    For any Trainer, and for models under DDP and FSDP2, where all processes need it. A folder is written atomically, before
+    the Trainer's own checkpoint of that step: a training that resumes finds its experts there and keeps them, except one of
+    a step at which it was stopped early. `base` is the model's folder before the training, which is recorded; with
+    `only_changed`, tensors equal to the base's are left out. `dtype` is that of the written weights, by default their own:
+    with `only_changed` pass the base's if another one trains. Memory holds a shard of `max_shard_size` beside the model.
+    When the training begins, raises ValueError for a model that cannot be saved this way, and for a folder with experts of
+    an earlier training, unless `overwrite`.
     """
 
     def __init__(
@@ -56,25 +59,24 @@ class ExpertCheckpoints(TrainerCallback):
         max_shard_size: int | str = "1GB",
         overwrite: bool = False,
     ):
-        if every_epochs is not None and every_steps is not None:
-            raise ValueError(f"every_epochs is {every_epochs}, every_steps is {every_steps}; want one of them")
-        self.folder = Path(folder)
+        self.folder, self.overwrite, self.base, self.only_changed = Path(folder), overwrite, base, only_changed
         self.every_steps, self.every_epochs = every_steps, 0.25 if every_epochs is None else every_epochs
-        if not (isinstance(self.every_epochs, int | float) and 0 < self.every_epochs < math.inf):
-            raise ValueError(f"every_epochs is {every_epochs!r}; want a number above 0")
-        if every_steps is not None and not (isinstance(every_steps, int) and every_steps > 0):
-            raise ValueError(f"every_steps is {every_steps!r}; want an integer of at least 1")
-        if only_changed and base is None:
-            raise ValueError("only_changed is True, base is None; want the folder of the model before the training")
-        self.base, self.only_changed, self.overwrite = base, only_changed, overwrite
+        check_number("every_epochs", self.every_epochs, positive=True)
+        if every_steps is not None:
+            check_positive("every_steps", every_steps)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ValueError(f"dtype is {dtype!r}; want a floating dtype such as 'bfloat16'")
+        is_float = dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)
+        if None not in (every_epochs, every_steps) or (only_changed and base is None) or not is_float:
+            raise ValueError(
+                f"every_epochs is {every_epochs}, every_steps is {every_steps}, only_changed is {only_changed}, base is "
+                f"{base}, dtype is {dtype!r}; expected one of the intervals, a base if only_changed, and a floating dtype "
+                "such as 'bfloat16'"
+            )
         self.max_shard_size = parse_size(max_shard_size)
         self._epoch, self._base_hash = 0.0, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Check model, base and folder; take note of where a resumed training stands."""
+        """Check model, base and folder; record where a resumed training stands."""
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
@@ -84,7 +86,7 @@ class ExpertCheckpoints(TrainerCallback):
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
         if there and not state.global_step and not self.overwrite:
             raise ValueError(
-                f"folder is {self.folder}, which has {there[0]} of an earlier training; want an empty folder; or pass "
+                f"folder is {self.folder}, which has {there[0]} of an earlier training; use an empty folder or pass "
                 "overwrite=True"
             )
         if there:
@@ -114,7 +116,7 @@ class ExpertCheckpoints(TrainerCallback):
     on_evaluate = on_epoch_end
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Save the last step of a training that ended in a way of its own."""
+        """Save the last step of a training that was stopped in another way."""
         if state.global_step and not args.load_best_model_at_end:
             self._save(state, model, processing_class)
 
@@ -132,7 +134,7 @@ class ExpertCheckpoints(TrainerCallback):
 
 
 def _is_due(folder: Path) -> bool:
-    """Whether an expert is one that the intervals ask for, not of where a training was ended early."""
+    """Whether the intervals ask for an expert, as opposed to one of a training that was stopped early."""
     return not (folder / RECORD).is_file() or read_json(folder / RECORD).get("due", True)
 
 
@@ -148,9 +150,9 @@ def save_expert(
     is_main: bool = True,
     record: dict | None = None,
 ) -> None:
-    """Write a model to the folder `target`, tensor by tensor: with `base` what differs from it, of a PEFT model the adapter.
+    """Write a model to the folder `target`, tensor by tensor: with `base` the difference, of a PEFT model the adapter.
 
-    Every process that holds a part must call; the one with `is_main` writes. `record` goes to expert.json, with the kind.
+    Every process that holds a part must call; the one with `is_main` writes. `record` goes to expert.json with the kind.
     """
     model = _unwrap(model)
     if _is_peft(model):
@@ -184,7 +186,7 @@ def save_expert(
 
 
 class Changed:
-    """Passes on to a writer what differs from a base's folder, bit by bit; a context manager."""
+    """Writes only those tensors that differ from a base's folder, bit for bit; a context manager."""
 
     def __init__(self, writer: CheckpointWriter, base: Checkpoint):
         self.writer, self.base = writer, base
@@ -195,7 +197,7 @@ class Changed:
         return self
 
     def __exit__(self, *error) -> None:
-        # a file of no tensor is none
+        # a file needs at least one tensor
         if error[0] is None and self._is_empty and self._left_out is not None:
             self.writer.add(self._left_out, self.base.get(self._left_out))
 
@@ -224,7 +226,7 @@ def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return 16 hex digits of each tensor's name, shape, dtype and middle row: what tells a model from others, cheaply."""
+    """Return 16 hex digits of each tensor's name, shape, dtype and middle row, which distinguish models cheaply."""
     found = hashlib.sha256()
     for key, spec in sorted(checkpoint.specs().items()):
         found.update(f"{key} {list(spec.shape)} {spec.dtype}\n".encode())
@@ -235,7 +237,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def model_folder(source: str | Path, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
-    """Return the folder of a model: `source`, or where the Hub's files of that id are; ValueError where there is none."""
+    """Return the folder of a model: `source`, or that of the Hub's files of that id; ValueError if there is none."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -245,7 +247,7 @@ def model_folder(source: str | Path, patterns: tuple[str, ...] = ("*.safetensors
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (HFValidationError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"base is {str(source)!r}: {reason}; want a model's folder or an id of the Hub") from error
+        raise ValueError(f"base is {str(source)!r}: {reason}; expected a model's folder or an id of the Hub") from error
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -260,22 +262,22 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model of which not every tensor can be had one by one, as transformers saves it."""
+    """Raise ValueError for a model whose tensors cannot be read one by one, as transformers saves them."""
     inner, reason = _unwrap(model), None
     if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
-        reason = "whose parameters DeepSpeed has split; want DDP or FSDP2"
+        reason = "whose parameters DeepSpeed has split; use DDP or FSDP2"
     elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        reason = "split by FSDP 1; want FSDP2 (fsdp_version: 2)"
+        reason = "split by FSDP 1; use FSDP2 (fsdp_version: 2)"
     elif trained_files.training_of(inner) is not None:
-        reason = "which trains experts apart; want a dense model, or esft.save_adapter"
+        reason = "which trains ESFT experts; use a dense model, or esft.save_adapter"
     elif _is_peft(inner):
-        reason = None if "default" in inner.peft_config else "without the adapter 'default'; want get_peft_model's name"
+        reason = None if "default" in inner.peft_config else "without the adapter 'default'; use get_peft_model's name"
     elif not isinstance(inner, PreTrainedModel):
-        reason = "no model of transformers; want one, or PEFT's"
+        reason = "not a model of transformers or PEFT"
     elif getattr(inner, "_hf_peft_config_loaded", False):
-        reason = "with adapters of its own; want peft.get_peft_model"
+        reason = "with adapters of its own; use peft.get_peft_model"
     elif getattr(inner, "hf_quantizer", None) is not None:
-        reason = "quantized; want it loaded without quantization, or PEFT's adapters on it"
+        reason = "quantized; load it without quantization, or put PEFT's adapters on it"
     if reason is not None:
         raise ValueError(f"model is {type(inner).__name__}, {reason}")
 
@@ -287,7 +289,7 @@ def _check_base(model: nn.Module, base: Checkpoint) -> None:
         for key, like in to_saved(inner, {name: torch.empty(parameter.shape, device="meta")}).items():
             if like.dim() > 1 and key in specs and specs[key].shape == tuple(like.shape):
                 return
-    raise ValueError(f"base is {base.path}, none of whose matrices are the model's by name and shape; want its base")
+    raise ValueError(f"base is {base.path}, none of whose matrices are the model's by name and shape; pass its base")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

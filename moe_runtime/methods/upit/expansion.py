@@ -2,10 +2,11 @@
 
     while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
                     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
+
 Only MLPs enter distance and DARE; the rest of a child is its parents' mean ("average the parameters of backbone modules in
-candidate expert models"). LoRA experts: the same on every A and B apart, with a base of zero. What the paper leaves open
-is an option here. `moe_runtime.ops.expansion` has the formulas and their numbers, `moe_runtime.methods.upit.pool` the
-reading: bounded memory, each of the given experts once, and all once more for each child, while it is being written.
+candidate expert models"). LoRA experts: the same on every A and B separately, with a base of zero. What the paper leaves
+open is an option here. `moe_runtime.ops.expansion` has the formulas, `moe_runtime.methods.upit.pool` reads: in bounded
+memory, each of the given experts once, and all once more for each child, while it is being written.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_runtime.config import check_choice, check_numbers, check_seed, shown
+from moe_runtime.config import check_choice, check_numbers, check_seed
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.conversions import Progress
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
@@ -71,23 +72,23 @@ def expand_experts(
 ) -> Expansion:
     """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
 
-    `base` is the dense model that all were trained from. `of` says what is compared: what training added, or the weights,
-    which are as far apart in `metric` "l2", and nearer in "cosine". `weights` are a and b of every child (None: a uniform at
-    random). Rows are computed on `device`. Of the children in `out` those that this call would make again are kept, after a
-    kill as well; the others are replaced or removed, and with `overwrite` all. Raises ValueError, with nothing written, for
-    experts that are not alike, a base without their MLPs or not the one that they note, and an `out` that holds anything
+    `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the
+    weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None:
+    a uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also
+    after a kill; the others are replaced or removed, and with `overwrite` all. Raises ValueError, with nothing written, for
+    experts that are not alike, a base without their MLPs or other than the recorded one, and an `out` that holds anything
     else.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
         raise ValueError(
-            f"count is {count}, experts are {len(paths)}; want at least as many, and two parents for a child"
+            f"count is {count}, experts are {len(paths)}; expected at least as many, and two parents for a child"
         )
     parse_size(max_shard_size)
     _check_out(out, paths, count)
     children = []
-    # l2 is the same of both
+    # l2 is the same for both
     comparison = {"weights_alone": of == "weight" and metric != "l2", "wide": of == "weight" or metric == "l2"}
     with Pool(base, **comparison, backend=backend, device=device) as pool:
         for path in paths:
@@ -119,30 +120,27 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
     check_choice("parents", parents, PARENTS)
     check_drop(drop)
     if weights is not None and (len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)):
-        raise ValueError(f"weights is {weights!r}; want two finite numbers, or None")
+        raise ValueError(f"weights is {weights!r}; expected two finite numbers, or None")
     check_seed("seed", seed)
 
 
 def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
     """Raise ValueError if `out` holds what an expansion did not write, or an expert lies where a child would."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is {out}, which is a file; want a folder")
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
+    found = None if out.is_dir() or not out.exists() else "a file"
     for path in experts:
         if path.resolve().parent == out.resolve() and path.name in ours:
-            raise ValueError(
-                f"out is {out}, where the expert {path.name} lies that a child would replace; want another"
-            )
+            found = f"a folder with the expert {path.name}, which a child would replace"
     for path in _children_in(out, experts):
         if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
-            raise ValueError(f"out is {out}, whose {path.name} is no expansion's child; want another folder")
+            found = found or f"a folder whose {path.name} is not an expansion's child"
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
         # a killed writer leaves hidden ones, of a file in a folder
         if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
-            raise ValueError(
-                f"out is {out}, which holds {path.name}; want a new folder, or one of an earlier expansion"
-            )
+            found = found or f"a folder that holds {path.name}"
+    if found is not None:
+        raise ValueError(f"out is {out}, {found}; use a new folder, or one of an earlier expansion")
 
 
 def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
@@ -172,15 +170,14 @@ def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return grown
 
 
-def _products(record: dict, path: Path) -> dict:
-    kept = record.get("products", {})
-    if not isinstance(kept, dict):
-        raise ValueError(f"products of {path} are {shown(kept)}; want an object; remove the file, and it is made anew")
-    return kept
+def _kept(path: Path) -> dict:
+    """Return what an earlier run recorded of its inner products in `path`."""
+    kept = read_json(path).get("products")
+    return kept if isinstance(kept, dict) else {}
 
 
 def _values(kept: dict, path: Path, *shape: int) -> torch.Tensor:
-    """Return the inner products that an earlier run kept in `path`; raises ValueError for what are none."""
+    """Return the inner products that an earlier run stored in `path`; raises ValueError for malformed ones."""
     check_numbers(f"products of {path}", kept.get("values"), *shape)
     return torch.tensor(kept["values"], dtype=torch.float64)
 
@@ -190,7 +187,7 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
     path = out / SUMMARY
     if path.is_file() and not overwrite:
-        kept = _products(read_json(path), path)
+        kept = _kept(path)
         if {name: kept.get(name) for name in key} == key:
             products = _values(kept, path, len(pool.experts), len(pool.experts))
             pool.skip(len(pool.experts), child=False)
@@ -198,7 +195,7 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     products = pool.products()
     if not torch.isfinite(products).all():
         bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
-        raise ValueError(f"expert is {bad.path}, whose MLPs have NaN or infinite values; want finite weights")
+        raise ValueError(f"expert is {bad.path}, whose MLPs have NaN or infinite values; its weights must be finite")
     out.mkdir(parents=True, exist_ok=True)
     atomic_write_json(path, {"products": key | {"values": products.tolist()}})
     return products
@@ -210,9 +207,11 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
     if (folder / RECORD).is_file() and not overwrite:
-        record = read_json(folder / RECORD)
-        kept = _products(record, folder / RECORD)
-        if record.get("child") == child and {name: kept.get(name) for name in pool.comparison} == pool.comparison:
+        kept = _kept(folder / RECORD)
+        if (
+            read_json(folder / RECORD).get("child") == child
+            and {name: kept.get(name) for name in pool.comparison} == pool.comparison
+        ):
             products = _values(kept, folder / RECORD, len(pool.experts) + 1)
             pool.skip(len(pool.experts), child=True)
             return products
@@ -227,25 +226,25 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
     }
     tensors = pool.child(mix, products)
 
-    def said(**more: Any) -> str:
+    def record_text(**more: Any) -> str:
         values = pool.comparison | {"values": products.tolist()}
         return json.dumps(record | more | {"products": values}, indent=2) + "\n"
 
     if kind == "lora":
         with atomic_folder(folder, overwrite=True) as tmp:
             _write_adapter(tmp, parents[0], tensors)
-            (tmp / RECORD).write_text(said(), encoding="utf-8")
+            (tmp / RECORD).write_text(record_text(), encoding="utf-8")
         return products
     expected = sum(spec.nbytes for spec in pool.specs.values()) if kind == "ffn" else None
     with CheckpointWriter(folder, max_shard_size, overwrite=True, expected_bytes=expected) as writer:
         writer.copy_file(parents[0].path / "config.json")
         folders.copy_side_files(parents[0].path, writer)
-        writer.write_text(RECORD, said(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))
+        writer.write_text(RECORD, record_text(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))
     return products
 
 
 def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | None) -> dict[str, Any]:
-    """Write a child's tensors, as a delta of the base of `like` if given; return what expert.json says of that."""
+    """Write a child's tensors, as a delta of the base of `like` if given; return what expert.json records of that."""
     if like is None:
         for key, tensor in tensors:
             writer.add(key, tensor)
@@ -264,7 +263,7 @@ def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
 
 
 def _summarize(out: Path, found: Expansion) -> None:
-    """Add to the summary what came out."""
+    """Add the result to the summary."""
     children = [
         {"folder": child.folder.name, "parents": child.parents, "weights": child.weights, "distance": child.distance}
         for child in found.children

@@ -1,7 +1,7 @@
-"""Experts on disk, read alike: whole dense models, models that a base and what differs from it make up, and LoRA adapters.
+"""Experts on disk, all read alike: whole dense models, deltas of a base, and LoRA adapters.
 
-UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning are the experts. What each kind is, and how it
-gets there: `moe_runtime.methods.upit.checkpoints`. Memory holds a tensor at a time, or rows of one.
+UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning are the experts. The kinds and how they are
+written: `moe_runtime.methods.upit.checkpoints`. Memory holds one tensor at a time, or rows of one.
 """
 
 import re
@@ -25,7 +25,7 @@ WHICH = ("back", "front", "uniform")
 class Expert:
     """An expert's folder open for reading; `open_expert` makes one. A context manager.
 
-    `kind` is "ffn", "delta" or "lora"; `record` what expert.json says; `base` the folder of its base, or its id, where it is
+    `kind` is "ffn", "delta" or "lora"; `record` the content of expert.json; `base` the folder of its base, or its id, if
     known; `config` the dense model's; `adapter` PEFT's settings of a lora.
     """
 
@@ -37,7 +37,7 @@ class Expert:
         self._config = None
         own, specs = self._own.specs(), {} if self._base is None else self._base.specs()
         absent = set(record.get("absent", ()))
-        # as the base has them, where there is one: the order of its bytes
+        # in the base's order, if there is one: that of its bytes
         self._specs = {key: own.get(key, spec) for key, spec in specs.items() if key not in absent} | own
 
     def __enter__(self) -> "Expert":
@@ -48,21 +48,21 @@ class Expert:
 
     @property
     def config(self):
-        """The dense model's transformers config; raises ValueError for a lora whose base is not known or not there."""
+        """The dense model's transformers config; raises ValueError for a lora whose base is unknown or missing."""
         if self._config is None:
             if self.kind == "lora" and self.base is None:
-                raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model; want base=, its folder")
+                raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model; pass base=, its folder")
             source = self.path if self.kind != "lora" else model_folder(self.base, ("config.json",))
             self._config = folders.read_config(source)
         return self._config
 
     @property
     def family(self) -> families.Family:
-        """The row of the families' table; raises ValueError for a model that has none."""
+        """The model's Family; raises ValueError for a model that has none."""
         return families.family_of(self.config)
 
     def keys(self) -> list[str]:
-        """Names of all tensors, those that a delta leaves to its base too, in an order to walk them in."""
+        """Names of all tensors, those that a delta leaves to its base included, in the order to read them."""
         return list(self._specs)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -82,7 +82,7 @@ class Expert:
         return self._source(key).get_rows(key, index)
 
     def differs(self, key: str) -> bool:
-        """Whether the expert's own files hold the tensor: of a delta, what differs from its base."""
+        """Whether the expert's own files hold the tensor; those of a delta hold what differs from its base."""
         return key in self._own
 
     def is_ffn(self, key: str) -> bool:
@@ -90,15 +90,15 @@ class Expert:
         return self.locate(key) is not None
 
     def locate(self, key: str) -> families.MLPKey | None:
-        """Return what of which layer's MLP a tensor is, of a LoRA half the weight that it is for; None for the rest."""
+        """Return the layer and part of the MLP that a tensor, or a LoRA half's weight, belongs to; None for the rest."""
         if self.kind == "lora":
             key = re.sub(r"\.lora_[AB](\.\w+)?\.weight$", ".weight", key.removeprefix(PREFIX))
         return families.locate_key(self.family, key)
 
     def fingerprint(self) -> str:
-        """Return hex digits that tell this expert from others, and from itself once changed, cheaply.
+        """Return hex digits that distinguish this expert from others, and from itself once changed, cheaply.
 
-        They stand for the tensors' names, shapes, dtypes and a row of each, and for the files' sizes, times and settings.
+        They cover the tensors' names, shapes, dtypes and a row of each, and the files' sizes, times and settings.
         """
         base = None if self._base is None else print_of(self._base)
         return hash_of([print_of(self._own), base])
@@ -108,7 +108,7 @@ class Expert:
 
 
 def print_of(checkpoint: Checkpoint) -> str:
-    """Return hex digits that tell a folder's model or adapter from another, and from itself once a file has changed."""
+    """Return hex digits that distinguish a folder's model or adapter from others, and from itself once a file changed."""
     folder = checkpoint.path
     settings = [path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()]
     files = [files_print(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -116,18 +116,16 @@ def print_of(checkpoint: Checkpoint) -> str:
 
 
 def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
-    """Open an expert's folder of any kind; `base` stands for the base that it names, which may have moved.
+    """Open an expert's folder of any kind; `base` replaces the base that it names, which may have moved.
 
-    Raises ValueError for a folder that is none of the three and for a delta without its base, or with another.
+    Raises ValueError for a folder of no kind and for a delta without its base, or with another.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"expert is {str(path)!r}, which is no folder; want one of a model, a delta or an adapter")
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
         raise ValueError(
-            f"{path / RECORD} has format {record.get('format')!r} and kind {record.get('kind')!r}; want {FORMAT} and one "
-            f"of {', '.join(KINDS)}"
+            f"{path / RECORD} has format {record.get('format')!r} and kind {record.get('kind')!r}; expected {FORMAT} and "
+            f"one of {', '.join(KINDS)}"
         )
     kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
     if kind == "delta":
@@ -139,7 +137,7 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
 
 
 def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
-    """Return the folder of a delta's base: that which it names, or the one given, whichever is the same model."""
+    """Return the folder of a delta's base: the one given or the one it names, whichever is the same model."""
     names = [name for name in (given, record.get("base")) if name is not None]
     reason = "which names no base"
     for name in names:
@@ -151,7 +149,7 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
         except ValueError as error:
             reason = str(error).partition(";")[0]
     raise ValueError(
-        f"expert is {str(path)!r}, a delta, {reason}; want base=, the folder of the model it was trained from"
+        f"expert is {str(path)!r}, a delta, {reason}; pass base=, the folder of the model it was trained from"
     )
 
 
@@ -163,8 +161,8 @@ def saved_experts(folder: str | Path) -> list[Path]:
 def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, which: str = "back") -> list[Path]:
     """Return `count` of the checkpoints `folders`, in the order of their steps, or of those that one folder holds.
 
-    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced with the last. A
-    step is the number that a folder's name ends in; where one has none, all stay in the order given. Raises ValueError for
+    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced up to the last. A
+    step is the number at the end of a folder's name; if one has none, all stay in the order given. Raises ValueError for
     too few.
     """
     check_choice("which", which, WHICH)
@@ -174,7 +172,9 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
         found = [path for _, path in sorted(zip(map(int, steps), found, strict=True), key=lambda pair: pair[0])]
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
-        raise ValueError(f"count is {count}, checkpoints{where} are {len(found)}; want 1 to as many; save more often")
+        raise ValueError(
+            f"count is {count}, checkpoints{where} are {len(found)}; expected 1 to as many; save more often"
+        )
     if which == "uniform":
         return [found[(i + 1) * len(found) // count - 1] for i in range(count)]
     return found[:count] if which == "front" else found[-count:]
@@ -191,7 +191,7 @@ def materialize(
         with open_expert(expert) as opened:
             return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)
     if expert.kind == "lora":
-        raise ValueError(f"expert is {str(expert.path)!r}, an adapter; want a delta; PEFT merges adapters")
+        raise ValueError(f"expert is {str(expert.path)!r}, an adapter; expected a delta, since PEFT merges adapters")
     check_out_dir(out, overwrite, [expert.path, expert.base])
     expected = sum(spec.nbytes for spec in expert.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:

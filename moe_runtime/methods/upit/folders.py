@@ -1,7 +1,7 @@
-"""UpIT's steps 3 to 5 on folders and a file of rows: what the command line's verbs do, each with one call.
+"""UpIT from disk to disk: its steps on folders and a file of rows, as the command line's verbs do them, each in one call.
 
 route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows that it is best at
-assemble_folders  experts, or what route_folders wrote -> a mixture
+assemble_folders  experts, or what route_folders wrote -> a Mixture-of-Experts model
 """
 
 import json
@@ -61,8 +61,8 @@ def route_folders(
 ) -> RoutersReceipt:
     """Find the rows that each expert is best at, and tune expert and routing vectors on them, to OUT/expert-<i>.
 
-    `rows` are what `data.read_rows` takes; of them `share`, and no fewer than `at_least`, are the seed data. `buckets`
-    "random" deals as many rows out at random. `learning_rate` is the paper's unless given, `training` are Tuning's other
+    `rows` is what `io.rows.read_rows` reads; `share` of them, and no fewer than `at_least`, are the seed data. `buckets`
+    "random" distributes as many rows at random. `learning_rate` defaults to the paper's, `training` are Tuning's other
     settings. Experts that the same call has tuned before are not tuned again. Raises ValueError, with nothing written, for
     rows or experts that cannot be read, and for an `out` of another call.
     """
@@ -103,28 +103,26 @@ def route_folders(
 def assemble_folders(
     experts: Sequence[str | Path], out: str | Path, *, routers: str | Path | None = None, **settings
 ) -> assembly.FolderReceipt:
-    """Write the mixture of expert folders to `out`, or of the experts and vectors that `route_folders` wrote to `routers`.
+    """Write the MoE model of expert folders to `out`, or of the experts and vectors that `route_folders` wrote to `routers`.
 
-    Without `routers` the router is drawn at random. `settings` are `upit_assembly.assemble`'s. Raises ValueError for both or
-    neither.
+    Without `routers` the router is drawn at random. `settings` are `assemble`'s. Raises ValueError for both or neither.
     """
     if bool(experts) == (routers is not None):
         given = "both are given" if experts else "neither is given"
-        raise ValueError(f"experts and routers: {given}; want expert folders, or the folder of upit init-routers")
+        raise ValueError(f"experts and routers: {given}; pass expert folders, or the folder of upit init-routers")
     if routers is None:
         return assembly.assemble(experts, None, out, **settings)
     listed = read_json(Path(routers) / SUMMARY).get("experts")
     if not isinstance(listed, list) or not listed:
-        raise ValueError(f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; want what upit init-routers wrote")
-    count = len(listed)
-    routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(count)]
+        raise ValueError(
+            f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; expected what upit init-routers wrote"
+        )
+    routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(len(listed))]
     return assembly.assemble([one.folder for one in routed], [one.vectors for one in routed], out, **settings)
 
 
 def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: str):
-    """Load the tokenizer of the first expert, or of its base where it has none of its own; return it and the expert's kind."""
-    if not experts:
-        raise ValueError("experts are 0; want at least one folder")
+    """Load the tokenizer of the first expert, or of its base if it has none; return it and the expert's kind."""
     with open_expert(experts[0], base) as expert:
         has_own = (expert.path / "tokenizer_config.json").is_file()
         kind = expert.kind

@@ -1,12 +1,9 @@
-"""What of an upcycled model transformers' stock Mixtral can say: its config, and names and layouts of its tensors.
+"""An assembled model as a stock Mixtral folder: the same logits in plain transformers, and wherever Mixtral runs.
 
 Mixtral's gate, softmax over all experts, the top k of it, divided by their sum, is softmax over the logits of the top k:
-gates softmax_topk_renorm and topk_softmax. Its base is a Llama or Mistral without biases.
-
-An assembled model as a stock Mixtral folder: the same logits in plain transformers, and wherever Mixtral runs.
-
-What can be said in Mixtral's form, and what cannot: `moe_runtime.methods.upit.mixtral`. Streamed: memory holds a tensor of the backbone,
-one expert's matrices and a shard of the target.
+gates softmax_topk_renorm and topk_softmax. Its base is a Llama or Mistral without biases. The config, the names and the
+layouts come from transformers' own tables. Streamed: memory holds a tensor of the backbone, one expert's matrices and a
+shard of the target.
 """
 
 from pathlib import Path
@@ -22,7 +19,7 @@ from moe_runtime.io.files import check_out_dir
 
 GATES = ("softmax_topk_renorm", "topk_softmax")
 BASES = ("llama", "mistral")
-# of a base's config, as Mixtral's has them too
+# fields of a base's config that Mixtral's has too
 _SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
@@ -31,11 +28,8 @@ _SHARED = (
 
 
 def mixtral_config(config) -> MixtralConfig:
-    """Return the config of the stock Mixtral that computes what an upcycled model does; ValueError names what none can."""
-    block = getattr(config, "moe_runtime", None)
-    if block is None:
-        raise ValueError(f"model_type is {config.model_type!r}; want an upcycled model; upit.assemble makes one")
-    moe = moe_config(config)
+    """Return the config of the stock Mixtral that computes what an upcycled model does; ValueError if there is none."""
+    moe, block = moe_config(config), config.moe_runtime
     layers = list(range(config.num_hidden_layers))
     rope = config.rope_parameters or {}
     checks = {
@@ -51,20 +45,20 @@ def mixtral_config(config) -> MixtralConfig:
     }
     for name, (value, known) in checks.items():
         if value not in known:
-            raise ValueError(f"{name} is {value!r}; want {' or '.join(map(repr, known))}, what Mixtral can compute")
+            raise ValueError(f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}")
     fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)}
     return MixtralConfig(
         **fields,
         num_local_experts=moe.num_experts,
         num_experts_per_tok=moe.top_k,
-        # its loss pools the layers, ours has one for each; the coefficient is the nearest to say
+        # its loss pools the layers, ours has one for each; the coefficient is the closest equivalent
         router_aux_loss_coef=moe.balance_loss_coef if moe.balance_loss == "switch" else 0.0,
         architectures=["MixtralForCausalLM"],
     )
 
 
 class Names:
-    """Mixtral's names and layouts on disk, from transformers' own tables."""
+    """Mixtral's names and layouts on disk."""
 
     def __init__(self, config: MixtralConfig):
         self.model = folders.skeleton(config)
@@ -90,15 +84,15 @@ def export_mixtral(
 ) -> FolderReceipt:
     """Write the upcycled model `folder` as a MixtralForCausalLM to the folder `out`, with its tokenizer.
 
-    Raises ValueError, with nothing written, for whatever Mixtral does not have, by name, for an existing target and too little
-    disk space.
+    Raises ValueError, with nothing written, for whatever Mixtral lacks, by name, for an existing target and too little disk
+    space.
     """
     check_out_dir(out, overwrite, [folder])
     config = folders.read_config(folder)
     target = mixtral_config(config)
     names, moe = Names(target), moe_config(config)
     with Checkpoint(folder) as source:
-        # old checkpoints hold what every model computes itself
+        # old checkpoints hold buffers that every model computes itself
         specs = {key: spec for key, spec in source.specs().items() if not key.endswith("rotary_emb.inv_freq")}
         tied = set(names.model.all_tied_weights_keys)
         want = {key: TensorSpec(shape, specs[key].dtype) for key, shape in names.specs.items() if key in specs}

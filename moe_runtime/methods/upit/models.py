@@ -1,6 +1,6 @@
-"""UpIT's experts as models: whole ones, what differs from a base, PEFT adapters of one; and their losses, row by row.
+"""UpIT's experts in memory: whole models, deltas and PEFT adapters of a base; and their losses, row by row.
 
-What an expert is here, `methods.upit.experts.open_expert` opened: kind "ffn", "delta" or "lora", a path, a base.
+An expert here is what `methods.upit.experts.open_expert` returns: kind "ffn", "delta" or "lora", a path, a base.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,20 +74,16 @@ def base_of(experts: Sequence) -> str | Path:
     """Return the base that all experts name: one folder or id, or copies; raises ValueError for none and for several."""
     first = experts[0]
     for expert in experts:
-        if expert.base is None:
+        if expert.base is None or not _is_same(first.base, expert.base):
             raise ValueError(
-                f"expert is {str(expert.path)!r}, which names no base; want base=, the folder of its dense model"
-            )
-        if not _is_same(first.base, expert.base):
-            raise ValueError(
-                f"the base of {expert.path} is {expert.base}, of {first.path} {first.base}; want experts of one base; pass "
+                f"the base of {expert.path} is {expert.base}, of {first.path} {first.base}; expected experts of one base; pass "
                 "base= if it has moved"
             )
     return first.base
 
 
 def _is_same(base: str | Path, other: str | Path) -> bool:
-    """Whether two names of models stand for one: the same name, the same folder, or folders with the same weights."""
+    """Whether two names stand for one model: the same name, the same folder, or folders with the same weights."""
     if str(base) == str(other) or Path(base).resolve() == Path(other).resolve():
         return True
     if not (Path(base).is_dir() and Path(other).is_dir()):
@@ -97,12 +93,12 @@ def _is_same(base: str | Path, other: str | Path) -> bool:
 
 
 def check_labels(rows, every_token: bool = False) -> None:
-    """Raise ValueError for tokenized rows of which no token has a loss: of one token, or, unless `every_token`, no label."""
+    """Raise ValueError for no rows, and for tokenized rows without a loss: of one token, or, unless `every_token`, no label."""
     column = rows["input_ids" if every_token else "labels"]
     bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
-    if bad:
+    if bad or not len(column):
         counted = "tokens after the first" if every_token else "labels after the first token"
-        raise ValueError(f"rows {bad[:8]} of {len(column)} have no {counted}; want at least one; leave those rows out")
+        raise ValueError(f"rows {bad[:8]} of {len(column)} have no {counted}; expected at least one row, with one each")
 
 
 def dtype_of(expert) -> str:
@@ -137,8 +133,8 @@ def adapter_losses(
 ) -> list[list[float]]:
     """Return `losses` [n][N] of n adapters of one base, which runs once for a batch of all adapters.
 
-    A batch has `batch_size` rows: of the data batch_size / n of them, at least one, n times. Adapters that are alike and
-    change MLPs alone run as LoRA experts, each row forced to its own; others as a mixed batch of peft's.
+    A batch has `batch_size` rows: batch_size / n rows of the data, at least one, n times. Adapters that are alike and
+    change only MLPs run as LoRA experts, each row forced to its own; others as a mixed batch of peft's.
     """
     n, own = len(experts), names(len(experts))
     if is_alike := _are_alike(experts):
@@ -191,9 +187,9 @@ def row_means(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
 
 
 def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False) -> list:
-    """Return what `take(model, batch)` makes of each tokenized row, as row_losses.each_row, on the model's device.
+    """Return what `take(model, batch)` returns for each tokenized row, as fit.each_row does, on the model's device.
 
-    Rows of about one length share a batch.
+    Rows of similar length share a batch.
     """
     rows, device = rows.select_columns(["input_ids", "labels"]), next(model.parameters()).device
     return fit.each_row(
@@ -209,9 +205,9 @@ def loader(rows, tokenizer, batch_size: int) -> DataLoader:
 
 
 def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path) -> None:
-    """Write a tuned expert to a folder that exists: `adapted`'s adapter, or `model` whole, in `dtype`, if that is None.
+    """Write a tuned expert to an existing folder: `adapted`'s adapter, or if that is None the whole `model` in `dtype`.
 
-    `weights` is the state dict of `model`, which may be split. What `model` does not have is left out.
+    `weights` is the state dict of `model`, which may be split. Keys that `model` lacks are left out.
     """
     if weights is not None:
         own = set(model.state_dict())

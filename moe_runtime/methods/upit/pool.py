@@ -1,9 +1,10 @@
-"""Experts side by side: rows of a tensor of all of them read at once, for their inner products and for a child's weights.
+"""Experts side by side: rows of a tensor of all experts, read at once for their inner products and a child's weights.
 
     G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers       UpIT's distances, before the metric
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base)                       for the MLPs; the parents' mean for the rest
+
 The formulas are in `moe_runtime.ops.expansion`. Each pass reads each expert once. Memory holds CHUNK elements of all
-experts together, and the tensor of a child that is put together.
+experts together, and the tensor of a child that is being assembled.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
 
 CHUNK = 1 << 22  # elements of all experts that are read at once
-# PEFT's settings that say what A and B mean
+# PEFT's settings that define what A and B mean
 _ADAPTER_FIELDS = (
     "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layer_replication",
 )  # fmt: skip
@@ -51,8 +52,8 @@ class _Rows(NamedTuple):
 class Pool:
     """Experts open for reading; a context manager. `base` is what their MLPs are compared with, of adapters the model.
 
-    `weights_alone` compares the weights themselves, not what training added to the base's. `wide` takes products in float64,
-    by torch: for distances that are small beside what is multiplied. Those of adapters, whose halves have no base, always are.
+    `weights_alone` compares the weights themselves, not what training added to the base's. `wide` computes products in
+    float64, by torch, for distances that are small beside the factors. Products of adapters, which have no base, always are.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Pool:
         noted = expert.record.get("base_hash")
         if self.base_hash is not None and noted not in (None, self.base_hash):
             raise ValueError(
-                f"base is {self.base_folder}, whose weights are not those that {expert.path} was trained from; want the folder "
+                f"base is {self.base_folder}, whose weights are not those that {expert.path} was trained from; pass the folder "
                 "of its base"
             )
         bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
         if bad is not None:
             raise ValueError(
-                f"{bad} in {expert.path} is {expert.spec(bad).dtype}; want float16, bfloat16, float32 or float64 weights"
+                f"{bad} in {expert.path} is {expert.spec(bad).dtype}; expected weights of a floating dtype"
             )
         self.experts.append(expert)
         self.prints.append(expert.fingerprint())
@@ -106,11 +107,14 @@ class Pool:
     def _begin(self, first: Expert) -> None:
         self.specs = first.specs()
         self.ffn = {key for key in self.specs if first.is_ffn(key)}
-        if not self.ffn:
-            raise ValueError(f"expert is {first.path}, which has no tensor of an MLP; want experts that differ there")
+        is_dora = first.kind == "lora" and first.adapter.get("use_dora")
+        if not self.ffn or is_dora:
+            what = "whose use_dora is True" if is_dora else "which has no tensor of an MLP"
+            raise ValueError(
+                f"expert is {first.path}, {what}; expected experts that differ in MLPs, adapters of plain LoRA"
+            )
         if first.kind == "lora":
             self.wide = True
-            _check_adapter(first)
             return
         self.base = self._stack.enter_context(Checkpoint(model_folder(self.base_folder)))
         self.base_specs = self.base.specs()
@@ -127,7 +131,7 @@ class Pool:
         self.progress = progress
 
     def skip(self, pool: int, child: bool) -> None:
-        """Count what need not be read: a pass over the MLPs of `pool` experts, and a child's backbone."""
+        """Count as read what need not be: a pass over the MLPs of `pool` experts, and a child's backbone."""
         ffn = sum(self.specs[key].nbytes for key in self.ffn)
         rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
         self._saw(pool * ffn + 2 * rest * child)
@@ -145,11 +149,11 @@ class Pool:
 
     @property
     def comparison(self) -> dict[str, bool]:
-        """What the products are of, and how they are taken."""
+        """What is compared, and how the products are computed."""
         return {"weights_alone": self.weights_alone, "wide": self.wide}
 
     def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
-        """Tensors as their products are taken."""
+        """Return tensors in the dtype of their products."""
         if self.wide:
             experts, base = [tensor.double() for tensor in experts], None if base is None else base.double()
         return experts, base
@@ -215,23 +219,20 @@ class Pool:
 
 
 def _with_dtypes(specs: dict[str, TensorSpec], like: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """`specs` with the dtypes of `like`: they may differ."""
+    """Return `specs` with the dtypes of `like`, which may differ."""
     return {key: TensorSpec(spec.shape, like[key].dtype if key in like else spec.dtype) for key, spec in specs.items()}
 
 
 def _check_alike(first: Expert, other: Expert) -> None:
     """Raise ValueError unless two experts are of the same kind of model, with the same tensors."""
-    if (first.kind == "lora") != (other.kind == "lora"):
-        raise ValueError(f"experts are {first.path}, a {first.kind}, and {other.path}, a {other.kind}; want one kind")
+    ours, theirs = (
+        {"kind": "adapter" if expert.kind == "lora" else "model"}
+        | {field: expert.adapter.get(field) for field in _ADAPTER_FIELDS if expert.kind == "lora"}
+        for expert in (first, other)
+    )
+    odd = next((field for field in ours if ours[field] != theirs.get(field)), None)
+    if odd is not None:
+        raise ValueError(
+            f"{odd} of {other.path} is {theirs.get(odd)!r}, of {first.path} {ours[odd]!r}; all experts must have the same"
+        )
     check_keys(_with_dtypes(other.specs(), first.specs()), first.specs(), source=other.path)
-    for field in _ADAPTER_FIELDS if first.kind == "lora" else ():
-        ours, theirs = first.adapter.get(field), other.adapter.get(field)
-        if ours != theirs:
-            raise ValueError(
-                f"{field} of {other.path} is {theirs!r}, of {first.path} {ours!r}; want one setting for all"
-            )
-
-
-def _check_adapter(expert: Expert) -> None:
-    if expert.adapter.get("use_dora"):
-        raise ValueError(f"use_dora of {expert.path} is True; want plain LoRA: DoRA's norms are of one weight alone")

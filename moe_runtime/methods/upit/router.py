@@ -1,10 +1,10 @@
-"""Routing vectors that know their expert: each expert and its vectors are tuned on the rows that the expert is best at.
+"""Router initialization: each expert and its routing vectors are tuned on the rows that the expert is best at.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.methods.upit.vectors` has the equations.
 Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
-`init_routers` does all experts. The vectors begin at 0, which the paper leaves open: at its rates they move by some 0.01,
-and would hardly leave what was drawn from N(0, 0.02), by which rows then were routed. Beside "skilled" there are vectors
-that nobody trains: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of length 1.
+`init_routers` does all experts. The vectors start at 0, which the paper leaves open: at its rates they move by about 0.01,
+so that vectors drawn from N(0, 0.02) would still route by what was drawn. Beside "skilled" there are vectors that are not
+trained: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of length 1.
 
 A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if it was tuned, the expert: a
 model folder, or an adapter's.
@@ -46,10 +46,10 @@ class RoutedExpert:
     """An expert and its routing vectors."""
 
     vectors: torch.Tensor  # [L, H] float32
-    folder: Path  # of the expert: as it was tuned, or where it was before if it was not
+    folder: Path  # of the tuned expert, or of the original if it was not tuned
     router_init: str
     before: Measured  # loss, and mean sigmoid(h . r) of each layer, on the bucket
-    after: Measured  # of the weights as they were trained, in float32; as before for vectors that nobody trains
+    after: Measured  # of the weights as trained, in float32; equal to `before` for vectors that are not trained
     steps: int = 0
     seconds: float = 0.0  # of the training alone
 
@@ -79,15 +79,15 @@ def init_router(
     on_step: Callable[[int, int, float], None] | None = None,
     **training,
 ) -> RoutedExpert:
-    """Tune an expert and its routing vectors on its bucket and write both to `folder`, whole or not at all.
+    """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 
-    `rows` are tokenized (data.tokenize_pairs). 4 `epochs`, or `steps`, of AdamW at a constant rate, RATES unless given, for
-    the vectors `vector_learning_rate` if given; `training` are hf.training.fit.train's other settings. `vector_std` is that of the
-    first vectors, STD unless given. A whole expert trains in float32 and is written in `dtype`, its own unless given; of an
-    adapter it is the dtype that its base has meanwhile. With save_steps a training that was killed goes on from its last
-    checkpoint; a folder that was made of just the same is read, not made again. `base` is a delta's or an adapter's dense
-    model, `index` the expert's number, by which drawn vectors differ from others. `train_ffn=False` trains the vectors
-    alone. In a run of several processes every one must call.
+    `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a constant rate, by default
+    RATES, for the vectors `vector_learning_rate` if given; `training` are fit.train's other settings. `vector_std` is that
+    of the first vectors, by default STD. A whole expert trains in float32 and is written in `dtype`, by default its own; for
+    an adapter, `dtype` is that of its base during training. With save_steps a killed training resumes from its last
+    checkpoint; a folder that was made of exactly the same is read, not made again. `base` is a delta's or an adapter's dense
+    model, `index` the expert's number, which seeds drawn vectors. `train_ffn=False` trains the vectors alone. In a run of
+    several processes every process must call.
     """
     _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
     _check_vectors(vector_std, vector_learning_rate)
@@ -132,7 +132,7 @@ def init_router(
 
 def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
     """Train what requires a gradient with the vectors in the loss, these at a rate of their own if given."""
-    # one row to judge by: all are measured beside, with the vectors
+    # held_out needs one row only, since all are measured separately, with the vectors
     first = rows.select([0]).select_columns(["input_ids", "labels"])
     trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
     return fit.train(model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training)
@@ -140,13 +140,13 @@ def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training)
 
 def _check_expert(opened: Expert) -> None:
     if not any(map(opened.is_ffn, opened.keys())):
-        raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; want one that does")
+        raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; expected one that does")
 
 
 def _load(opened: Expert, dtype: str | None):
     """Return the expert's dense model, an adapter's pairs in it, and peft's model around it, None for another expert."""
     if opened.kind != "lora":
-        # AdamW's steps are smaller than what a bfloat16 weight can take on
+        # AdamW's steps are smaller than a bfloat16 weight can resolve
         return models.load(opened, dtype="float32"), None
     adapted = models.load_adapters([opened], dtype=dtype, trainable=True)
     model = adapted.get_base_model()
@@ -159,7 +159,7 @@ def _settings(rate: float, learning_rate, epochs, steps, batch_size: int, seed: 
     """Return hf.training.fit.train's settings; raises ValueError for what it does not take."""
     unknown = training.keys() - _SETTINGS
     if unknown:
-        raise ValueError(f"training has {', '.join(sorted(unknown))}; want some of {', '.join(sorted(_SETTINGS))}")
+        raise ValueError(f"training has {', '.join(sorted(unknown))}; expected some of {', '.join(sorted(_SETTINGS))}")
     learning_rate = rate if learning_rate is None else learning_rate
     check_number("learning_rate", learning_rate, positive=True)
     settings = {"optimizer": "adamw_torch", "schedule": "constant", "batch_size": batch_size, "seed": seed} | training
@@ -179,7 +179,7 @@ def _checkpoints(folder: Path, made_of: dict) -> Path:
 
 
 def _remove_checkpoints(folder: Path) -> None:
-    """Remove the Trainer's checkpoints beside a folder that is there: those of a killed training as well."""
+    """Remove the Trainer's checkpoints beside a finished folder, also those of a killed training."""
     for path in folder.parent.iterdir():
         if path.name.startswith(f"{folder.name}.checkpoints-"):
             remove(path)
@@ -194,12 +194,12 @@ def init_routers(
 ) -> list[RoutedExpert]:
     """Call `init_router` for each expert on its bucket, row numbers of `rows`, into FOLDER/expert-<i>; `settings` are its.
 
-    One that is there, made of just the same, is read and not made again.
+    An existing folder that was made of exactly the same is read, not made again.
     """
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
         raise ValueError(
-            f"buckets have {sizes} rows, experts are {len(experts)}; want a bucket with rows for each expert"
+            f"buckets have {sizes} rows, experts are {len(experts)}; expected a bucket with rows for each expert"
         )
     routed = []
     for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
@@ -215,42 +215,34 @@ def load_routed(folder: str | Path) -> RoutedExpert:
     """Read what `init_router` wrote; raises ValueError for another folder."""
     folder = Path(folder)
     record = read_json(folder / RECORD)
-    if record.get("format") != FORMAT or not (folder / VECTORS).is_file():
+    names, measured = ("expert", "router_init", "steps", "seconds"), ("before", "after")
+    fits = record.get("format") == FORMAT and record.keys() >= {*names, *measured} and isinstance(record["expert"], str)
+    fits = fits and all(isinstance(record[name], dict) and {*record[name]} == {*Measured._fields} for name in measured)
+    if not fits:
         raise ValueError(
-            f"folder is {folder}, with format {record.get('format')!r}; want {FORMAT}, and {VECTORS} beside it"
+            f"{folder / RECORD} has format {record.get('format')!r}, or lacks fields; expected format {FORMAT} with "
+            f"{', '.join((*names, *measured))}, as upit init-routers writes it; run that again"
         )
     with Checkpoint(folder, VECTORS) as checkpoint:
         vectors = checkpoint.get("vectors")
-    try:
-        return RoutedExpert(
-            vectors=vectors,
-            folder=folder / record["expert"],
-            router_init=record["router_init"],
-            before=Measured(**record["before"]),
-            after=Measured(**record["after"]),
-            steps=record["steps"],
-            seconds=record["seconds"],
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder / RECORD} lacks fields ({error}); want a file of upit init-routers; run it again"
-        ) from error
+    values = {name: record[name] for name in names[1:]} | {name: Measured(**record[name]) for name in measured}
+    return RoutedExpert(vectors=vectors, folder=folder / record["expert"], **values)
 
 
 def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype: str | None) -> None:
     check_choice("router_init", router_init, INITS)
     check_bool("train_ffn", train_ffn)
-    if not len(rows):
-        raise ValueError("rows are 0; want the rows of the expert's bucket")
     check_fraction("alpha", alpha, "the weight of the language model's loss")
-    if epochs is not None and steps is not None:
-        raise ValueError(f"epochs is {epochs}, steps is {steps}; want one of them")
     if steps is not None:
         check_positive("steps", steps)
     if epochs is not None:
         check_number("epochs", epochs, positive=True)
-    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; want a name such as 'bfloat16'")
+    is_dtype = dtype is None or isinstance(getattr(torch, str(dtype), None), torch.dtype)
+    if not is_dtype or None not in (epochs, steps):
+        raise ValueError(
+            f"epochs is {epochs}, steps is {steps}, dtype is {dtype!r}; expected one of epochs and steps, and None or "
+            "a name such as 'bfloat16'"
+        )
     models.check_labels(rows)
 
 

@@ -1,12 +1,13 @@
-"""Routing vectors beside the MLPs of a dense model: each learns to know what its expert is good at.
+"""Routing vectors beside the MLPs of a dense model: each learns to recognize what its expert is good at.
 
 UpIT (arXiv 2410.01610), Eq. (1) and (2), for expert i on its own rows:
+
     L     = alpha L_lm + (1 - alpha) L_aux
     L_aux = CrossEntropy(sigmoid(h r), 1) = mean over tokens and layers of -log sigmoid(h . r)
 
-h [T, H] is what a layer's MLP gets, r [H] float32 the layer's routing vector, alpha 0.5. Padding does not count. r is not in
-the forward pass: L_lm does not depend on it, and L_aux reaches the MLPs of the layers below through h, or with `detach_h`
-none. The paper leaves open where h is taken, and over what the mean goes.
+h [T, H] is the input of a layer's MLP, r [H] float32 the layer's routing vector, alpha 0.5. Padding does not count. r is not
+part of the forward pass: L_lm does not depend on it, and L_aux reaches the MLPs of the layers below through h, unless
+`detach_h`. The paper leaves open where h is taken, and what the mean is over.
 """
 
 import functools
@@ -27,7 +28,7 @@ NAME = "routing_vector"  # of the parameter that an MLP gets
 
 
 class RoutingVectors:
-    """Vectors in a model, and L in the place of the loss that it returns, until `close`.
+    """Vectors in a model, whose returned loss is L until `close`.
 
     `vectors` [L, H] are the first values. The model's output has the two parts of L as `lm_loss` and `aux_loss`, which
     MoETrainer logs. Works with gradient checkpointing, autocast, DDP and gradient accumulation.
@@ -38,7 +39,7 @@ class RoutingVectors:
         H = model.config.hidden_size
         if vectors.shape != (len(self.mlps), H) or not 0 <= alpha <= 1:
             raise ValueError(
-                f"vectors are {tuple(vectors.shape)}, alpha is {alpha}; want [{len(self.mlps)}, {H}] and 0 to 1"
+                f"vectors are {tuple(vectors.shape)}, alpha is {alpha}; expected [{len(self.mlps)}, {H}] and 0 to 1"
             )
         self.model, self.alpha, self.detach_h = model, alpha, detach_h
         self._logits: list[torch.Tensor] = []  # [B, S] of each layer, in this call
@@ -55,7 +56,7 @@ class RoutingVectors:
             self._handles.append(mlp.register_forward_pre_hook(self._catch))
 
     def close(self) -> None:
-        """Give the model back as it was, without vectors."""
+        """Restore the model, without vectors."""
         self._call.close()
         for handle in self._handles:
             handle.remove()
@@ -97,14 +98,14 @@ class RoutingVectors:
 
     def _catch(self, mlp: nn.Module, args: tuple) -> None:
         h = args[0].detach() if self.detach_h else args[0]
-        # in the backward pass of checkpointing too, which wants the same graph again
+        # in the backward pass of checkpointing too, which builds the same graph again
         with torch.autocast(h.device.type, enabled=False):
             logits = h.float() @ getattr(mlp, NAME).float()
         if self._call.is_open:
             self._logits.append(logits)
 
     def _add(self, module, args, out):
-        """Make L of the loss in what the model returns."""
+        """Replace the loss in the model's output by L."""
         if not torch.is_grad_enabled():
             self._last = _stacked(self._logits)
         lm_loss = out.get("loss")
@@ -119,7 +120,7 @@ class RoutingVectors:
 
 
 class VectorTrainer(MoETrainer):
-    """MoETrainer with a learning rate of the vectors' own, on the same schedule; None: that of the rest."""
+    """MoETrainer with a separate learning rate for the vectors, on the same schedule; None uses that of the rest."""
 
     def __init__(self, *args, vector_rate: float | None, **kwargs):
         self.vector_rate = vector_rate

@@ -6,7 +6,7 @@
     (tune)        the mixing logits alone, on the same data, by any trainer
     merge         the dense model of Eq. (3), in the base's own architecture
 
-Folders that do not fit into memory take the same way in `moe_runtime.methods.xft.folders`.
+`moe_runtime.methods.xft.folders` does the same from disk to disk, for models that do not fit into memory.
 """
 
 import math
@@ -28,11 +28,8 @@ from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops.merging import alpha_rows, check_mixture, init_mixture, merge_experts
 
-EXACT_GATES = (
-    "xft",
-    "topk_softmax",
-    "softmax_topk_renorm",
-)  # weights of a token sum to 1: equal experts are the dense MLP
+# a token's weights sum to 1, so equal experts are the dense MLP
+EXACT_GATES = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +137,8 @@ def merge(
 
     A mergeable model uses what it learned, one of EWA its experts' mean. An upcycled one is merged without training
     (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
-    "uniform" replaces any of them; it must sum to 1. Raises ValueError, with the
-    model untouched, for a shared_rate that would be without effect and for learned coefficients that are not finite.
+    "uniform" replaces any of them; it must sum to 1. Raises ValueError, with the model untouched, for a shared_rate that would
+    be without effect and for learned coefficients that are not finite.
     """
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
@@ -158,20 +155,23 @@ def merge(
 
 def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
+    reason = None
     if stage == "lora":
-        raise ValueError("the model's stage is 'lora'; want whole experts; lora_moe.merge merges LoRA experts")
-    if shared_rate is not None and (stage != "moe" or alpha is not None):
+        reason = "the model's stage is 'lora'; want whole experts; lora.merge merges LoRA experts"
+    elif shared_rate is not None and (stage != "moe" or alpha is not None):
         fixed = {
             "mergeable": "the model is mergeable, whose lambda to_mergeable fixed",
             "ewa": "the model is one of EWA, whose experts count alike",
         }
         why = "alpha is given" if alpha is not None else fixed[stage]
-        raise ValueError(f"shared_rate is {shared_rate}, but {why}; want shared_rate=None")
+        reason = f"shared_rate is {shared_rate}, but {why}; want shared_rate=None"
+    if reason is not None:
+        raise ValueError(reason)
     return 0.75 if shared_rate is None else shared_rate
 
 
 def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
-    """Save a dense model, and its tokenizer if given, whole or not at all, with the rotary keys of both spellings.
+    """Save a dense model, and its tokenizer if given, atomically, with the rotary keys of both spellings.
 
     transformers 5 alone would write `rope_parameters` only, and older readers would run with their default base.
     """

@@ -1,24 +1,20 @@
-"""EWA while a model trains: after each of the optimizer's steps, one of averaging on every stack of experts that trains.
-
-    share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
-
-A trainer gets it as a callback, `AveragingCallback`; a loop of one's own calls `average_after_steps`.
-
-What XFT is compared with: each baseline's source, and the call that makes it.
+"""What XFT and UpIT are compared with: each baseline's source, and the call that makes it.
 
 Most are settings of `moe_runtime.methods.xft`. EWA (arXiv 2308.06093) is here: the MLP becomes E experts without a router, each
 sees a random part of every batch, after each of the optimizer's steps they are drawn to their mean, and the mean is the
 dense model in the end.
 
     to_ewa               every MLP becomes E copies of itself
-    (tune)               by any trainer, with AveragingCallback or average_after_steps
+    (tune)               by any trainer with AveragingCallback, or by a loop that calls average_after_steps
     xft.merge            the dense model: the experts' mean (of partition "router" with alpha="uniform")
+
+    share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
 
 UpIT's (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE over it, from fresh pairs or from copies of one.
 
     to_lora              peft's pairs on the MLPs' linear layers
     (tune, save)         an adapter folder
-    lora_moe.to_lora_moe fresh pairs, or experts=[folder] * E
+    lora.to_lora_moe     fresh pairs, or experts=[folder] * E
 """
 
 from collections.abc import Sequence
@@ -36,122 +32,11 @@ from moe_runtime.methods.lora.baseline import add_mlp_lora as to_lora
 from moe_runtime.modules.ewa import average_experts_, check_share
 from moe_runtime.modules.moe import Experts
 
-SCHEDULES = ("constant", "linear")
-
-
-class Averaging:
-    """What `average_after_steps` returns; `step` counts the steps that were averaged, `remove` ends it."""
-
-    def __init__(self, stacks: list[nn.Parameter], share: float, schedule: str, total_steps: int | None, step: int):
-        self.stacks, self.share, self.schedule = stacks, share, schedule
-        self.total_steps, self.step = total_steps, step
-        self._hook = None
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> "Averaging":
-        """Average after each step of `optimizer` from now on."""
-        self._hook = optimizer.register_step_post_hook(self._after_step)
-        return self
-
-    def remove(self) -> None:
-        """Stop averaging; a second call does nothing."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def share_at(self, step: int) -> float:
-        """Return the share of step 1, 2, ...; a linear one stays where it is after the last step."""
-        return self.share if self.schedule == "constant" else self.share * min(step / self.total_steps, 1.0)
-
-    def _after_step(self, optimizer, args, kwargs) -> None:
-        # GradScaler does not call most optimizers for gradients that overflowed; a fused one learns of it by this tensor
-        overflowed = getattr(optimizer, "found_inf", None)
-        if overflowed is not None and overflowed.item():
-            return
-        self.step += 1
-        for stack in self.stacks:
-            average_experts_(stack, self.share_at(self.step))
-
-
-def average_after_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    share: float = 0.3,
-    schedule: str = "constant",
-    total_steps: int | None = None,
-    step: int = 0,
-) -> Averaging:
-    """Average the experts that train after each of the optimizer's steps; its state is left alone.
-
-    `total_steps` is T of a linear schedule, `step` how many are done. Call it when model and optimizer are what they will
-    train as: FSDP2 and accelerate put others in their place. Raises ValueError for a model without experts that train,
-    and an optimizer that does not hold them.
-    """
-    check_schedule(share, schedule)
-    if schedule == "linear":
-        check_positive("total_steps", total_steps)
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"step is {step!r}; want the number of steps that are done")
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer  # accelerate's wrapper calls this one
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-    stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
-    if not stacks:
-        raise ValueError(f"{type(model).__name__} has no experts that train; want a model of baselines.to_ewa")
-    apart = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
-    if apart:  # FSDP1 and ZeRO-3 leave a flat piece, or nothing, under the stack's name
-        raise ValueError(
-            f"{apart[0]} is {tuple(stacks[apart[0]].shape)}; want whole stacks [E, ...]; train with FSDP2 (fsdp_version: 2) "
-            "or DDP in place of FSDP1 and ZeRO-3"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    other = [name for name, stack in stacks.items() if id(stack) not in held]
-    if other or not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer is {type(optimizer).__name__}, which does not hold {', '.join(other) or 'a torch state'}; want "
-            "the optimizer of this very model; DeepSpeed's hold copies: train with FSDP2 or DDP"
-        )
-    return Averaging(list(stacks.values()), share, schedule, total_steps, step).attach(optimizer)
-
-
-def check_schedule(share: float, schedule: str) -> None:
-    """Raise ValueError unless `share` is from 0 to 1 and `schedule` is one of SCHEDULES."""
-    check_share(share)
-    check_choice("schedule", schedule, SCHEDULES)
-
-
-class AveragingCallback(TrainerCallback):
-    """`average_after_steps` for transformers' Trainer and TRL's; a resumed run goes on with the share of its step."""
-
-    def __init__(self, share: float = 0.3, schedule: str = "constant"):
-        check_schedule(share, schedule)
-        self.share, self.schedule = share, schedule
-        self.averaging: Averaging | None = None
-
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        """Begin to average."""
-        self.on_train_end(args, state, control)
-        self.averaging = average_after_steps(
-            model, optimizer, share=self.share, schedule=self.schedule, total_steps=state.max_steps,
-            step=state.global_step,
-        )  # fmt: skip
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Count as the trainer does, for which a step that overflowed is one too."""
-        if self.averaging is not None:
-            self.averaging.step = state.global_step
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Stop averaging."""
-        if self.averaging is not None:
-            self.averaging.remove()
-            self.averaging = None
-
-
 __all__ = [
     "BASELINES", "SCHEDULES", "Averaging", "AveragingCallback", "Baseline", "average_after_steps", "to_ewa", "to_lora",
     "to_lora_moe",
 ]  # fmt: skip
+SCHEDULES = ("constant", "linear")
 PARTITIONS = ("random", "router")
 
 
@@ -236,3 +121,114 @@ def to_ewa(
     config = MoEConfig(**moe_shape(family, model.config), num_experts=num_experts, top_k=1, gate="topk_softmax")
     stage = "ewa" if partition == "random" else "moe"
     return xft.upcycle_to(stage, model, family, config, layers=layers, seed=seed, method="ewa")
+
+
+class Averaging:
+    """What `average_after_steps` returns; `step` counts the steps that were averaged, `remove` ends it."""
+
+    def __init__(self, stacks: list[nn.Parameter], share: float, schedule: str, total_steps: int | None, step: int):
+        self.stacks, self.share, self.schedule = stacks, share, schedule
+        self.total_steps, self.step = total_steps, step
+        self._hook = None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> "Averaging":
+        """Average after each step of `optimizer` from now on."""
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def remove(self) -> None:
+        """Stop averaging; a second call does nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def share_at(self, step: int) -> float:
+        """Return the share of step 1, 2, ...; a linear one stays where it is after the last step."""
+        return self.share if self.schedule == "constant" else self.share * min(step / self.total_steps, 1.0)
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        # GradScaler does not call most optimizers for gradients that overflowed; a fused one learns of it by this tensor
+        overflowed = getattr(optimizer, "found_inf", None)
+        if overflowed is not None and overflowed.item():
+            return
+        self.step += 1
+        for stack in self.stacks:
+            average_experts_(stack, self.share_at(self.step))
+
+
+def average_after_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    share: float = 0.3,
+    schedule: str = "constant",
+    total_steps: int | None = None,
+    step: int = 0,
+) -> Averaging:
+    """Average the experts that train after each of the optimizer's steps; its state is left alone.
+
+    `total_steps` is T of a linear schedule, `step` how many are done. Call it when model and optimizer are what they will
+    train as: FSDP2 and accelerate put others in their place. Raises ValueError for a model without experts that train,
+    and an optimizer that does not hold them.
+    """
+    check_schedule(share, schedule)
+    if schedule == "linear":
+        check_positive("total_steps", total_steps)
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # accelerate's wrapper calls this one
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
+    # FSDP1 and ZeRO-3 leave a flat piece, or nothing, under the stack's name
+    apart = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
+    is_torch = isinstance(optimizer, torch.optim.Optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_torch else set()
+    other, reason = [name for name, stack in stacks.items() if id(stack) not in held], None
+    if not stacks:
+        reason = f"{type(model).__name__} has no experts that train; want a model of baselines.to_ewa"
+    elif apart:
+        reason = (
+            f"{apart[0]} is {tuple(stacks[apart[0]].shape)}; want whole stacks [E, ...]; train with FSDP2 (fsdp_version: 2) "
+            "or DDP in place of FSDP1 and ZeRO-3"
+        )
+    elif other:
+        reason = (
+            f"optimizer is {type(optimizer).__name__}, which does not hold {', '.join(other)}; want the optimizer of this very "
+            "model; DeepSpeed's hold copies: train with FSDP2 or DDP"
+        )
+    if reason is not None:
+        raise ValueError(reason)
+    return Averaging(list(stacks.values()), share, schedule, total_steps, step).attach(optimizer)
+
+
+def check_schedule(share: float, schedule: str) -> None:
+    """Raise ValueError unless `share` is from 0 to 1 and `schedule` is one of SCHEDULES."""
+    check_share(share)
+    check_choice("schedule", schedule, SCHEDULES)
+
+
+class AveragingCallback(TrainerCallback):
+    """`average_after_steps` for transformers' Trainer and TRL's; a resumed run goes on with the share of its step."""
+
+    def __init__(self, share: float = 0.3, schedule: str = "constant"):
+        check_schedule(share, schedule)
+        self.share, self.schedule = share, schedule
+        self.averaging: Averaging | None = None
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        """Begin to average."""
+        self.on_train_end(args, state, control)
+        self.averaging = average_after_steps(
+            model, optimizer, share=self.share, schedule=self.schedule, total_steps=state.max_steps,
+            step=state.global_step,
+        )  # fmt: skip
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Count as the trainer does, for which a step that overflowed is one too."""
+        if self.averaging is not None:
+            self.averaging.step = state.global_step
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Stop averaging."""
+        if self.averaging is not None:
+            self.averaging.remove()
+            self.averaging = None

@@ -11,18 +11,17 @@
 The weighted model keeps the first three in files of their own, `ffn_layer_{l}.pt`: {"weight_gate": {e: tensor}, ...}.
 Nothing is computed: what is imported and exported again, or the other way round, has the same bits.
 
-Tensor files of the released XFT code, by key: safetensors, `pytorch_model*.bin`, and the experts' `ffn_layer_{l}.pt`.
-
-The last two are pickles. They are loaded with `weights_only=True`, which builds tensors and containers and runs nothing;
-a file that asks for more is refused. They are mapped, not read, where torch can (its zip format).
+These and `pytorch_model*.bin` are pickles. They are loaded with `weights_only=True`, which builds tensors and containers and
+runs nothing, and mapped rather than read where torch can (its zip format).
 """
 
 import contextlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -49,52 +48,55 @@ BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 KINDS = ("weight_gate", "weight_up", "weight_down")
 EXPERTS = "model.layers.{}.mlp.calculator.experts.{}.{}.weight"  # layer, kind, expert
+MLP = "model.layers.{}.mlp"
+MAX_NAMES = 10**6  # of missing tensors, which a damaged config could name until memory is full
+# the weighted model's own, never used MLP
+_PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
 def load_tensors(file: Path) -> Mapping:
     """Load a file of torch.save that holds tensors and containers alone; raises ValueError for any other."""
+    cause = None
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except MemoryError:
-        raise
-    except Exception as error:  # what an unpickler raises for bytes that are no pickle is not specified
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = None if isinstance(loaded, Mapping) else f"holds a {type(loaded).__name__}"
+    except Exception as error:  # an unpickler raises anything
+        reason, cause = f"cannot be loaded ({str(error).partition(chr(10))[0] or type(error).__name__})", error
+    if reason is not None:
         raise ValueError(
-            f"{file} cannot be loaded ({why}); want a whole file of tensors alone, as torch.save writes it: what a "
-            "pickle asks for beyond tensors is never run"
-        ) from error
-    if not isinstance(loaded, Mapping):
-        raise ValueError(f"{file} holds a {type(loaded).__name__}; want a dict of tensors")
+            f"{file} {reason}; want a whole file with a dict of tensors, as torch.save writes it: what a pickle asks for "
+            "beyond tensors is never run"
+        ) from cause
     return loaded
 
 
 class TorchFiles:
     """Files of torch.save open for reading, with the reading half of Checkpoint; one file is open at a time.
 
-    `flatten` turns what a file holds into {key: tensor}. Raises ValueError for anything but dense tensors, and for a key in
-    two files.
+    `flatten` turns what a file holds into {key: tensor}. Raises ValueError for files that hold anything but dense tensors,
+    and for a key in two files.
     """
 
-    def __init__(self, path: Path, names: list[str], flatten: Callable[[Mapping, Path], Mapping]):
+    def __init__(self, path: Path, names: Iterable[str], flatten: Callable[[Mapping, str], Mapping]):
         self.path, self._flatten = path, flatten
         self._place: dict[str, tuple[TensorSpec, str]] = {}
         self._name, self._open = "", {}
         for name in names:
             for key, tensor in self._load(name).items():
                 plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
-                if not isinstance(key, str) or not plain:
-                    raise ValueError(f"{key} in {path / name} is a {type(tensor).__name__}; want a dense tensor")
-                if key in self._place:
-                    raise ValueError(f"{key} is in {name} and in {self._place[key][1]} of {path}; want it once")
+                if not isinstance(key, str) or not plain or key in self._place:
+                    raise ValueError(
+                        f"{key} in {path / name} is a {type(tensor).__name__}, or in another file too; want a dense tensor once"
+                    )
                 self._place[key] = (TensorSpec(tuple(tensor.shape), tensor.dtype), name)
         self.close()
 
     def keys(self) -> list[str]:
-        """Keys file by file: the order to walk them in."""
+        """Return the keys file by file: the order to walk them in."""
         return list(self._place)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of every tensor."""
+        """Return the shape and dtype of every tensor."""
         return {key: spec for key, (spec, _) in self._place.items()}
 
     def get(self, key: str) -> torch.Tensor:
@@ -106,10 +108,11 @@ class TorchFiles:
         self._name, self._open = "", {}
 
     def _load(self, name: str) -> Mapping:
-        if name != self._name:
-            self.close()  # before the next takes as much memory
-            self._open = self._flatten(load_tensors(self.path / name), self.path / name)
-            self._name = name
+        if name == self._name:
+            return self._open
+        self.close()  # before the next takes as much memory
+        self._open = self._flatten(load_tensors(self.path / name), name)
+        self._name = name
         return self._open
 
 
@@ -119,56 +122,20 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
     found = {file.name for file in path.iterdir()} if path.is_dir() else set()
     if not found & {BIN, BIN_INDEX} or found & {SINGLE, SAFE_INDEX}:
         return Checkpoint(path)
-    if BIN_INDEX not in found:
-        return TorchFiles(path, [BIN], lambda tensors, _: tensors)
-    weight_map = read_json(path / BIN_INDEX).get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not names or any(not is_plain_name(name) or name not in found for name in names):
-        raise ValueError(f"weight_map of {path / BIN_INDEX} names {names}; want files beside it; get all of them")
-    files = TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
-    for key in weight_map.keys() - files.specs().keys():
-        raise ValueError(f"{path / weight_map[key]} lacks {key}, which {BIN_INDEX} has there; want every key")
-    return files
+    names = [BIN]
+    if BIN_INDEX in found:
+        weight_map = read_json(path / BIN_INDEX).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or any(not is_plain_name(name) or name not in found for name in names):
+            raise ValueError(f"weight_map of {path / BIN_INDEX} names {names}; want files beside it; get all of them")
+    return TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
 
 
-def open_experts(folder: str | Path, num_layers: int) -> TorchFiles:
-    """Open a folder of `ffn_layer_{l}.pt`, each {weight_gate | weight_up | weight_down: {expert: tensor}}, by EXPERTS' keys."""
-    folder = Path(folder)
-    names = []
-    for layer in range(num_layers):  # one by one: the number is a config's
-        names.append(f"ffn_layer_{layer}.pt")
-        if not (folder / names[-1]).is_file():
-            raise ValueError(f"ffn_folder is {folder}, which lacks {names[-1]}; want one file for each layer")
-    return TorchFiles(folder, names, _flatten_experts)
-
-
-def _flatten_experts(loaded: Mapping, file: Path) -> dict:
-    layer = int(re.search(r"(\d+)\.pt$", file.name)[1])
-    if set(loaded) != set(KINDS) or any(not isinstance(experts, Mapping) for experts in loaded.values()):
-        raise ValueError(f"{file} holds {', '.join(map(str, loaded))}; want {', '.join(KINDS)}, each a dict of experts")
-    return {EXPERTS.format(layer, kind, e): tensor for kind in KINDS for e, tensor in loaded[kind].items()}
-
-
-def find_experts(source: Path, said: str | None, given: str | Path | None) -> Path:
-    """Return the folder of `ffn_layer_0.pt`: the one `given`, `source` itself, the one that config.json `said`, or its sibling.
-
-    Raises ValueError, with where it looked, if none has the file.
-    """
-    if said is not None and not isinstance(said, str):
-        raise ValueError(f"ffn_folder_path is {said!r}; want a path")
-    said = [Path(said), source.parent / Path(said).name] if said else []
-    places = [Path(given)] if given is not None else [source, *said]
-    for place in places:
-        if (place / "ffn_layer_0.pt").is_file():
-            return place
-    looked = ", ".join(map(str, places))
-    raise ValueError(f"ffn_layer_0.pt is in none of {looked}; want the folder of the experts' files as ffn_folder")
-
-
-MLP = "model.layers.{}.mlp"
-MAX_NAMES = 10**6  # of tensors that may be missing, to name them: more would fill the memory
-# the weighted model's own, never used MLP
-_PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+def _flatten_experts(loaded: Mapping, name: str) -> dict:
+    """Name the tensors of `ffn_layer_{l}.pt`, {weight_gate | weight_up | weight_down: {expert: tensor}}, as an MoE's."""
+    layer = int(re.search(r"\d+", name)[0])
+    kinds = {kind: experts if isinstance(experts, Mapping) else {None: experts} for kind, experts in loaded.items()}
+    return {EXPERTS.format(layer, kind, e): tensor for kind, experts in kinds.items() for e, tensor in experts.items()}
 
 
 class _Source(NamedTuple):
@@ -190,16 +157,6 @@ class _Source(NamedTuple):
     def close(self) -> None:
         for part in self.parts:
             part.close()
-
-
-class _Stacks(NamedTuple):
-    """Shapes and dtypes of a folder that is about to be written, for `folders.check_tensors`."""
-
-    path: Path
-    tensors: dict[str, TensorSpec]
-
-    def specs(self) -> dict[str, TensorSpec]:
-        return self.tensors
 
 
 def import_official(
@@ -228,12 +185,17 @@ def import_official(
 def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, overwrite, progress) -> FolderReceipt:
     config = official_config.import_config(values, opened.stage, rope_theta)
     moe, layers = moe_config(config), range(config.num_hidden_layers)
-    named, found = len(layers) * moe.num_experts * len(KINDS), len(opened.specs())
-    if named > max(found, MAX_NAMES):
-        raise ValueError(
-            f"num_hidden_layers is {len(layers)}, num_experts is {moe.num_experts} in config.json; want {found} tensors at "
-            f"most, which are in {opened.path}"
+    found, reason = opened.specs(), None
+    narrow = [key for key, spec in found.items() if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2]
+    if len(layers) * moe.num_experts * len(KINDS) > max(len(found), MAX_NAMES):
+        reason = (
+            f"num_hidden_layers is {len(layers)}, num_experts is {moe.num_experts} in config.json; want {len(found)} tensors "
+            f"at most, which are in {opened.path}"
         )
+    elif narrow:
+        reason = f"{narrow[0]} is {found[narrow[0]].dtype}; want float16, bfloat16, float32 or float64"
+    if reason is not None:
+        raise ValueError(reason)
     wanted = [_wanted(moe, layer, opened.stage) for layer in layers]
     specs = _check(opened, config, wanted)
     expected = sum(spec.nbytes for spec in specs.values())
@@ -254,26 +216,39 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
     return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(layers))
 
 
-def _open(source: Path, values: dict, ffn_folder) -> _Source:
-    """Open a folder's tensors and say its stage, by what it holds; ValueError for one that holds no experts."""
-    model = open_model(source)
-    names = [key.partition(".mlp.")[2] for key in model.keys()]
-    if any(name.startswith("calculator.experts.") for name in names):
-        if values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None:
-            raise ValueError(
-                f"model_type is {values['model_type']!r}, ffn_folder {ffn_folder}, and {source} holds experts of its own; "
-                f"want {official_config.MODEL_TYPE!r} and no ffn_folder"
-            )
-        return _Source(source, (model,), "moe")
-    if "average_weights" not in names:
-        raise ValueError(
+def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
+    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts.
+
+    A weighted model's are in `ffn_folder` if given, else in `source`, in the folder that config.json names, or beside `source`.
+    """
+    model, reason = open_model(source), None
+    names = {key.partition(".mlp.")[2] for key in model.keys()}
+    is_moe = any(name.startswith("calculator.experts.") for name in names)
+    said = str(values.get("ffn_folder_path") or source)
+    places = [Path(ffn_folder)] if ffn_folder is not None else [source, Path(said), source.parent / Path(said).name]
+    folder = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
+    if is_moe and (values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None):
+        reason = (
+            f"model_type is {values['model_type']!r}, ffn_folder {ffn_folder}, and {source} holds experts of its own; "
+            f"want {official_config.MODEL_TYPE!r} and no ffn_folder"
+        )
+    elif not is_moe and "average_weights" not in names:
+        reason = (
             f"{source} has no tensor such as {EXPERTS.format(0, KINDS[0], 0)} or {MLP.format(0)}.average_weights; want an MoE "
             "or a weighted model of the released XFT code; its merged models are Llama's, and transformers loads them"
         )
+    elif not is_moe and folder is None:
+        looked = ", ".join(map(str, dict.fromkeys(places)))
+        reason = f"ffn_layer_0.pt is in none of {looked}; want the folder of the experts' files as ffn_folder"
+    if reason is not None:
+        raise ValueError(reason)
+    if is_moe:
+        return _Source(source, (model,), "moe")
     num_layers = values.get("num_hidden_layers", 32)  # Llama's config says so where it says nothing
     check_positive("num_hidden_layers", num_layers)
-    folder = find_experts(source, values.get("ffn_folder_path"), ffn_folder)
-    return _Source(source, (model, open_experts(folder, num_layers)), "mergeable")
+    # not a list: the number is a config's, and the first file that is missing ends it
+    files = (f"ffn_layer_{layer}.pt" for layer in range(num_layers))
+    return _Source(source, (model, TorchFiles(folder, files, _flatten_experts)), "mergeable")
 
 
 def _router_names(moe: MoEConfig) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -298,9 +273,6 @@ def _wanted(moe: MoEConfig, layer: int, stage: str) -> dict[str, tuple[int, ...]
 def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]:
     """Return the tensors to write; ValueError, with their names of them, unless those that are there are the config's."""
     found, moe, stage = opened.specs(), moe_config(config), opened.stage
-    narrow = [key for key, spec in found.items() if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2]
-    if narrow:
-        raise ValueError(f"{narrow[0]} is {found[narrow[0]].dtype}; want float16, bfloat16, float32 or float64")
     unused = {f"{MLP.format(layer)}.{name}" for layer in range(len(wanted)) for name in _PLACEHOLDERS}
     mlp = {key: spec for key, spec in found.items() if ".mlp." in key and not (stage == "mergeable" and key in unused)}
     # one dtype for all experts, any for the rest
@@ -325,7 +297,7 @@ def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]
             continue
         for ours, (theirs, _) in _router_names(moe).items():
             specs[f"{path}.gate.{ours}"] = found[f"{path}.gate.{theirs}"]
-    folders.check_tensors(config, _Stacks(opened.path, specs))
+    folders.check_tensors(config, SimpleNamespace(path=opened.path, specs=lambda: specs))
     return specs
 
 

@@ -12,6 +12,7 @@ weighted and the merged model are Llama's and read both.
 import json
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -80,15 +81,19 @@ _EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
 
 def read_values(source: str | Path) -> dict:
     """Return the config.json of a folder of the released code, without the defaults; raises ValueError for others."""
-    path = Path(source) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"source is {str(source)!r}, which has no config.json; want a folder of the released XFT code")
-    values = read_json(path)
+    path, values = Path(source) / "config.json", {}
+    if path.is_file():
+        values = read_json(path)
     model_type = values.get("model_type")
     if "moe_runtime" in values or model_type not in (MODEL_TYPE, "llama"):
+        found = (
+            f"model_type of {path} is {shown(model_type)}"
+            if values
+            else f"source is {str(source)!r}, which has no config.json"
+        )
         raise ValueError(
-            f"model_type of {path} is {shown(model_type)}; want {MODEL_TYPE!r}, or 'llama' of a weighted model; "
-            "a folder of ours needs no import"
+            f"{found}; want {MODEL_TYPE!r}, or 'llama' of a weighted model, in a folder of the released XFT code; a folder of "
+            "ours needs no import"
         )
     return values
 
@@ -99,22 +104,21 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     `rope_theta` replaces the base that it would use. Raises ValueError for an option that we do not compute.
     """
     check_counts(values, "config.json")
+    is_moe = values["model_type"] == MODEL_TYPE
+    missing = [key for key in ("num_experts", "shared_expert_weight") if key not in values and not is_moe]
+    reason = f"lacks {', '.join(missing)}; want those of a weighted model's folder" if missing else None
     if values.get("quantization_config"):
-        raise ValueError("quantization_config is given; want weights that are not quantized")
-    if values["model_type"] == MODEL_TYPE:
-        values = _STOCK_KEYS | values
-    elif missing := [key for key in ("num_experts", "shared_expert_weight") if key not in values]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}; want those of a weighted model's folder")
-    values = _MOE_KEYS | values
+        reason = "has a quantization_config; want weights that are not quantized"
+    if reason is not None:
+        raise ValueError(f"config.json {reason}")
+    values = _MOE_KEYS | (_STOCK_KEYS if is_moe else {}) | values
     extra = values.get(EXTRA, {})
     settings = _moe_settings(values) | _extra_settings(extra)
-    config = _llama_config(values, stage, rope_theta)
     try:
+        config = _llama_config(values, stage, rope_theta)
         moe = folders.config_for_folder(config, **settings)
-    except ValueError as error:
-        raise ValueError(f"config.json, whose num_selects is top_k here: {error}") from error
-    if stage == "mergeable" and not moe.has_shared_expert:
-        raise ValueError(f"gate_type is {values['gate_type']!r}, which has no shared expert to mix by; want another")
+    except (StrictDataclassError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"config.json is not a Llama's with num_selects as top_k: {str(error)[:1000]}") from error
     new = folders.upcycled_config(config, moe)
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
@@ -122,21 +126,29 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     return folders.mergeable_config(new, rate, soup=False) if stage == "mergeable" else new
 
 
+def _first_other(rows: Iterable[tuple[str, object, bool, str]]) -> str | None:
+    """Describe the first of (name, value, whether it is fine, what is wanted) that is not fine; None if all are."""
+    return next((f"{name} is {shown(value)}; want {want}" for name, value, fine, want in rows if not fine), None)
+
+
 def _moe_settings(values: dict) -> dict:
     """Return MoEConfig's settings; ValueError for an option whose value we have no equation for."""
-    for key, want in _FIXED.items():
-        if values[key] != want:
-            raise ValueError(f"{key} is {shown(values[key])}; want {want!r}, all that is computed here")
-    factors = values["score_scale_factor"]
-    if any(factor != 1 for factor in (factors if isinstance(factors, list) else [factors])):
-        raise ValueError(f"score_scale_factor is {shown(factors)}; want 1.0: the gates' weights are not scaled here")
-    if not isinstance(values["gate_type"], str) or values["gate_type"] not in GATES:
-        raise ValueError(f"gate_type is {shown(values['gate_type'])}; want one of {', '.join(GATES)}")
+    factors, gate = values["score_scale_factor"], values["gate_type"]
+    ones = all(factor == 1 for factor in (factors if isinstance(factors, list) else [factors]))
+    other = _first_other(
+        [
+            *((key, values[key], values[key] == want, repr(want)) for key, want in _FIXED.items()),
+            ("score_scale_factor", factors, ones, "1.0"),
+            ("gate_type", gate, isinstance(gate, str) and gate in GATES, f"one of {', '.join(GATES)}"),
+        ]
+    )
+    if other is not None:
+        raise ValueError(f"{other}; no other is computed here")
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
         "num_experts": values["num_experts"],
         "top_k": values["num_selects"],
-        "gate": GATES[values["gate_type"]],
+        "gate": GATES[gate],
         "router": str(values["gate_network"]).lower(),
         "noisy_gate": values["gate_add_noise"],
         "noise_epsilon": values["gate_noise_epsilon"],
@@ -148,12 +160,9 @@ def _moe_settings(values: dict) -> dict:
 
 
 def _extra_settings(extra: dict) -> dict:
-    if not isinstance(extra, dict) or not isinstance(extra.get("config", {}), dict):
-        raise ValueError(f"{EXTRA} is {shown(extra)}; want an object with config and method")
-    fields = extra.get("config", {})
-    unknown = sorted(set(fields) - set(_EXTRA_FIELDS)) + sorted(set(extra) - {"config", "method"})
-    if unknown:
-        raise ValueError(f"{EXTRA} has {', '.join(unknown)[:200]}; want some of {', '.join(_EXTRA_FIELDS)}, method")
+    fields = extra.get("config", {}) if isinstance(extra, dict) else None
+    if not isinstance(fields, dict) or set(fields) - set(_EXTRA_FIELDS) or set(extra) - {"config", "method"}:
+        raise ValueError(f"{EXTRA} is {shown(extra)}; want config, of {', '.join(_EXTRA_FIELDS)}, and method alone")
     return fields
 
 
@@ -166,12 +175,8 @@ def _llama_config(values: dict, stage: str, rope_theta: float | None):
     stock["mlp_bias"] = False  # never read there
     if stage == "moe":
         stock["attention_bias"] = False
-    try:
-        stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
-        rope = _import_rope(values, stage, rope_theta)
-        return AutoConfig.for_model("llama", rope_parameters=rope, **stock)
-    except (StrictDataclassError, KeyError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"config.json is not a Llama's: {str(error)[:1000]}") from error
+    stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
+    return AutoConfig.for_model("llama", rope_parameters=_import_rope(values, stage, rope_theta), **stock)
 
 
 def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
@@ -213,14 +218,7 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
     """
     stage, moe = config.moe_runtime["stage"], moe_config(config)
     stock = json.loads(folders.dense_config(config).to_json_string(use_diff=True))
-    _check_exportable(config, moe, stock)
-    if stage == "moe" and stock.get("attention_bias"):
-        raise ValueError("attention_bias is True; want False: the released MoE attention has no biases")
-    if stage == "moe" and not keep_rope and stock["rope_parameters"]["rope_theta"] != ROPE_BASE:
-        raise ValueError(
-            f"rope_theta is {stock['rope_parameters']['rope_theta']}; want {ROPE_BASE}, the only base that the released "
-            "MoE code has, whatever config.json says; keep_rope=True writes the folder for readers that heed it"
-        )
+    _check_exportable(config, moe, stock, keep_rope)
     if "dtype" in stock:
         stock["torch_dtype"] = stock.pop("dtype")
     rope = stock["rope_parameters"]
@@ -247,30 +245,44 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
     return values | _extra(config, moe, values)
 
 
-def _check_exportable(config, moe: MoEConfig, stock: dict) -> None:
-    block = config.moe_runtime
-    layers = list(range(config.num_hidden_layers))
-    rope = stock["rope_parameters"]
-    head_dim = config.hidden_size // config.num_attention_heads
-    for name, value, fine, want in (
-        ("base_model_type", block["base_model_type"], block["base_model_type"] == "llama", "'llama'"),
-        ("layers", block["layers"], block["layers"] == layers, f"all {len(layers)}"),
-        ("soup", block["soup"], not block["soup"], "False: one shared_rate for all layers"),
-        ("gate", moe.gate, moe.gate in GATES.values(), f"one of {', '.join(GATES.values())}"),
-        ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
-        ("bias", moe.bias, not moe.bias, "False"),
-        ("head_dim", stock.get("head_dim"), stock.get("head_dim") in (None, head_dim), str(head_dim)),
-        ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "linear", "dynamic"), "linear or dynamic"),
-        ("rope factor", rope.get("factor"), rope["rope_type"] == "default" or rope.get("factor", 0) > 1, "above 1"),
-        (
-            "rope_parameters",
-            rope,
-            set(rope) <= {"rope_theta", "rope_type", "factor", "type"},
-            "a base, a type, a factor",
-        ),
-    ):
-        if not fine:
-            raise ValueError(f"{name} is {value!r}; want {want}; the released XFT code has no other")
+def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> None:
+    """Raise ValueError for what the released code has no option for."""
+    block, rope = config.moe_runtime, stock["rope_parameters"]
+    layers, base = list(range(config.num_hidden_layers)), rope["rope_theta"]
+    head_dim, is_moe = config.hidden_size // config.num_attention_heads, block["stage"] == "moe"
+    other = _first_other(
+        [
+            ("base_model_type", block["base_model_type"], block["base_model_type"] == "llama", "'llama'"),
+            ("layers", block["layers"], block["layers"] == layers, f"all {len(layers)}"),
+            ("soup", block["soup"], not block["soup"], "False: one shared_rate for all layers"),
+            ("gate", moe.gate, moe.gate in GATES.values(), f"one of {', '.join(GATES.values())}"),
+            ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
+            ("bias", moe.bias, not moe.bias, "False"),
+            ("head_dim", stock.get("head_dim"), stock.get("head_dim") in (None, head_dim), str(head_dim)),
+            (
+                "rope_type",
+                rope["rope_type"],
+                rope["rope_type"] in ("default", "linear", "dynamic"),
+                "linear or dynamic",
+            ),
+            ("rope factor", rope.get("factor"), rope["rope_type"] == "default" or rope.get("factor", 0) > 1, "above 1"),
+            (
+                "rope_parameters",
+                rope,
+                set(rope) <= {"rope_theta", "rope_type", "factor", "type"},
+                "a base, a type, a factor",
+            ),
+            ("attention_bias", True, not (is_moe and stock.get("attention_bias")), "False in an MoE's attention"),
+            (
+                "rope_theta",
+                base,
+                not is_moe or keep_rope or base == ROPE_BASE,
+                f"{ROPE_BASE}, or keep_rope=True, which writes an MoE's folder for readers that heed it",
+            ),
+        ]
+    )
+    if other is not None:
+        raise ValueError(f"{other}; the released XFT code has no other")
 
 
 def _extra(config, moe: MoEConfig, values: dict) -> dict:

@@ -86,7 +86,7 @@ class Stages(KeptStages):
             receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
             trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
-            return self._finish(model, trained, tmp / "model")
+            return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
 
         return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
 

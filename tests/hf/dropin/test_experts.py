@@ -13,6 +13,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 
 import moe_runtime
 from moe_runtime.hf.dropin import experts, gates
+from moe_runtime.modules import moe
 from moe_runtime.ops.activation import Activation
 from tests.hf.tiny import distance, upcycled
 
@@ -156,13 +157,13 @@ def test_same_as_eager(flags, fields, fused, dropped, backend, device, monkeypat
 @pytest.mark.parametrize(("flags", "fields", "fused"), LAYOUTS)
 def test_runs_in_one_op_where_it_can(flags, fields, fused, monkeypatch):
     module, calls = module_of(flags, fields), []
-    for name in ("_fused", "_composed"):
-        original = getattr(experts, name)
+    for place, name in ((moe, "run_experts"), (experts, "_composed")):
+        original = getattr(place, name)
         monkeypatch.setattr(
-            experts, name, lambda *args, _run=original, _name=name, **kw: (calls.append(_name), _run(*args, **kw))[1]
+            place, name, lambda *args, _run=original, _name=name, **kw: (calls.append(_name), _run(*args, **kw))[1]
         )
     module(torch.randn(T, H), *slots())
-    assert calls == ["_fused" if fused else "_composed"]
+    assert calls == ["run_experts" if fused else "_composed"]
 
 
 def test_a_gate_that_only_looks_like_a_known_one_runs_its_own_code():
@@ -361,7 +362,7 @@ def test_patch_that_fails_changes_nothing():
     assert foreign.model.config._experts_implementation == before != "moe_runtime"
     with pytest.raises(ValueError, match="experts_implementation of Stock is 'eager' still"):
         moe_runtime.patch(foreign.other)
-    with pytest.raises(ValueError, match="model is a str without experts"):
+    with pytest.raises(ValueError, match="model is str, without experts"):
         moe_runtime.patch("gpt")
 
 

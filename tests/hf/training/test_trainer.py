@@ -1,4 +1,4 @@
-"""hf/training/trainer.py and hf/training/sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
+"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
 
 import csv
 import json

@@ -47,7 +47,7 @@ def made(tmp_path_factory):
 
 def loss_of(made, model, part) -> float:
     tokenizer = AutoTokenizer.from_pretrained(made.base.folder)
-    return fit.held_out_loss(model, made.stages.part(part), tokenizer)
+    return fit.mean_loss(*fit.row_losses(model, made.stages.part(part), tokenizer))
 
 
 def test_the_base_is_judged_on_every_task(made):

@@ -59,8 +59,8 @@ def test_adapters_run_over_one_base(tmp_path, experts, rows, tokenizer, monkeypa
     paths = [upit.save_adapters(tmp_path / str(i), base, 1, targets, rank)[0] for i, rank in enumerate(ranks)]
     upit.change(paths[1], lambda tensors: {name: 2 * tensor for name, tensor in tensors.items()})
     loads = []
-    load = upit_buckets.expert_models.ranks.load_model
-    monkeypatch.setattr(upit_buckets.expert_models.ranks, "load_model", lambda *a: loads.append(a) or load(*a))
+    load = upit_buckets.models.ranks.load_model
+    monkeypatch.setattr(upit_buckets.models.ranks, "load_model", lambda *a: loads.append(a) or load(*a))
     # two rows of the data at once, three times each
     found = perplexities(paths, rows, tokenizer, base=base, batch_size=6)
     want = []
@@ -101,7 +101,7 @@ def test_buckets_are_the_algorithm(seed, capacity):
 @pytest.mark.parametrize(
     ("perplexity", "capacity", "message"),
     [
-        (torch.ones(3), None, r"perplexity is \(3,\); want \[n, N\]"),
+        (torch.ones(3), None, r"perplexity is \(3,\); expected \[n, N\]"),
         (torch.ones(2, 0), None, "at least one expert and one row"),
         (torch.tensor([[1.0, 2.0], [math.nan, 1.0]]), None, r"experts \[1\] is NaN"),
         (torch.tensor([[1.0, math.nan], [math.nan, math.nan]]), None, r"rows \[1\] is NaN for every expert"),
@@ -118,8 +118,6 @@ def test_random_buckets_have_the_sizes_and_share_no_row():
     assert [len(bucket) for bucket in found] == [3, 0, 4]
     assert len(set(itertools.chain(*found))) == 7 and all(bucket == sorted(bucket) for bucket in found)
     assert found == random_buckets([3, 0, 4], 8, seed=1) != random_buckets([3, 0, 4], 8, seed=2)
-    with pytest.raises(ValueError, match=r"sizes are \[3, 6\], N is 8"):
-        random_buckets([3, 6], 8)
 
 
 def test_seed_set_is_a_share_drawn_at_random():

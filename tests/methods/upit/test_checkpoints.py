@@ -236,7 +236,7 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
             "none of whose matrices",
             id="another base",
         ),
-        pytest.param(lambda m: nn.Linear(2, 2), {}, "no model of transformers", id="no model"),
+        pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
     ],
 )
 def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp_path, change, settings, words):

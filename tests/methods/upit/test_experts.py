@@ -87,14 +87,14 @@ def test_materialize(place, tmp_path):
     assert not (tmp_path / "out" / "expert.json").exists()
     with pytest.raises(ValueError, match="which exists"):
         materialize(place / "delta", tmp_path / "out")
-    with pytest.raises(ValueError, match="an adapter; want a delta"):
+    with pytest.raises(ValueError, match="an adapter; expected a delta"):
         materialize(place / "lora", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        pytest.param(lambda f: shutil.rmtree(f), "which is no folder", id="no folder"),
+        pytest.param(lambda f: shutil.rmtree(f), "which is not a folder", id="no folder"),
         pytest.param(lambda f: (f / "config.json").unlink(), "which has no config.json", id="no model"),
         pytest.param(lambda f: (f / "expert.json").write_text('{"format": 2, "kind": "ffn"}'), "format 2", id="format"),
         pytest.param(lambda f: (f / "expert.json").write_text('{"format": 1, "kind": "x"}'), "kind 'x'", id="kind"),

@@ -296,7 +296,7 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, ex
         ({"steps": 0}, "steps is 0; want an integer of at least 1"),
         ({"steps": None, "epochs": -1}, "epochs is -1; want a number above 0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; want a number above 0"),
-        ({"weigth_decay": 0.1}, "training has weigth_decay; want some of .*weight_decay"),
+        ({"weigth_decay": 0.1}, "training has weigth_decay; expected some of .*weight_decay"),
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
         ({"warmup_steps": 6}, "warmup_steps is 6, steps is 6"),
         ({"vector_std": -0.1}, "vector_std is -0.1"),
@@ -304,7 +304,7 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, ex
         ({"dtype": "half-float"}, "dtype is 'half-float'"),
         ({"router_init": "skilful"}, "router_init is 'skilful'"),
         ({"alpha": 1.5}, "alpha is 1.5; want 0 to 1"),
-        ({"epochs": 2}, "epochs is 2, steps is 6; want one of them"),
+        ({"epochs": 2}, "epochs is 2, steps is 6, .*expected one of epochs and steps"),
         ({"train_ffn": 1}, "train_ffn is 1"),
     ],
 )

@@ -47,7 +47,7 @@ def made(tmp_path_factory):
 
 
 def loss_of(made, model) -> float:
-    return fit.held_out_loss(model, made.stages.held_out, AutoTokenizer.from_pretrained(made.base.folder))
+    return fit.mean_loss(*fit.row_losses(model, made.stages.held_out, AutoTokenizer.from_pretrained(made.base.folder)))
 
 
 def load(folder):
@@ -256,7 +256,7 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monke
     for result in results[:2]:
         (file,) = result.folder.glob("*model.safetensors")
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
-    found = fit.held_out_loss(load(results[1].folder), stages.held_out, stages.tokenizer)
+    found = fit.mean_loss(*fit.row_losses(load(results[1].folder), stages.held_out, stages.tokenizer))
     assert results[1].loss == pytest.approx(found, rel=1e-3)
 
 

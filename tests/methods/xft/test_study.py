@@ -13,7 +13,7 @@ from moe_runtime.experiments import recipe as recipe_module
 from moe_runtime.experiments.recipe import Recipe, load_recipe
 from moe_runtime.experiments.stages import files_print, made_once
 from moe_runtime.hf.models.tiny import train_tokenizer
-from moe_runtime.hf.training.fit import held_out_loss, mean_loss
+from moe_runtime.hf.training.fit import mean_loss, row_losses
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import study as xft_study
@@ -93,7 +93,7 @@ def test_each_stage_is_a_folder_that_transformers_loads(made):
         model, tokenizer = (c.from_pretrained(result.folder) for c in (AutoModelForCausalLM, AutoTokenizer))
         assert type(model).__name__ == ("MoeRuntimeLlamaForCausalLM" if result is made.moe else "LlamaForCausalLM")
         assert len(tokenizer) == model.config.vocab_size
-        assert held_out_loss(model, made.stages.held_out, tokenizer) == pytest.approx(result.loss, rel=1e-5)
+        assert mean_loss(*row_losses(model, made.stages.held_out, tokenizer)) == pytest.approx(result.loss, rel=1e-5)
         assert result.parameters == sum(p.numel() for p in model.parameters())
         assert read_json(result.folder / "config.json")["dtype"] == "float32"
 

@@ -28,7 +28,7 @@ MODULES = {
     "moe_runtime.hf.dropin.parallel": "Experts on several ranks.",
     "moe_runtime.hf.dropin.balance": "Balance losses.",
     "moe_runtime.hf.dropin.replay": "Expert ids, recorded and replayed.",
-    "moe_runtime.hf.training.trainer": "Trainers.",
+    "moe_runtime.hf": "Trainers.",
     "moe_runtime.hf.dropin.stats": "Router statistics.",
     "moe_runtime.methods.xft": "XFT in memory.",
     "moe_runtime.methods.xft.folders": "XFT from folder to folder.",

@@ -289,8 +289,10 @@ def test_installed_wheel_imports(installed, tmp_path):
 
 
 RECIPES = """
-from moe_runtime.experiments.recipe import load_recipe, shipped_recipes
-print(*[load_recipe(name).name for name in shipped_recipes()])
+import sys
+from moe_runtime.experiments.recipe import read_yaml, recipe_path, shipped_recipes
+for method in sys.argv[1:]:
+    print(*[f"{method}/{name}" for name in shipped_recipes(method) if read_yaml(recipe_path(name, method))])
 """
 
 
@@ -308,9 +310,11 @@ def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
 
 
 def test_installed_wheel_has_its_recipes(installed, tmp_path):
-    names = [path.stem for path in (ROOT / "moe_runtime" / "methods" / "xft" / "recipes").glob("*.yaml")]
-    done = run("-c", RECIPES, cwd=tmp_path, path=[installed, *SITE])
-    assert done.stdout.split() == sorted(names) and "tiny" in names
+    paths = (ROOT / "moe_runtime" / "methods").glob("*/recipes/*.yaml")
+    names = sorted(f"{path.parents[1].name}/{path.stem}" for path in paths)
+    methods = sorted({name.partition("/")[0] for name in names})
+    done = run("-c", RECIPES, *methods, cwd=tmp_path, path=[installed, *SITE])
+    assert done.stdout.split() == names and "esft/tiny" in names and "xft/tiny" in names
     assert (installed / "moe_runtime" / "hf" / "training" / "fsdp2.yaml").is_file()
 
 

@@ -129,16 +129,16 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
             bad.append(key)
             break
         tensors[key], position = (spec, data + begin), end
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        bad, header["__metadata__"] = ["__metadata__"], metadata
     if bad:
         want = "a known dtype, a shape, and data_offsets that span its bytes and follow the tensor before"
+        want = "an object of texts" if bad == ["__metadata__"] else want
         raise ValueError(f"{bad[0]} in the header of {file} is {str(header[bad[0]])[:200]}; want {want}")
-    if (
-        data + position != size
-        or not isinstance(metadata, dict)
-        or not all(isinstance(v, str) for v in metadata.values())
-    ):
-        says = f"{file} is {size} bytes and its header describes {data + position}"
-        raise ValueError(f"{says}, with __metadata__ {str(metadata)[:80]}; want the whole file; get it again")
+    if data + position != size:
+        raise ValueError(
+            f"{file} is {size} bytes; want {data + position}, as its header says; get the whole file again"
+        )
     return metadata, tensors
 
 
@@ -172,7 +172,10 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_) -> None:
-        pass
+        self.close()
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between reads."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

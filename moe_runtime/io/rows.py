@@ -56,7 +56,7 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
         problem = (
             "does not exist" if not path.exists() else "is empty" if _is_empty(path) else f"ends in {path.suffix!r}"
         )
-        raise ValueError(f"data is {name!r}, which {problem}; want {_WANTED_SOURCE}, with rows")
+        raise ValueError(f"data is {name!r}, which {problem}; want {_WANTED_SOURCE}")
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
             # a tuple: `datasets` treats lists as shards; the file's state makes its cache notice a change

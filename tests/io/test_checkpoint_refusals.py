@@ -99,8 +99,8 @@ def test_truncated_files_name_file_and_key(tmp_path):
     file = tmp_path / "out" / SINGLE
     header = 8 + int.from_bytes(whole[:8], "little")
     for size, message in [
-        (len(whole) - 1, f"{file} is {len(whole) - 1} bytes and its header describes {len(whole)}"),
-        (header + 900, f"{file} is {header + 900} bytes and its header describes {len(whole)}"),
+        (len(whole) - 1, f"{file} is {len(whole) - 1} bytes; want {len(whole)}, as its header says"),
+        (header + 900, f"{file} is {header + 900} bytes; want {len(whole)}, as its header says"),
         (header - 5, f"{file} is {header - 5} bytes with a header of {header - 8}; want a whole safetensors file"),
         (3, f"{file} is 3 bytes with a header of"),
         (0, f"{file} is 0 bytes with a header of"),
@@ -109,7 +109,7 @@ def test_truncated_files_name_file_and_key(tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             Checkpoint(tmp_path / "out")
     file.write_bytes(whole + b"x")
-    with pytest.raises(ValueError, match=f"is {len(whole) + 1} bytes and its header describes {len(whole)}"):
+    with pytest.raises(ValueError, match=f"is {len(whole) + 1} bytes; want {len(whole)}, as its header says"):
         Checkpoint(tmp_path / "out")
 
 
@@ -136,10 +136,10 @@ def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
         pytest.param(one(v=one(shape=(1,), offsets=(4, 8))["w"]), "v in the header of", id="overlap"),
         pytest.param(
             one(offsets=(0, 2**62), shape=(2**60,)),
-            r"is \d+ bytes and its header describes 46116860184\d+",
+            r"is \d+ bytes; want 46116860184\d+, as its header says",
             id="beyond the file",
         ),
-        pytest.param(one(__metadata__=[]), "with __metadata__", id="metadata no object"),
+        pytest.param(one(__metadata__=[]), "__metadata__ in the header of", id="metadata no object"),
         pytest.param(b"[1]", "is a JSON list; want one JSON object", id="header no object"),
         pytest.param(b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2", id="header no JSON"),
         pytest.param(b"\xff\xfe{}", "is not valid JSON", id="header not UTF-8"),

@@ -1,7 +1,6 @@
 """How much a task uses each expert: ESFT's gate score and token score.
 
-ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample of the training
-set:
+ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample of the training set:
 
     gate score   g_e = mean_t g_{e,t}                       Eq. (6), g_{e,t} = 0 where e is not among token t's top K
     token score  r_e = mean_t 1[g_{e,t} > 0] / K            Eq. (7)
@@ -13,8 +12,8 @@ Variants, since the paper, the released results and the released script differ i
     normalized   v1 with rows that sum to 1: "normalized gate values" (Sec. 3.2)
     head         v1 over its sum over the layers, as the released script now divides: columns sum to 1
 
-Gate values are those that the router hands to the experts. Where it scales them (routed_scaling_factor of 2.5, say) v1
-has the scale too, and p is a share of the gate values with `normalized` only.
+Gate values are those that the router hands to the experts. If it scales them (by a routed_scaling_factor of 2.5, say), v1
+is scaled too, and p is a share of the gate values only with `normalized`.
 """
 
 import contextlib
@@ -65,7 +64,7 @@ class ExpertScores:
 
     @classmethod
     def from_logs(cls, folder: str | os.PathLike, variant: str = "v1", **options) -> "ExpertScores":
-        """Read the official logs in `folder`; `options` are those of `esft_formats.read_logs`."""
+        """Read the official logs in `folder`; `options` are those of `official.read_logs`."""
         check_choice("variant", variant, VARIANTS)
         return cls.from_sums(read_logs(folder, **options), variant)
 
@@ -138,7 +137,7 @@ class ExpertScores:
         )
 
     def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
-        """Write the summary, whole or not at all; `round=4` makes it the official one."""
+        """Write the summary, atomically; `round=4` makes it the official one."""
         # a line per table row would be a hundred thousand of them with the pairs
         atomic_write_text(path, json.dumps(self.to_dict(round), allow_nan=False) + "\n")
 
@@ -176,7 +175,7 @@ def _guess_variant(token: torch.Tensor) -> str:
 
 
 def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
-    names = {f.name for f in fields(GateSums)} - {"layers"}
+    names, problem = {f.name for f in fields(GateSums)} - {"layers"}, None
     try:
         parts = {name: values[name] for name in names}
         for name in ("count", "gate", "sample_count", "sample_gate", "pairs"):
@@ -187,9 +186,11 @@ def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
             check_positive(name, parts[name])
         wanted = (len(layers), parts["count"].shape[-1])
         if any(parts[name].shape != wanted for name in ("count", "gate", "sample_count", "sample_gate")):
-            raise ValueError(f"tables of different shapes, not all {wanted}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source}: sums cannot be read ({error!r}); want a file as it was written") from error
+            problem = f"tables of different shapes, not all {wanted}"
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        problem = repr(error)
+    if problem is not None:
+        raise ValueError(f"{source}: sums cannot be read ({problem}); expected a file as it was written")
     return GateSums(layers=layers, **parts)
 
 
@@ -207,12 +208,12 @@ def score_experts(
 ) -> ExpertScores:
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
 
-    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens that are no padding count,
-    prompt and response, and of the batch that goes beyond `n_tokens` the first ones. `log_dir` also writes the official
-    logs, a new folder unless `overwrite`; `pairs` counts what `group_size` needs. With torch.distributed every
-    process brings data of its own (as accelerate prepares a loader) and its share of the tokens, with `per_process`
-    up to `n_tokens` each; all return the same scores. Works on stock models and our own, whose shared expert has
-    none. Raises ValueError for a model without experts, and for data without tokens.
+    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count, prompt and
+    response, and the first ones of the batch that exceeds `n_tokens`. `log_dir` also writes the official logs, a new
+    folder unless `overwrite`; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own
+    data (as accelerate prepares a loader) and scores its share of the tokens, with `per_process` up to `n_tokens` each;
+    all return the same scores. Works on stock models and our own, whose shared expert has none. Raises ValueError for a
+    model without experts, and for data without tokens.
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
@@ -248,8 +249,8 @@ def sample_batches(
     """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an order drawn by `seed`.
 
     `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default (the paper, Sec. 4.2);
-    else each row is a sample, cut at `length` (the released script). Stops at `n_tokens`, or where the rows end. Of
-    several processes, `part` = (rank, ranks), each gets its samples of them: score_experts(..., per_process=True).
+    otherwise each row is a sample, cut at `length` (the released script). Stops at `n_tokens`, or where the rows end. With
+    `part` = (rank, ranks) each process gets its own samples: score_experts(..., per_process=True).
     """
     for name, value in (("n_tokens", n_tokens), ("length", length), ("batch_size", batch_size)):
         check_positive(name, value)

@@ -33,7 +33,7 @@ from moe_runtime.modules.lora_linear import LinearExperts
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-PLACES = {"gate_up_proj": "base_layer.", "down_proj": ""}  # PEFT nests: the first parameter's adapter is the inner one
+PLACES = {"gate_up_proj": ".base_layer", "down_proj": ""}  # PEFT nests: the first parameter's adapter is the inner one
 HALVES = (".lora_A.weight", ".lora_B.weight")
 BACKBONES = ("mean", "base")
 # settings that change the equation, or whose weights are not pairs
@@ -77,30 +77,39 @@ def save_stacked(
 
     `base_model` is what the config names: the model whose experts all equal the base. The layers have the same settings.
     """
-    experts = {name: _experts(layer) for name, layer in layers.items()}
-    first = next(iter(experts.values()))
-    tensors, parameters = {}, []
-    for name, layer in experts.items():
-        for parameter, (a, b) in _stacked(layer).items():
-            place = f"{PREFIX}{name}.experts.{PLACES[parameter] if len(_stacked_names(layer)) == 2 else ''}"
-            # [E, r, in] -> [E r, in];  [E, r, out] -> [out, r E]
-            tensors[f"{place}lora_A.weight"] = a.reshape(-1, a.shape[2])
-            tensors[f"{place}lora_B.weight"] = b.permute(2, 1, 0).reshape(b.shape[2], -1)
-    parameters = [f"experts.{parameter}" for parameter in _stacked_names(first)]
-    gates = {name: layer.gate for name, layer in layers.items() if isinstance(layer, LoRAMoE)}
-    for name, gate in gates.items():
-        tensors |= {f"{PREFIX}{name}.gate.{key}": value for key, value in gate.state_dict().items()}
-    ranks = {parameter: first.rank * (2 if parameter.endswith("gate_up_proj") else 1) for parameter in parameters}
+    first = _experts(next(iter(layers.values())))
+    parameters = [f"experts.{parameter}" for parameter in _stacked(first)]
+    ranks = {parameter: 2 * first.rank for parameter in parameters if parameter.endswith("gate_up_proj")}
+    gates = {f"{name.rpartition('.')[2]}.gate" for name, layer in layers.items() if isinstance(layer, LoRAMoE)}
     config = _config(first, base_model) | {
         "target_modules": [],
         "target_parameters": parameters,
-        "rank_pattern": {f"{parameter}": rank for parameter, rank in ranks.items() if rank != first.rank},
-        "alpha_pattern": {
-            parameter: first.alpha * rank / first.rank for parameter, rank in ranks.items() if rank != first.rank
-        },
-        "modules_to_save": sorted({f"{name.rpartition('.')[2]}.gate" for name in gates}) or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": {parameter: first.alpha * rank / first.rank for parameter, rank in ranks.items()},
+        "modules_to_save": sorted(gates) or None,
     }
-    _write(folder, tensors, config, overwrite)
+    _write(folder, _stacked_tensors(layers), config, overwrite)
+
+
+def _stacked_tensors(layers: Mapping[str, LoRAExperts | LoRAMoE]) -> dict[str, torch.Tensor]:
+    """Return the file's content: A [E r, in] and B [out, r E] of each stack, and the routers."""
+    tensors = {}
+    for name, layer in layers.items():
+        for place, (a, b) in _places(name, _experts(layer)).values():
+            tensors[place + HALVES[0]] = a.reshape(-1, a.shape[2])
+            tensors[place + HALVES[1]] = b.permute(2, 1, 0).reshape(b.shape[2], -1)
+    for name, layer in layers.items():
+        if isinstance(layer, LoRAMoE):
+            tensors |= {f"{PREFIX}{name}.gate.{key}": value for key, value in layer.gate.state_dict().items()}
+    return tensors
+
+
+def _places(name: str, layer: LoRAExperts) -> dict[str, tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return where the file has each stack's pair, and the pair (a [E, r, in], b [E, r, out]), by the stack's name."""
+    pairs = _stacked(layer)
+    return {
+        key: (f"{PREFIX}{name}.experts{PLACES[key] if len(pairs) == 2 else ''}", pair) for key, pair in pairs.items()
+    }
 
 
 @torch.no_grad()
@@ -110,37 +119,28 @@ def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.P
     Raises ValueError, with the layers untouched, for a file of other layers, sizes or settings, and for a rank that serves
     both gate and up, which PEFT can train but separate pairs cannot hold.
     """
-    experts = {name: _experts(layer) for name, layer in layers.items()}
-    _check_config(next(iter(experts.values())), os.path.join(folder, CONFIG))
-    gates = {name: layer.gate for name, layer in layers.items() if isinstance(layer, LoRAMoE)}
-    shapes = {
-        f"{PREFIX}{name}.gate.{key}": value.shape
-        for name, gate in gates.items()
-        for key, value in gate.state_dict().items()
-    }
-    halves = {}  # by layer and parameter: the pair's shapes and names
-    for name, layer in experts.items():
-        for parameter, (a, b) in _stacked(layer).items():
-            place = f"{PREFIX}{name}.experts.{PLACES[parameter] if len(_stacked_names(layer)) == 2 else ''}"
-            halves[name, parameter] = a.shape, b.shape, *(f"{place}lora_{half}.weight" for half in "AB")
-            shapes[f"{place}lora_A.weight"] = (a.shape[0] * a.shape[1], a.shape[2])
-            shapes[f"{place}lora_B.weight"] = (b.shape[2], b.shape[1] * b.shape[0])
-    tensors = read_tensors(folder)
-    want = {
-        key: TensorSpec(tuple(shape), tensors[key].dtype if key in tensors else None) for key, shape in shapes.items()
-    }
+    path = os.path.join(folder, WEIGHTS)
+    _check_config(_experts(next(iter(layers.values()))), os.path.join(folder, CONFIG))
+    tensors, found = read_tensors(folder), []
     specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    check_keys(specs, want, source=os.path.join(folder, WEIGHTS))
-    found = []
-    for (name, parameter), (a, b, key_a, key_b) in halves.items():
-        new = tensors[key_a].view(a), tensors[key_b].view(b[2], b[1], b[0]).permute(2, 1, 0)
-        split = _split(experts[name], *new, key_b) if parameter == "gate_up_proj" else {"down_proj": new}
-        found += [(experts[name], target, pair) for target, pair in split.items()]
+    shapes = {key: tuple(tensor.shape) for key, tensor in _stacked_tensors(layers).items()}
+    want = {key: TensorSpec(shape, specs[key].dtype if key in specs else None) for key, shape in shapes.items()}
+    check_keys(specs, want, source=path)
+    for name, layer in layers.items():
+        experts = _experts(layer)
+        for parameter, (place, (a, b)) in _places(name, experts).items():
+            new_b = tensors[place + HALVES[1]].view(b.shape[2], b.shape[1], b.shape[0]).permute(2, 1, 0)
+            split = {parameter: (tensors[place + HALVES[0]].view(a.shape), new_b)}
+            if parameter == "gate_up_proj":
+                split = _split(experts, *split[parameter], f"{place} in {path}")
+            found += [(experts, target, pair) for target, pair in split.items()]
     for layer, target, (a, b) in found:
         layer.lora_a[target].copy_(a)
         layer.lora_b[target].copy_(b)
-    for name, gate in gates.items():
-        gate.load_state_dict({key: tensors[f"{PREFIX}{name}.gate.{key}"] for key in gate.state_dict()})
+    for name, layer in layers.items():
+        if isinstance(layer, LoRAMoE):
+            gate = layer.gate.state_dict()
+            layer.gate.load_state_dict({key: tensors[f"{PREFIX}{name}.gate.{key}"] for key in gate})
 
 
 def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
@@ -148,15 +148,10 @@ def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
     return layer.experts if isinstance(layer, LoRAMoE) else layer
 
 
-def _stacked_names(layer: LoRAExperts) -> list[str]:
-    names = ["gate_up_proj"] * ("gate_proj" in layer.targets or "up_proj" in layer.targets)
-    return names + ["down_proj"] * ("down_proj" in layer.targets)
-
-
 def _stacked(layer: LoRAExperts) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return (a [E, r, in], b [E, r, out]) by the stack's name; of gate and up together, twice the rank."""
     found = {}
-    if "gate_up_proj" in _stacked_names(layer):
+    if {"gate_proj", "up_proj"} & set(layer.targets):
         gate, up = (_halves(layer, target) for target in ("gate_proj", "up_proj"))
         zero = torch.zeros_like(gate[1])
         b = torch.cat([torch.cat([gate[1], zero], 2), torch.cat([zero, up[1]], 2)], 1)
@@ -189,16 +184,9 @@ def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, 
 
 def _config(layer: LoRAExperts, base_model: str) -> dict:
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "r": layer.rank,
-        "lora_alpha": layer.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "inference_mode": True,
+        "r": layer.rank, "lora_alpha": layer.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": False,
+    }  # fmt: skip
 
 
 def _check_config(layer: LoRAExperts, path: str) -> None:
@@ -212,9 +200,7 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
     with atomic_folder(folder, overwrite) as tmp:
         # a copy each: safetensors refuses tensors that share memory, which a stack's experts do
-        plain = {
-            key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()
-        }
+        plain = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
         write_tensors(tmp / WEIGHTS, plain)
         atomic_write_json(tmp / CONFIG, config)
 
@@ -344,13 +330,14 @@ def read_experts(
             "same linear layers of the MLP in each layer, one at least"
         )
     found = AdapterExperts(
-        adapters,
-        family.path,
-        tuple(name for name in (*family.up, family.down) if name in names),
-        tuple(places),
+        adapters, family.path, tuple(name for name in (*family.up, family.down) if name in names), tuple(places),
         rest if backbone == "mean" else (),
-    )
-    _check_settings(found, rank=rank, alpha=alpha, targets=targets, layers=layers)
+    )  # fmt: skip
+    for name, value in {"rank": rank, "alpha": alpha, "targets": targets, "layers": layers}.items():
+        theirs = getattr(found, name)
+        same = value == theirs if isinstance(theirs, int | float) else set(value or ()) == set(theirs)
+        if value is not None and not same:
+            raise ValueError(f"{name} is {value}, of the experts' adapters {theirs}; leave it None with adapters")
     return found
 
 
@@ -373,17 +360,13 @@ def _place(family: Family, path: str) -> tuple[int, str] | None:
 def _check_alike(adapters: Sequence[Adapter]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
-        for name, one, other in (
-            ("rank", first.rank, adapter.rank),
-            ("scaling", first.scaling, adapter.scaling),
-            ("layers", set(first.pairs), set(adapter.pairs)),
-        ):
-            if one != other:
-                if name == "layers":
-                    one, other = (f"{len(paths)}, {min(one ^ other)} of one alone" for paths in (one, other))
-                raise ValueError(
-                    f"{name} of {first.folder} is {one}, of {adapter.folder} {other}; all experts must have the same"
-                )
+        alone = sorted(first.pairs.keys() ^ adapter.pairs.keys())
+        if alone or (first.rank, first.scaling) != (adapter.rank, adapter.scaling):
+            what = f"changes other layers, {alone[0]} for one" if alone else f"has rank {adapter.rank}"
+            raise ValueError(
+                f"{adapter.folder} {what}, scaling {adapter.scaling}; expected those of {first.folder}, {first.rank} and "
+                f"{first.scaling}, for all experts"
+            )
 
 
 def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> None:
@@ -415,12 +398,3 @@ def _check_backbone(model: nn.Module, paths: Sequence[str], backbone: str | None
         raise ValueError(
             f"backbone is {backbone}, {folder} changes {what} outside of the MLPs; use {how}backbone='base' to leave it out"
         )
-
-
-def _check_settings(found: AdapterExperts, **given) -> None:
-    """Raise ValueError where a setting that is given is not the adapters'."""
-    for name, value in given.items():
-        theirs = getattr(found, name)
-        same = value == theirs if isinstance(theirs, int | float) else set(value or ()) == set(theirs)
-        if value is not None and not same:
-            raise ValueError(f"{name} is {value}, of the experts' adapters {theirs}; leave it None with adapters")

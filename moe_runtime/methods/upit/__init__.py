@@ -17,7 +17,7 @@
     seed_data = upit.seed_set(rows)
     buckets = upit.fill_buckets(upit.perplexities(experts, seed_data, tokenizer))
     routed = upit.init_routers(experts, seed_data, buckets, tokenizer, folder="routed")
-    upit.assemble([one.folder for one in routed], [one.vectors for one in routed], "mixture")
+    upit.assemble([one.folder for one in routed], [one.vectors for one in routed], "moe")
 
 Experts are folders: whole models, deltas of a base, or LoRA adapters (`checkpoints` writes, `experts` reads, `models` loads
 them). The steps: `expansion` with `pool` -> `buckets` -> `router` with `vectors` -> `assembly` -> `mixtral`. From disk to

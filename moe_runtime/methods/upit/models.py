@@ -24,7 +24,7 @@ DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 
 
 def load(expert, *, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
-    """Load an expert of kind "ffn" or "delta" as the dense model that it is, in its MLPs' dtype unless given."""
+    """Load an expert of kind "ffn" or "delta" as a dense model, by default in its MLPs' dtype."""
     device, dtype = _place(device), dtype or dtype_of(expert)
     if expert.kind == "ffn":
         return ranks.load_model(expert.path, dtype, device)
@@ -42,7 +42,7 @@ def load_adapters(
 ):
     """Return peft's model of the experts' base with the adapters of all, by `names`; the first is active.
 
-    In the base's own dtype unless given, adapters in float32 where theirs is narrower, as peft has it.
+    By default in the base's own dtype, with adapters in float32 where theirs is narrower, as peft does.
     """
     peft = require("peft")
     model = load_base(experts, dtype, device)
@@ -63,7 +63,7 @@ def names(count: int) -> list[str]:
 
 
 def load_base(experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
-    """Load the dense model that adapters are of, in its own dtype unless given; raises ValueError unless it is one."""
+    """Load the dense model of adapters, by default in its own dtype; raises ValueError if they have several."""
     base = base_of(experts)
     if dtype is None:
         dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")

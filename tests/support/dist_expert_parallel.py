@@ -178,7 +178,7 @@ def run(scenario: Scenario, folder: str) -> dict:
 
 
 def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **options):
-    """transformers' Trainer, unless `kind` is another: two steps of 8 sequences in two micro-batches, over `ranks` processes."""
+    """transformers' Trainer, unless `kind` is another: two steps of 8 rows in two micro-batches on `ranks` processes."""
     from transformers import Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""methods/xft/baselines.py: experts averaged after each step, in a loop of one's own, in Trainer, resumed, and split over ranks."""
+"""EWA while a model trains: the schedule of its share, the optimizers it can follow, Trainer and its resumed runs, FSDP2."""
 
 import copy
 

@@ -14,7 +14,8 @@ from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
 
 pytest.importorskip("transformers", exc_type=ImportError)
-from moe_runtime.experiments.demo import PRESETS
+from moe_runtime.methods.xft.demo import PRESETS
+from moe_runtime.methods.xft.recipe import load_recipe
 
 KIND = "method"
 TOKENS = 2048  # of a device's batch in the official hyperparameters: 2 rows of 1024
@@ -31,9 +32,9 @@ def bench_mixing_step(interleaved, preset):
     """A whole step of the demo's model, its batch too: loss, backward and optimizer, of all weights or of the logits alone."""
     if CUDA:
         pytest.skip("a model of the CPU's size: a GPU would be measured at waiting for its launches")
-    preset = PRESETS[preset]
-    dense, mergeable = (_demo_model(preset, mergeable) for mergeable in (False, True))
-    ids = torch.randint(0, preset.vocab_size, (preset.batch, preset.max_length), device=DEVICE)
+    recipe = load_recipe(PRESETS[preset])
+    dense, mergeable = (_demo_model(recipe, mergeable) for mergeable in (False, True))
+    ids = torch.randint(0, recipe.pretrain.vocab_size, (recipe.tune.batch_size, recipe.data.max_length), device=DEVICE)
 
     def step_of(model):
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -53,21 +54,22 @@ def bench_mixing_step(interleaved, preset):
     interleaved(variants, tokens=ids.numel(), dtype=torch.float32)
 
 
-def _demo_model(preset, mergeable: bool):
+def _demo_model(recipe, mergeable: bool):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from moe_runtime.methods import xft
 
     torch.manual_seed(0)
+    preset = recipe.pretrain
     heads = max(preset.hidden_size // 32, 1)
     config = LlamaConfig(
         vocab_size=preset.vocab_size, hidden_size=preset.hidden_size, intermediate_size=preset.intermediate_size,
         num_hidden_layers=preset.num_layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=2 * preset.max_length, tie_word_embeddings=True,
+        max_position_embeddings=2 * recipe.data.max_length, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(DEVICE)
     if mergeable:
-        xft.upcycle(model, num_experts=preset.num_experts, top_k=preset.top_k)
+        xft.upcycle(model, **recipe.experts)
         xft.to_mergeable(model)
     return model.train()
 

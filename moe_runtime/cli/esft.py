@@ -150,10 +150,11 @@ def train(
     selection = load_selection(config)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
-    training = Tuning(
-        steps=steps, learning_rate=learning_rate, batch_size=batch_size, per_device_batch_size=per_device_batch_size,
-        weight_decay=weight_decay, bf16=bf16, gradient_checkpointing=gradient_checkpointing, save_steps=save_steps or None,
-    )  # fmt: skip
+    training = Tuning.from_dict({
+        "steps": steps, "learning_rate": learning_rate, "batch_size": batch_size, "weight_decay": weight_decay, "bf16": bf16,
+        "per_device_batch_size": per_device_batch_size, "gradient_checkpointing": gradient_checkpointing,
+        "save_steps": save_steps or None,
+    })  # fmt: skip
     fit.quiet()
     with console.bar("training") as on_step:
         receipt = train_folder(

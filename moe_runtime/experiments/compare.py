@@ -72,14 +72,13 @@ def compare(
     check_fraction("level", level, zero=False, one=False)
     arrays = {name: np.asarray(rows, dtype=np.float64) for name, rows in losses.items()}
     shape = arrays[reference].shape
-    for name, array in arrays.items():
-        if array.ndim != 2 or array.shape != shape or not array.size:
-            raise ValueError(
-                f"losses of {name!r} are {array.shape}, of {reference!r} {shape}; want [seeds, rows] of both"
-            )
-    weight = np.ones(shape[1]) if tokens is None else np.asarray(tokens, dtype=np.float64)
-    if weight.shape != shape[1:] or not (np.isfinite(weight) & (weight >= 1)).all():
-        raise ValueError(f"tokens are {weight.shape}, losses {shape}; want one number of at least 1 per row")
+    weight = np.ones(shape[1:]) if tokens is None else np.asarray(tokens, dtype=np.float64)
+    shapes = {array.shape for array in arrays.values()}
+    if len(shapes) > 1 or len(shape) != 2 or 0 in shape or weight.shape != shape[1:] or not (weight >= 1).all():
+        raise ValueError(
+            f"losses are {', '.join(map(str, shapes))}, tokens {weight.shape}; want [seeds, rows] of every method, and "
+            "at least one token for each row"
+        )
     weight = weight / weight.mean()
     names = [name for name in losses if name != reference]
     found = [_difference(weight, arrays[name], arrays[reference], level) for name in names]

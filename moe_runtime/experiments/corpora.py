@@ -1,6 +1,4 @@
-"""The text that every Python brings along: its standard library, as documents and as instruction-answer pairs.
-
-Three domains of text that need no download: what the UpIT and UltraFuser studies train on and judge by.
+"""Text that needs no download: Python's standard library as documents and as pairs, and three domains of pairs.
 
 code        documented functions of Python's standard library: signature and docstring, then the body
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
@@ -51,8 +49,8 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
     Rows have `prompt` (kind, signature, docstring), `completion` (the source without docstring), `module` (its file).
     One file in ten is held out. At most `limit` rows of each, in an order that depends on `seed` and on the version.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; want at least 1, or None for all rows")
+    if limit is not None:
+        check_positive("limit", limit)
     pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
     for rows in pairs:
         random.Random(seed).shuffle(rows)
@@ -195,19 +193,8 @@ NAMES = (
     "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kim", "Lena", "Max", "Nora", "Omar", "Pia",
 )  # fmt: skip
 THINGS = (
-    "apples",
-    "books",
-    "cards",
-    "coins",
-    "eggs",
-    "marbles",
-    "pens",
-    "plums",
-    "shells",
-    "stamps",
-    "stones",
-    "tickets",
-)
+    "apples", "books", "cards", "coins", "eggs", "marbles", "pens", "plums", "shells", "stamps", "stones", "tickets",
+)  # fmt: skip
 CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 

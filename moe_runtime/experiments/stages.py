@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,9 +83,16 @@ class Result(NamedTuple):
 class KeptStages:
     """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
 
-    A method's class has the stages, and says what its data are (`data_key`, `make_data`) and which trainings its recipe, a
-    `Recipe`, has. `result` is the kind of its results, `FORMAT` part of every hash: a change of what a stage does gives new
-    folders. `recipe` is a recipe, its file, or the name of a shipped one; `seed` None is the recipe's own. The base and the
+    A method's class has the stages and
+
+        Recipe             the class of its recipe
+        result             the kind of its results
+        FORMAT             part of every hash: a change of what a stage does gives new folders
+        trainings()        the recipe's trainings, which are checked before anything is made
+        data_key()         a hash of all that tokenizer and rows depend on
+        make_data(folder)  writes the folder `tokenizer` and one for each kind of rows; returns what there is to say of them
+
+    `recipe` is a recipe, its file, or the name of a shipped one; `seed` None is the recipe's own. The base and the
     rows are the same for every seed.
     """
 
@@ -109,18 +116,6 @@ class KeptStages:
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # once, as the rows are read once
-
-    def trainings(self) -> Sequence[Training]:
-        """Return the trainings of the recipe, which are checked before anything is made."""
-        raise NotImplementedError
-
-    def data_key(self) -> str:
-        """Return a hash of all that tokenizer and rows depend on."""
-        raise NotImplementedError
-
-    def make_data(self, folder: Path) -> dict:
-        """Write the folder `tokenizer` and one for each kind of rows; return what there is to say of them."""
-        raise NotImplementedError
 
     @property
     def tokenizer(self):

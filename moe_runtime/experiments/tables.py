@@ -110,10 +110,8 @@ class Report(Finding):
 
     def __post_init__(self):
         tokens = self.entries[0].results[0].tokens
-        for entry in self.entries:
-            if any(list(result.tokens) != list(tokens) for result in entry.results):
-                raise ValueError(f"held-out rows of {entry.name!r} are others than those of {self.entries[0].name!r}; want "
-                                 "one recipe for all")  # fmt: skip
+        if any(list(result.tokens) != list(tokens) for entry in self.entries for result in entry.results):
+            raise ValueError("methods are judged on different held-out rows; want one recipe for all")
         losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
 
@@ -309,8 +307,6 @@ def run(
     check_positive("seeds", seeds)
     out = Path("runs", recipe.method) if out is None else out
     kind, out = commands[command], Path(out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is {out}, which is a file; want a folder")
     options = kind.check(recipe, **options)
     seeds = tuple(range(recipe.seed, recipe.seed + seeds))
     settings = finite({"recipe": recipe.to_dict(), "seeds": seeds, **options})

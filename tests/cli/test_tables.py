@@ -24,7 +24,10 @@ def report_of(command: str) -> Report:
     rows = {"SFT": [1.0, 2.0], "XFT": [0.5, 1.5]}
     results = {name: Result(name=name, loss=sum(losses) / 2, losses=losses, **values) for name, losses in rows.items()}
     entries = [Entry(name, [result]) for name, result in results.items()]
-    return Report(command, "a title", "Table 0", {}, (0,), entries, "SFT", summary=["what it says"])
+    return Report(
+        command=command, title="a title", source="Table 0", settings={}, seeds=(0,), entries=entries, reference="SFT",
+        summary=["what it says"],
+    )  # fmt: skip
 
 
 @pytest.fixture

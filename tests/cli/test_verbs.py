@@ -193,14 +193,10 @@ def test_other_shells_complete_too(shell):
 
 
 def test_words_that_are_offered_are_those_that_are_taken():
-    from moe_runtime.experiments import demo
-    from moe_runtime.methods.esft import recipe as esft_recipe
-    from moe_runtime.methods.ultrafuser import recipe as ultrafuser_recipe
-    from moe_runtime.methods.upit import recipe as upit_recipe
+    from moe_runtime.methods.xft import demo
 
-    assert sorted(cli_verbs.recipes("xft")) == sorted(shipped_recipes())
-    for method, module in (("esft", esft_recipe), ("upit", upit_recipe), ("ultrafuser", ultrafuser_recipe)):
-        assert sorted(cli_verbs.recipes(method)) == sorted(module.shipped_recipes())
+    for method in ("xft", "esft", "upit", "ultrafuser"):
+        assert sorted(cli_verbs.recipes(method)) == shipped_recipes(method)
     assert sorted(demo.PRESETS) == sorted(completed("moe-runtime demo --preset ")[0])
     assert set(config.GATES) == set(completed("moe-runtime xft upcycle a b --gate ")[0])
 

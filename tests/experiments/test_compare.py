@@ -179,11 +179,11 @@ def test_holm_with_a_comparison_that_has_no_p():
     "losses, reference, tokens, match",
     [
         pytest.param({"a": [[1.0]]}, "b", None, "reference is 'b'; want one of a", id="no such reference"),
-        pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "want .seeds, rows. of both", id="other rows"),
-        pytest.param({"a": [[]], "b": [[]]}, "b", None, "want .seeds, rows. of both", id="no rows"),
-        pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "want .seeds, rows. of both", id="no seeds"),
-        pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "want one number of at least 1", id="other tokens"),
-        pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "want one number of at least 1", id="no tokens"),
+        pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "want .seeds, rows. of every", id="other rows"),
+        pytest.param({"a": [[]], "b": [[]]}, "b", None, "want .seeds, rows. of every", id="no rows"),
+        pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "want .seeds, rows. of every", id="no seeds"),
+        pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "at least one token", id="other tokens"),
+        pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "at least one token", id="no tokens"),
     ],
 )
 def test_bad_input(losses, reference, tokens, match):

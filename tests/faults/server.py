@@ -23,7 +23,7 @@ IMPORTED = [
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
     "transformers.models.deepseek_v2.modeling_deepseek_v2", "transformers.models.mixtral.modeling_mixtral",
     "transformers.tokenization_utils_tokenizers", "trl", "trl.trainer.sft_trainer", "moe_runtime.cli",
-    "moe_runtime.native.library", "moe_runtime.experiments.demo", "moe_runtime.hf.dropin.stats",
+    "moe_runtime.native.library", "moe_runtime.methods.xft.demo", "moe_runtime.hf.dropin.stats",
     "moe_runtime.tools.tune", "moe_runtime.hf.training.fit", "moe_runtime.tools.router_report",
     "moe_runtime.hf.training.sft", "moe_runtime.methods.esft.runs", "moe_runtime.methods.esft.tables",
     "moe_runtime.methods.ultrafuser.tables", "moe_runtime.methods.upit", "moe_runtime.methods.upit.mixtral",

@@ -38,12 +38,12 @@ class NotRun(NamedTuple):
 NETWORK = "fetches packages"
 NOT_RUN = {
     "make demo": NotRun(
-        "fills a .venv, and takes minutes", "tests/experiments/test_demo.py::test_the_table_the_folders_and_the_picture"
+        "fills a .venv, and takes minutes", "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture"
     ),
     "make test": NotRun("is the suite that this belongs to"),
     "make stress": NotRun("is the suite's longer form"),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
-    "make bench": NotRun("takes an hour", "tests/experiments/test_demo.py::test_every_benchmark_runs"),
+    "make bench": NotRun("takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
     "make wheel": NotRun("fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"),
     "make wheel-cuda": NotRun(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.plots import COLOURS, GREY, MARKERS
-from moe_runtime.experiments.tables import Command, Finding, Run, finite
+from moe_runtime.experiments.tables import Command, Finding, Run, different, finite
 from moe_runtime.io.rows import require
 from moe_runtime.methods.esft import analyses
 from moe_runtime.methods.esft.analyses import ExpertCounts, GateMass, Overlap, SampleSizes
@@ -254,12 +254,8 @@ def _check_top(recipe: EsftRecipe, top: int = analyses.TOP, score: str = "gate")
 
 def _check_sizes(recipe: EsftRecipe, sizes: Sequence[int] | None = None, **options) -> dict:
     if sizes is not None:
-        sizes = sorted(set(sizes))
-        if not sizes:
-            raise ValueError("sizes is empty; want numbers of tokens, such as 8192 and 131072")
-        for size in sizes:
-            check_positive("sizes", size)
-    return _check_top(recipe, **options) | {"sizes": sizes}
+        sizes = different("sizes", sorted(set(sizes)), lambda size: check_positive("sizes", size))
+    return _check_top(recipe, **options) | {"sizes": sizes and list(sizes)}
 
 
 COMMANDS = {

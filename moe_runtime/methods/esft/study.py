@@ -1,19 +1,13 @@
-"""The base of an ESFT study and what its routers say of the tasks, by stages that are kept.
-
-base --scores-->     how much each task uses each expert, from which selections and groups follow
-     --halves-->     the same of two samples of a task
-     --sizes-->      what samples of several sizes share
-
-An ESFT study by stages that are kept: after the base and the experts' scores (esft_scoring), a model per task and method.
+"""The stages of an ESFT study: the base, the experts' scores, and a model per task and method.
 
     base --scores--> selection --esft-->    an adapter: the selected experts, and what Table 3 trains beside them
          --lora-->                          an adapter of low-rank matrices
          --fft-->                           a whole model
+         --halves--> --sizes-->             scores of two samples of a task, and what samples of several sizes share
 
 All are tuned on the same rows, a task's and as many of general text as the recipe's `mix` says, and judged as they were
-saved, on the task's held-out rows and on general ones. How stages are kept, and what a hash is over: `stages`.
-
-What ESFT's stages leave behind: results of a task, joined over tasks, and the experts' scores.
+saved, on the task's held-out rows and on general ones. How stages are stored, and what a hash is over:
+`moe_runtime.experiments.stages`.
 """
 
 import platform
@@ -26,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import check_numbers, shown
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.dropin import experts
@@ -137,31 +130,13 @@ GENERAL = "general"  # the name of the general rows among the tasks'
 SMALLEST, LARGEST = 512, 131072  # tokens of a sample whose size is studied
 
 
-def _sizes_in(path: Path) -> SampleSizes:
-    """Read what `sample_sizes` kept; raises ValueError for another file."""
-    values = read_json(path)
-    try:
-        found = SampleSizes(**values)
-    except TypeError as error:
-        raise ValueError(f"{path} lacks fields ({error}); want a file of a stage; remove its stage's folder") from error
-    check_numbers(f"sizes of {path}", found.sizes, None)
-    check_numbers(f"top of {path}", found.top)
-    names = isinstance(found.tasks, list) and all(isinstance(name, str) for name in found.tasks)
-    if not names or not isinstance(found.score, str):
-        raise ValueError(
-            f"{path} has tasks {shown(found.tasks)} by {shown(found.score)}; want names; remove its folder"
-        )
-    check_numbers(f"shared of {path}", found.shared, len(found.tasks), len(found.sizes))
-    return found
-
-
 def sizes_for(tokens: int) -> list[int]:
     """Return the powers of two, from SMALLEST to LARGEST, that a sample of `tokens` can be cut to."""
     return [2**n for n in range(SMALLEST.bit_length() - 1, LARGEST.bit_length()) if 2**n <= tokens]
 
 
-class ScoredStages(KeptStages):
-    """The stages of a study that need no tuning; `esft_stages.Stages` has the others."""
+class Stages(KeptStages):
+    """The stages of one recipe and one seed."""
 
     FORMAT = 1
     Recipe = EsftRecipe
@@ -238,7 +213,7 @@ class ScoredStages(KeptStages):
                     atomic_write_json(tmp / "found.json", found.to_dict())
 
         kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
-        return _sizes_in(kept.folder / "found.json")
+        return SampleSizes(**read_json(kept.folder / "found.json"))
 
     def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
         """Return a stage that only looks at the base: `make(model, folder)` writes what it saw."""
@@ -357,13 +332,6 @@ class ScoredStages(KeptStages):
             counts[name] = {kind: len(one) for kind, one in rows.items()}
             self.say(", ".join(f"{count:,} rows {kind.replace('_', ' ')}" for kind, count in counts[name].items()))
         return counts
-
-
-class Stages(ScoredStages):
-    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
-
-    `recipe` is an EsftRecipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
-    """
 
     def fft(self, task: str, mix: float | None = None, group_size: int = 1) -> Tuned:
         """Return the base, all of it tuned on a task."""

@@ -1,14 +1,12 @@
-"""The rows of a fuser study's domains, encoded for every specialist.
-
-An UltraFuser study by stages that are kept: specialists of the domains, then models fused of them.
+"""The stages of an UltraFuser study: specialists of the domains, then models fused of them.
 
     base --specialist-->                  the base, tuned on one domain; or a given model, as it is
          specialist --further-->          tuned on all domains, as the fused models are: the baseline
          specialists --gate-->            fused, the gate alone trained (stage 1)
                      --fused-->           fused, all trained (stage 2), after stage 1 or directly
 
-Every model is judged on the same held-out rows of every domain, each specialist in its own template. How stages are kept,
-and what a hash is over: `stages`.
+Every model is judged on the same held-out rows of every domain, each specialist in its own template. How stages are stored,
+and what a hash is over: `moe_runtime.experiments.stages`.
 """
 
 import contextlib
@@ -104,10 +102,7 @@ MODEL = "model"  # in OUT: a link to the model that `run` made last
 
 
 class Stages(KeptStages):
-    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
-
-    `recipe` is a FuserRecipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
-    """
+    """The stages of one recipe and one seed."""
 
     FORMAT = 1
     Recipe = FuserRecipe

@@ -70,7 +70,7 @@ def route_folders(
     check_positive("max_length", max_length)
     out = Path(out)
     tokenizer, kind = _tokenizer(experts, base, prompt)
-    tuning = Tuning(epochs=epochs, learning_rate=learning_rate or router.RATES[kind], **training)
+    tuning = Tuning.from_dict({"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training})
     fit.check_training(**tuning.to_dict())
     put = (put_prompt(row, prompt) for row in data.read_rows(rows))
     tokenized = data.tokenize_pairs(tokenizer, put, max_length)

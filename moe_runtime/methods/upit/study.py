@@ -1,20 +1,15 @@
-"""The first steps of a UpIT study by stages that are kept: rows, base, the dense tuning, and experts out of it.
+"""The stages of a UpIT study.
 
-base --prepared-->  the dense model tuned, or its LoRA, and every checkpoint on the way
-     --dense-->     the baseline: the same for as many epochs as all of UpIT
-prepared --pool-->  n experts: m checkpoints chosen, the others grown from them
-
-A UpIT study by stages that are kept: after the base and the experts (upit_preparing), routers, mixtures and baselines.
-
+    base --prepared-->  the dense model tuned, or its LoRA, and every checkpoint during the tuning
+         --dense-->     the baseline: the same for as many epochs as all of UpIT
+    prepared --pool-->  n experts: m checkpoints chosen, the others grown from them
     pool --buckets--> --routers--> --upit-->    experts and vectors tuned on their rows, assembled, tuned as one
-    pool --self_moe-->                          assembled with random routers, which alone are tuned
+         --self_moe-->                          assembled with random routers, which alone are tuned
     base | prepared --upcycled-->               copies of one dense MLP, tuned
                     --loramoe-->                fresh LoRA branches, or copies of one, tuned
     upit --routed-->                            which experts each domain's tokens go to
 
-How they are kept, and what a hash is over: `stages`.
-
-What UpIT's stages leave behind beside models judged by domain: experts on the way, a router's rows, its routing.
+How they are stored, and what a hash is over: `moe_runtime.experiments.stages`.
 """
 
 import copy
@@ -96,10 +91,13 @@ class Routed(NamedTuple):
 
 
 NONE = "none"  # no expansion: as many checkpoints as experts
+STARTS = ("pt", "sft")  # what the copies of a baseline are of: the base, or the tuned dense model
+INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows at random, no step 4
+NAMES = {"ffn": "FFN", "lora": "LoRA"}
 
 
-class PreparedStages(KeptStages):
-    """The stages of one recipe and one seed before routers; `upit_stages.Stages` has the others."""
+class Stages(KeptStages):
+    """The stages of one recipe and one seed."""
 
     FORMAT = 2
     Recipe = UpitRecipe
@@ -325,26 +323,6 @@ class PreparedStages(KeptStages):
         self.say(f"rows to tune on: {said}")
         return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
 
-
-def _link(source: str, target: str) -> None:
-    """Give a file a second name, or copy it where the filesystem cannot."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-STARTS = ("pt", "sft")  # what the copies of a baseline are of: the base, or the tuned dense model
-INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows at random, no step 4
-NAMES = {"ffn": "FFN", "lora": "LoRA"}
-
-
-class Stages(PreparedStages):
-    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
-
-    `recipe` is a UpitRecipe, or what `load_recipe` takes. The base and the rows are the same for every seed.
-    """
-
     def buckets(self, form: str, pool: Pool) -> Buckets:
         """Return the seed data, dealt out by the experts' perplexity (step 3)."""
         seed_data = self.recipe.seed_data
@@ -512,6 +490,14 @@ class Stages(PreparedStages):
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 
         return self._stage(kind, name, settings, parents, whole)
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it where the filesystem cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:

@@ -36,12 +36,9 @@ EXPANSIONS = {"none": NONE, "random": "random", "genetic": "farthest"}
 
 def _form(recipe: UpitRecipe, form: str | None) -> str:
     """Return the kind of expert that a table is of, the recipe's first unless given."""
-    if form is None:
-        return recipe.forms[0]
-    check_choice("form", form, ("ffn", "lora"))
-    if form not in recipe.forms:
-        raise ValueError(f"form is {form!r}, the recipe has trainings of {', '.join(recipe.forms)} alone; want that")
-    return form
+    if form is not None:
+        check_choice("form", form, recipe.forms)
+    return form or recipe.forms[0]
 
 
 def check_named(known: Sequence[str]) -> Callable:

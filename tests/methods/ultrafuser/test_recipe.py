@@ -3,7 +3,8 @@
 import pytest
 
 from moe_runtime.experiments.corpora import DOMAINS
-from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe, shipped_recipes
+from moe_runtime.experiments.recipe import shipped_recipes
+from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe
 
 STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
 VALUES = {
@@ -27,7 +28,7 @@ def test_the_paper_s_settings_are_shipped():
 
 def test_the_tiny_study_needs_no_file():
     recipe = load_recipe("tiny")
-    assert shipped_recipes() == ["tiny", "ultrafuser-13b"]
+    assert shipped_recipes("ultrafuser") == ["tiny", "ultrafuser-13b"]
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
     assert len(set(recipe.templates)) == 3 and recipe.pretrain is not None
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
@@ -54,23 +55,23 @@ A, B = VALUES["specialists"].values()
 @pytest.mark.parametrize(
     "changes, match",
     [
-        pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least two", id="one domain"),
-        pytest.param({"specialists": {"a": A}}, "specialists is a; want at least two", id="one specialist"),
+        pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least 2", id="one domain"),
+        pytest.param({"specialists": {"a": A}}, "specialists is a; want at least 2", id="one specialist"),
         pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists has the name 'b/c'; want letters", id="name"),
         pytest.param(
             {"specialists": {"a": A, "c": B}}, "specialists.c.domain is 'c'; want one of a, b", id="no domain"
         ),
-        pytest.param({"base_model": None}, "a, b without a model, given is no base; want one of", id="no base"),
-        pytest.param({"specialist": None}, "specialist is null; want it where", id="no training"),
+        pytest.param({"base_model": None}, "a model are a, b, given is specialist; want one of", id="no base"),
+        pytest.param({"specialist": None}, "want one of base_model and pretrain, and specialist", id="no training"),
         pytest.param(
             {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}},
-            "want neither base_model",
+            "want none of base_model",
             id="idle base",
         ),
         pytest.param({"stage1": STEPS | {"batch_size": 5}}, "stage1.batch_size is 5, there are 2 domains", id="batch"),
         pytest.param({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0; want steps", id="epochs"),
-        pytest.param({"reduction": "sum"}, "reduction is 'sum'; want one of mean, sample", id="reduction"),
-        pytest.param({"gate": "deep"}, "gate is 'deep'; want one of mlp, linear", id="gate"),
+        pytest.param({"reduction": "sum"}, "reduction is 'sum'; want 'mean' or 'sample'", id="reduction"),
+        pytest.param({"gate": "deep"}, "gate is 'deep'; want 'mlp' or 'linear'", id="gate"),
         pytest.param(
             {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}},
             "which has its own",

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime import cli
 from moe_runtime.bench import described, report
-from moe_runtime.experiments import demo
+from moe_runtime.methods.xft import demo
 from tests.support.dist_launch import forked
 
 COMMAND = "from moe_runtime import cli; cli.main()"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_table_the_folders_and_the_picture(runs):
     assert losses["SFT"] < losses["base"] and losses["merged"] < losses["base"]
     assert results["upcycled_error"] <= 1e-5
     assert all(
-        abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["preset"]["shared_rate"]) < 1e-6 for row in results["alpha"]
+        abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6 for row in results["alpha"]
     )
     assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in printed
@@ -88,7 +88,7 @@ def test_a_stage_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(demo.Demo, "sft", fail)
+    monkeypatch.setattr(demo.Stages, "sft", fail)
     with pytest.raises(OSError, match="No space left"):
         demo.run("tiny", tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -1,26 +1,26 @@
-"""moe_runtime.experiments.recipe: what a recipe may say, that the shipped ones say what the paper does, and clear errors."""
+"""methods.xft.recipe and experiments.recipe: what a recipe may say, that the shipped ones say what the paper does, clear errors."""
 
 import re
-from dataclasses import fields
 
 import pytest
 import yaml
 from transformers import LlamaConfig, StableLmConfig
 
 from moe_runtime.config import PRESETS, MoEConfig
-from moe_runtime.experiments.recipe import METHODS, Data, Recipe, Training, load_recipe, shipped_recipes
+from moe_runtime.experiments.recipe import METHODS, Training, shipped_recipes
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
+from moe_runtime.methods.xft.recipe import Data, Recipe, load_recipe
 
 TRAINING = {"steps": 3, "learning_rate": 1e-3}
 SMALL = {"base_model": "folder", "sft": TRAINING, "tune": TRAINING, "mix": TRAINING}
 REAL = ("deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b")
 
 
-def test_four_recipes_are_shipped():
-    assert shipped_recipes() == sorted([*REAL, "tiny"])
+def test_six_recipes_are_shipped():
+    assert shipped_recipes("xft") == sorted([*REAL, "demo", "demo-tiny", "tiny"])
 
 
-@pytest.mark.parametrize("name", [*REAL, "tiny"])
+@pytest.mark.parametrize("name", [*REAL, "demo", "demo-tiny", "tiny"])
 def test_a_shipped_recipe_survives_its_dict(name):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.method == "xft"
@@ -94,30 +94,30 @@ def test_the_tiny_recipe_needs_no_download():
     [
         pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
         pytest.param({"tune": TRAINING | {"lr": 1}}, "tune.lr is no key of a recipe; want some of epochs", id="nested"),
-        pytest.param({"tune": TRAINING | {"learning_rate": "fast"}}, "tune.learning_rate is 'fast'; want a number", id="text"),
-        pytest.param({"tune": TRAINING | {"learning_rate": -1}}, "tune.learning_rate is -1.0; want a number", id="minus"),
-        pytest.param({"tune": TRAINING | {"steps": 2.5}}, "tune.steps is 2.5; want an integer", id="float"),
-        pytest.param({"tune": TRAINING | {"bf16": 1}}, "tune.bf16 is 1; want true or false", id="int-for-bool"),
-        pytest.param({"tune": TRAINING | {"batch_size": True}}, "tune.batch_size is True; want an integer", id="bool-for-int"),
+        pytest.param({"tune": TRAINING | {"learning_rate": "fast"}}, "tune.learning_rate is 'fast'; want a valid", id="text"),
+        pytest.param({"tune": TRAINING | {"learning_rate": -1}}, "tune.learning_rate is -1; want greater than 0", id="minus"),
+        pytest.param({"tune": TRAINING | {"steps": 2.5}}, "tune.steps is 2.5; want a valid integer", id="float"),
+        pytest.param({"tune": TRAINING | {"bf16": 1}}, "tune.bf16 is 1; want a valid boolean", id="int-for-bool"),
+        pytest.param({"tune": TRAINING | {"batch_size": True}}, "tune.batch_size is True; want a valid", id="bool-for-int"),
         pytest.param({"tune": TRAINING | {"epochs": 1}}, "tune.epochs is 1.0, steps is 3; want one of the two", id="both"),
-        pytest.param({"tune": {"steps": 3}}, "tune.learning_rate is missing; want a number", id="missing-nested"),
-        pytest.param({"tune": TRAINING | {"schedule": "cosinus"}}, "tune.schedule is 'cosinus'; want one of", id="schedule"),
+        pytest.param({"tune": {"steps": 3}}, "tune.learning_rate is missing; want it", id="missing-nested"),
+        pytest.param({"tune": TRAINING | {"schedule": "cosinus"}}, "tune.schedule is 'cosinus'; want 'linear'", id="schedule"),
         pytest.param({"tune": TRAINING | {"max_grad_norm": 0}}, "tune.max_grad_norm is 0.0; want", id="no-clip"),
         pytest.param({"tune": TRAINING | {"warmup_steps": -1}}, "tune.warmup_steps is -1; want", id="warmup"),
         pytest.param({"tune": None}, "tune is None; want", id="null"),
-        pytest.param({"data": []}, r"data is \[\]; want keys and values", id="list"),
-        pytest.param({"data": {"prompt": "alpaca"}}, "data.prompt is 'alpaca'; want one of plain", id="prompt"),
-        pytest.param({"data": {"limit": 0}}, "data.limit is 0; want an integer of at least 1", id="limit"),
+        pytest.param({"data": []}, r"data is \[\]; want a valid dictionary", id="list"),
+        pytest.param({"data": {"prompt": "alpaca"}}, "data.prompt is 'alpaca'; want 'plain'", id="prompt"),
+        pytest.param({"data": {"limit": 0}}, "data.limit is 0; want greater than or equal to 1", id="limit"),
         pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <= num_experts", id="top-k"),
-        pytest.param({"experts": {"hidden_size": 8}}, "experts.hidden_size is no setting of experts", id="base's"),
+        pytest.param({"experts": {"hidden_size": 8}}, "experts.hidden_size is no key of a recipe", id="base's"),
         pytest.param({"experts": {"preset": "mixtral"}}, "experts.preset is 'mixtral'; want one of xft-paper", id="preset"),
-        pytest.param({"experts": {"noisy_gate": "yes"}}, "experts.noisy_gate is 'yes'; want true or false", id="noisy"),
+        pytest.param({"experts": {"noisy_gate": "yes"}}, "experts.noisy_gate is 'yes'; want a valid boolean", id="noisy"),
         pytest.param({"experts": {"balance_loss_coef": 0.1}}, "experts.balance_loss_coef is 0.1, balance_loss is", id="coef"),
-        pytest.param({"shared_rate": 1.5}, "shared_rate is 1.5; want 0 to 1", id="lambda"),
-        pytest.param({"ewa": {"share": 2}}, "ewa.share is 2.0; want 0 to 1", id="share"),
+        pytest.param({"shared_rate": 1.5}, "shared_rate is 1.5; want less than or equal to 1", id="lambda"),
+        pytest.param({"ewa": {"share": 2}}, "ewa.share is 2; want less than or equal to 1", id="share"),
         pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
-        pytest.param({"method": "upit"}, "method is 'upit'; want one of xft", id="method"),
-        pytest.param({"dtype": "fp8"}, "dtype is 'fp8'; want one of float32", id="dtype"),
+        pytest.param({"method": "upit"}, "method is 'upit'; want 'xft'", id="method"),
+        pytest.param({"dtype": "fp8"}, "dtype is 'fp8'; want 'float32'", id="dtype"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
@@ -132,8 +132,8 @@ def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
     "text, says",
     [
         pytest.param("a: [1", "is not valid YAML", id="broken"),
-        pytest.param("", "recipe is None; want keys and values", id="empty"),
-        pytest.param("- 1", "recipe is .1.; want keys and values", id="list"),
+        pytest.param("", "recipe is None; want a valid dictionary", id="empty"),
+        pytest.param("- 1", "recipe is .1.; want a valid dictionary", id="list"),
         pytest.param("base_model: x\nsft: {steps: 1, learning_rate: 1}\n", "tune is missing; want", id="missing"),
     ],
 )
@@ -153,14 +153,14 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
     (text,) = blocks("recipes.md", "yaml")
     (tmp_path / "mine.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "mine.yaml")
-    assert set(yaml.safe_load(text)) >= {field.name for field in fields(Recipe)} - {"name", "pretrain"}
+    assert set(yaml.safe_load(text)) >= set(Recipe.model_fields) - {"name", "pretrain"}
     assert recipe.experts["router"] == "mlp" and recipe.sft.optimizer == "adafactor" and recipe.sft.max_grad_norm == -1
 
 
 def test_the_table_of_the_docs_is_that_of_the_recipes():
     text = (METHODS.parents[1] / "docs" / "recipes.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \|.*\| (\d), (\d) per token \| ([\d.]+) \|", text, re.MULTILINE)
-    assert sorted(row[0] for row in rows) == shipped_recipes()
+    assert sorted(row[0] for row in rows) == shipped_recipes("xft")
     for name, experts, top_k, rate in rows:
         recipe = load_recipe(name)
         assert (recipe.experts["num_experts"], recipe.experts["top_k"]) == (int(experts), int(top_k)), name
@@ -195,7 +195,7 @@ def test_change_takes_dotted_keys_and_checks_them():
     new = recipe.change(data__limit=8, tune__steps=5, seed=1, mix=Training(epochs=1, learning_rate=1.0))
     assert (new.data.limit, new.tune.steps, new.seed, new.mix.epochs) == (8, 5, 1, 1.0)
     assert new.change(data__limit=None, tune__steps=3, seed=0, mix=TRAINING) == recipe and recipe.data == Data()
-    with pytest.raises(ValueError, match="tune.steps is 0; want an integer of at least 1"):
+    with pytest.raises(ValueError, match="tune.steps is 0; want greater than or equal to 1"):
         recipe.change(tune__steps=0)
     with pytest.raises(ValueError, match="tune.speed is no key"):
         recipe.change(tune__speed=0)

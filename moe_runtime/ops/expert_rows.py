@@ -65,6 +65,9 @@ SCHEMA = (
 )
 
 
+_NONE = Activation(*[None] * len(Activation._fields))  # the gradient of an activation
+
+
 class Experts(NamedTuple):
     """The experts of a layer: what goes from the public function through the ops to the kernels, in the order of SCHEMA."""
 
@@ -92,25 +95,26 @@ class Experts(NamedTuple):
 
     def requires_grad(self) -> bool:
         """Whether any of the tensors requires a gradient."""
-        return any(isinstance(t, torch.Tensor) and t.requires_grad for t in self)
+        *tensors, _, _ = self
+        return any([t.requires_grad for t in tensors if t is not None])
 
     def learned(self) -> "Gradients":
         """Return the tensors that may get a gradient: of weights stored in two places, those that train."""
         up, down = (self.up, self.down) if self.up_trained is None else (self.up_trained, self.down_trained)
         return Gradients(None, up, down, None, self.up_bias, self.down_bias)
 
-    def needs(self, flags: Sequence) -> "Gradients":
-        """Return which of `learned` autograd wants a gradient of, by its flag for each op argument of SCHEMA."""
+    def needs(self, x: bool, topk_weight: bool, flags: Sequence) -> "Gradients":
+        """Return which of x, topk_weight and `learned` need a gradient, by autograd's flag for each op argument of SCHEMA."""
         of = Experts.unpack(flags)
         up, down = (of.up, of.down) if self.up_trained is None else (of.up_trained, of.down_trained)
-        return Gradients(None, up, down, None, of.up_bias, of.down_bias)
+        return Gradients(x, up, down, topk_weight, of.up_bias, of.down_bias)
 
     def in_place(self, grads: "Gradients") -> tuple:
         """Return `grads` as the gradients of the op arguments of SCHEMA."""
-        none = Experts(None, None, activation=Activation(*[None] * len(Activation._fields)), shared=None)
-        names = ("up", "down") if self.up_trained is None else ("up_trained", "down_trained")
-        weights = dict(zip(names, (grads.up, grads.down)))
-        return none._replace(up_bias=grads.up_bias, down_bias=grads.down_bias, **weights).pack()
+        biases = {"up_bias": grads.up_bias, "down_bias": grads.down_bias, "activation": _NONE, "shared": None}
+        if self.up_trained is None:
+            return Experts(grads.up, grads.down, **biases).pack()
+        return Experts(None, None, up_trained=grads.up, down_trained=grads.down, **biases).pack()
 
     def rows(self) -> list[int]:
         """Return each expert's row in the weights that train, -1 for a frozen expert."""
@@ -133,7 +137,7 @@ class Gradients(NamedTuple):
 
     def only(self, needs: "Gradients") -> "Gradients":
         """Return those that `needs` asks for, None in place of the others."""
-        return Gradients(*(grad if need else None for grad, need in zip(self, needs)))
+        return Gradients(*[grad if need else None for grad, need in zip(self, needs)])
 
 
 class Member(NamedTuple):

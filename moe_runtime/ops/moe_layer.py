@@ -52,8 +52,8 @@ def moe_layer(
         raise ValueError(
             f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}"
         )
-    learns = x.requires_grad or router_weight.requires_grad or experts.requires_grad()
-    save = learns and torch.is_grad_enabled() and not recompute
+    save = torch.is_grad_enabled() and not recompute
+    save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
     outputs = torch.ops.moe_runtime.moe_layer(x, router_weight, *experts.pack(), top_k, gate, save, backend)
     return MoEOutput(*outputs[:4])
@@ -151,7 +151,7 @@ def _autograd(ctx, dout, dlogits, dweight, *_):
         dout = x.new_zeros(ctx.shape)
     experts = Experts(*tensors, ctx.activation, ctx.shared)
     need_x, need_router, *flags, _, _, _, _ = ctx.needs_input_grad
-    needs = experts.needs(flags)._replace(x=need_x, topk_weight=False)
+    needs = experts.needs(need_x, False, flags)
     drouter, *grads = torch.ops.moe_runtime.moe_layer_backward(
         dout, dlogits, dweight, x, router_weight, *experts.pack(), logits, weight, idx, z, offsets, row_slot, need_router,
         needs, ctx.gate, ctx.backend,

@@ -19,6 +19,8 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained
 from moe_runtime.ops.library import LIB, kind, register, register_backward
 
+_NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+
 
 def moe_mlp(
     x: torch.Tensor,
@@ -79,8 +81,8 @@ def run_experts(
     _check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
     topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
-    learns = x.requires_grad or topk_weight.requires_grad or experts.requires_grad()
-    save = learns and torch.is_grad_enabled() and not recompute
+    save = torch.is_grad_enabled() and not recompute
+    save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
     out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(x, topk_weight, topk_idx, *experts.pack(), save, backend)
     return out, offsets
@@ -104,20 +106,21 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {kind(x)}; want [T, H] of a floating dtype")
     up, down, gated, H = experts.up, experts.down, experts.activation.gated, x.shape[1]
-    E, I = (down.shape[0], down.shape[2]) if down.dim() == 3 else (0, 0)
-    if E == 0 or up.shape != (E, I * (1 + gated), H) or down.shape != (E, H, I):
-        raise ValueError(
-            f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}; want "
-            f"[E, {'2I' if gated else 'I'}, H], [E, H, I], [T, H], E >= 1"
-        )
-    biases = (("gate_up_bias", experts.up_bias, up.shape[:2]), ("down_bias", experts.down_bias, down.shape[:2]))
-    for name, tensor, shape in (("gate_up_proj", up, up.shape), ("down_proj", down, down.shape), *biases):
+    E, _, I = down.shape if down.dim() == 3 else (0, 0, 0)
+    Z = I * (1 + gated)
+    if E == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
+        got = f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
+        raise ValueError(f"{got}; want [E, {'2I' if gated else 'I'}, H], [E, H, I], [T, H], E >= 1")
+    dtype, device, biases = x.dtype, x.device, ((experts.up_bias, (E, Z)), (experts.down_bias, (E, H)))
+    for name, (tensor, shape) in zip(_NAMES, ((up, None), (down, None), *biases)):
         if tensor is None:
             continue
-        if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(f"{name} is {kind(tensor)}; want {tuple(shape)} {x.dtype} on {x.device}, as x")
-    for name, stack, trained in (("gate_up", up, experts.up_trained), ("down", down, experts.down_trained)):
-        check_trained(stack, experts.trainable, trained, f"trained {name}")
+        if tensor.dtype != dtype or tensor.device != device or (shape is not None and tensor.shape != shape):
+            raise ValueError(f"{name} is {kind(tensor)}; want {shape or tuple(tensor.shape)} {dtype} on {device}, as x")
+    if experts.trainable is None and experts.up_trained is None:
+        return
+    check_trained(up, experts.trainable, experts.up_trained, "trained gate_up")
+    check_trained(down, experts.trainable, experts.down_trained, "trained down")
     if experts.up_trained is not None and experts.up_trained.shape[0] != experts.down_trained.shape[0]:
         got = f"trained gate_up is {tuple(experts.up_trained.shape)}, trained down {tuple(experts.down_trained.shape)}"
         raise ValueError(f"{got}; want [n, ...] both")
@@ -234,7 +237,7 @@ def _autograd(ctx, dout, *_):
     x, topk_weight, *tensors, z, expert_offsets, row_slot = ctx.saved_tensors
     experts = Experts(*tensors, ctx.activation, ctx.shared)
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad
-    needs = experts.needs(flags)._replace(x=need_x, topk_weight=need_weight)
+    needs = experts.needs(need_x, need_weight, flags)
     op = torch.ops.moe_runtime.moe_mlp_backward
     grads = op(dout, x, topk_weight, *experts.pack(), z, expert_offsets, row_slot, needs, ctx.backend)
     grads = Gradients(*grads).only(needs)

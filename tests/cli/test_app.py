@@ -63,7 +63,7 @@ def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
     out = run("xft", "upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3, "--check")
     assert out.returncode == 0, out.stderr
     assert "relative error" in out.stdout and "next: moe-runtime train" in out.stdout
-    assert "checking: 50% of 2 models" in out.stderr and "upcycling: 100% of " in out.stderr
+    assert "checking: 50% 1/2" in out.stderr and "upcycling: 100% " in out.stderr
     out = run("xft", "to-mergeable", tmp_path / "moe", tmp_path / "mix", "--shared-rate", 0.6)
     assert out.returncode == 0, out.stderr
     out = run("xft", "merge", tmp_path / "mix", tmp_path / "merged")

@@ -66,7 +66,7 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     assert out.exit_code == 0, out.exception
     assert (tmp_path / "f" / "specialists" / "y" / "model.safetensors").is_file()
     copied = [line for line in out.stderr.splitlines() if line.startswith("copying: ")]
-    assert [line.partition("% of ")[0] for line in copied[:2]] == ["copying: 50", "copying: 100"]
+    assert [line.partition("%")[0] for line in copied[:2]] == ["copying: 50", "copying: 100"]
     assert ultrafuser.load(tmp_path / "f").names == ("x", "y")
 
 
@@ -82,7 +82,7 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
             "temperature is -1.0; want",
             id="cold",
         ),
-        pytest.param(("fuse", "{a}", "--out", "{here}/f"), "want a list of at least two", id="one"),
+        pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
         pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
         pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),
         pytest.param(

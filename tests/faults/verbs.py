@@ -1,7 +1,6 @@
 """The verbs that write a user's files, on tiny inputs."""
 
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,14 +90,17 @@ class _Clock:
 
 def short_demo() -> None:
     """Let the demo read a part of the standard library and train for a few steps."""
-    from moe_runtime.experiments import corpora, demo
+    from moe_runtime.experiments import corpora
+    from moe_runtime.methods.xft import demo
 
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for package in ("json", "email", "logging") for path in sorted((root / package).glob("*.py"))]
     texts = tuple((path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in files)
     corpora.standard_library_files = lambda: texts
-    steps = {"base_steps": 2, "base_batch": 2, "steps": 2, "batch": 2, "mixing_steps": 2, "held_out": 4, "rows": 8}
-    demo.PRESETS["tiny"] = replace(demo.PRESETS["tiny"], **steps, vocab_size=300)
+    sizes = {f"{stage}__batch_size": 2 for stage in ("pretrain", "sft", "tune", "mix")}
+    sizes |= {"pretrain__steps": 2, "sft__steps": 4, "tune__steps": 2, "mix__steps": 2, "pretrain__vocab_size": 300}
+    recipe = demo.load_recipe("demo-tiny").change(**sizes, data__held_out_rows=4, data__limit=8)
+    demo.load_recipe = lambda name: recipe
 
 
 def short_bench() -> None:

@@ -279,7 +279,7 @@ REFUSED = [
     pytest.param(
         {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
     ),
-    pytest.param({"down_proj": torch.randn(4, 33, 17).half()}, "down_proj is torch.float16", id="mixed weights"),
+    pytest.param({"down_proj": torch.randn(4, 33, 17).half()}, "down_proj is (4, 33, 17) torch.float16", id="mixed weights"),
     pytest.param(DOUBLE, "want 'torch' for float64", id="float64"),
     pytest.param({"x": torch.randn(6, 33, device="meta")}, "meta", id="x elsewhere"),
     pytest.param({"topk_idx": torch.zeros(6, 2, dtype=torch.int64, device="meta")}, "meta", id="ids elsewhere"),

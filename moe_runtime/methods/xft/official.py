@@ -15,7 +15,6 @@ These and `pytorch_model*.bin` are pickles. They are loaded with `weights_only=T
 runs nothing, and mapped rather than read where torch can (its zip format).
 """
 
-import contextlib
 import json
 import re
 import zipfile
@@ -89,7 +88,7 @@ class TorchFiles:
                         f"{key} in {path / name} is a {type(tensor).__name__}, or in another file too; want a dense tensor once"
                     )
                 self._place[key] = (TensorSpec(tuple(tensor.shape), tensor.dtype), name)
-        self.close()
+        self._name, self._open = "", {}
 
     def keys(self) -> list[str]:
         """Return the keys file by file: the order to walk them in."""
@@ -103,14 +102,10 @@ class TorchFiles:
         """Return one tensor, which may be mapped from the file."""
         return self._load(self._place[key][1])[key].detach()
 
-    def close(self) -> None:
-        """Let go of the open file."""
-        self._name, self._open = "", {}
-
     def _load(self, name: str) -> Mapping:
         if name == self._name:
             return self._open
-        self.close()  # before the next takes as much memory
+        self._name, self._open = "", {}  # before the next takes as much memory
         self._open = self._flatten(load_tensors(self.path / name), name)
         self._name = name
         return self._open
@@ -154,10 +149,6 @@ class _Source(NamedTuple):
     def get(self, key: str) -> torch.Tensor:
         return next(part for part in self.parts if key in part.specs()).get(key)
 
-    def close(self) -> None:
-        for part in self.parts:
-            part.close()
-
 
 def import_official(
     source: str | Path,
@@ -178,8 +169,8 @@ def import_official(
     """
     check_out_dir(target, overwrite, [source, ffn_folder])
     source, values = Path(source), official_config.read_values(source)
-    with contextlib.closing(_open(source, values, ffn_folder)) as opened:
-        return _import(opened, values, target, rope_theta, max_shard_size, overwrite, progress)
+    opened = _open(source, values, ffn_folder)
+    return _import(opened, values, target, rope_theta, max_shard_size, overwrite, progress)
 
 
 def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, overwrite, progress) -> FolderReceipt:

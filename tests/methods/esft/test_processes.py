@@ -51,7 +51,7 @@ def _is_saved_by_the_trainer_that_can(folder) -> None:
     """Whether MoETrainer wrote what both ranks trained, and nothing else did; the guard of spread experts is back then."""
     for rank in range(2):
         found = torch.load(folder / f"spread-{rank}.pt")
-        assert "on every rank" in found["errors"][0] and "save_strategy is 'steps'" in found["errors"][1]
+        assert "on every rank" in found["errors"][0]
         assert found["is_guarded"]
     assert not any(path.is_file() for path in (folder / "none").rglob("*"))
     saved, last, half = (

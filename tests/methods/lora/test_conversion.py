@@ -90,11 +90,9 @@ def test_what_merges_whole_experts_refuses(tmp_path):
     with pytest.raises(ValueError, match="model is LlamaForCausalLM; expected one with LoRA experts"):
         lora.merge(tiny.dense())
     for call in (lambda: xft.merge(model, alpha="uniform"), lambda: xft.to_mergeable(model), lambda: xft.merge(linear)):
-        with pytest.raises(ValueError, match="the model's stage is 'lora'; want whole experts; lora_moe."):
+        with pytest.raises(ValueError, match="the model's stage is 'lora'; .*whole experts"):
             call()
-    with pytest.raises(
-        ValueError, match="are of LoRA experts with a router for each linear layer; want one for a layer"
-    ):
+    with pytest.raises(ValueError, match="have the same number 0; .* LoRA experts of form 'block'"):
         esft.score_experts(linear, [{"input_ids": tiny.batch()}], n_tokens=4)
     model.save_pretrained(tmp_path / "moe")
     with pytest.raises(ValueError, match="stage is 'lora'"):

@@ -298,7 +298,7 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, ex
         ({"learning_rate": -1.0}, "learning_rate is -1.0; want a number above 0"),
         ({"weigth_decay": 0.1}, "training has weigth_decay; expected some of .*weight_decay"),
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
-        ({"warmup_steps": 6}, "warmup_steps is 6, steps is 6"),
+        ({"warmup_steps": 6}, "warmup_steps is 6, the training has 6 steps"),
         ({"vector_std": -0.1}, "vector_std is -0.1"),
         ({"vector_learning_rate": -1}, "vector_learning_rate is -1"),
         ({"dtype": "half-float"}, "dtype is 'half-float'"),

@@ -325,13 +325,8 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 def _is_prose(text: str) -> bool:
     plain = sum(character.isalpha() or character in " ,.'" for character in text)
-    return (
-        text[0].isupper()
-        and text[-1] in ".!?"
-        and " " in text
-        and plain >= LETTERS * len(text)
-        and text != text.upper()
-    )
+    whole = text[0].isupper() and text[-1] in ".!?" and " " in text
+    return whole and plain >= LETTERS * len(text) and text != text.upper()
 
 
 def _bare(text: str) -> str:

@@ -1,4 +1,4 @@
-"""methods.xft.recipe and experiments.recipe: what a recipe may say, that the shipped ones say what the paper does, clear errors."""
+"""methods.xft.recipe and experiments.recipe: what a recipe may say, what the shipped ones say, and clear errors."""
 
 import re
 

@@ -120,14 +120,9 @@ def bench_step_breakdown(interleaved, shape, dtype):
 
     ours = experts.pop("moe_runtime")
     parts = {
-        "whole step": whole,
-        "embedding, head and loss": step.ends,
-        "attention and norms": step.attention,
-        "router": step.router,
-        "experts forward": ours[0],
-        "experts backward": ours[1],
-        "optimizer": step.update,
-    }
+        "whole step": whole, "embedding, head and loss": step.ends, "attention and norms": step.attention,
+        "router": step.router, "experts forward": ours[0], "experts backward": ours[1], "optimizer": step.update,
+    }  # fmt: skip
     for name, (forward, backward) in experts.items():
         parts |= {f"{name}: experts forward": forward, f"{name}: experts backward": backward}
     with fits():

@@ -24,14 +24,9 @@ GPU_SHAPES = shapes.plans()
 DTYPE = torch.bfloat16
 # by the op that the kernel belongs to
 KERNELS = {
-    "route": "route",
-    "route_backward": "route",
-    "dispatch": "dispatch",
-    "combine": "combine",
-    "combine_backward": "combine",
-    "merge": "merge_experts",
-    "dalpha": "merge_experts",
-}
+    "route": "route", "route_backward": "route", "dispatch": "dispatch", "combine": "combine",
+    "combine_backward": "combine", "merge": "merge_experts", "dalpha": "merge_experts",
+}  # fmt: skip
 
 
 def random(*size: int) -> torch.Tensor:
@@ -60,11 +55,9 @@ class Layer:
             "route": (lambda leaf: route(leaf, K, self.gate, backend=backend)[0], self.logits, self.dweight),
             "combine": (lambda leaf: combine(leaf, self.weight, self.slot_row, backend), self.y, self.dout),
             "merge_experts": (
-                lambda leaf: merge_experts(self.experts, leaf, backend=backend),
-                self.alpha,
-                self.dmerged,
+                lambda leaf: merge_experts(self.experts, leaf, backend=backend), self.alpha, self.dmerged,
             ),
-        }[KERNELS[kernel]]
+        }[KERNELS[kernel]]  # fmt: skip
         if kernel in ("route", "combine", "merge"):
             return lambda: op(leaf)
         leaf = leaf.detach().requires_grad_()
@@ -76,24 +69,19 @@ class Layer:
         T, H, I, E, K, shared = self.shape
         R, routed = T * K, E - shared
         return {
-            "route": 2 * T * routed + 8 * R,
-            "route_backward": 4 * T * routed + 8 * R,
-            "dispatch": 4 * R + 3 * 4 * R,
-            "combine": 2 * (R + T) * H + 8 * R,
-            "combine_backward": 2 * (2 * R + T) * H + 12 * R,
-            "merge": 2 * (E + 1) * H * I,
+            "route": 2 * T * routed + 8 * R, "route_backward": 4 * T * routed + 8 * R,
+            "dispatch": 4 * R + 3 * 4 * R, "combine": 2 * (R + T) * H + 8 * R,
+            "combine_backward": 2 * (2 * R + T) * H + 12 * R, "merge": 2 * (E + 1) * H * I,
             "dalpha": 2 * (E + 1) * H * I,
-        }[kernel]
+        }[kernel]  # fmt: skip
 
     def flops(self, kernel: str) -> int:
         """Return its multiplications and additions; a gate's are a softmax's five per logit."""
         T, H, I, E, K, shared = self.shape
         return {
-            "route": 5 * T * (E - shared),
-            "dispatch": 0,
-            "combine": 2 * T * K * H * (2 if kernel == "combine_backward" else 1),
-            "merge_experts": 2 * E * H * I,
-        }[KERNELS[kernel]]
+            "route": 5 * T * (E - shared), "dispatch": 0,
+            "combine": 2 * T * K * H * (2 if kernel == "combine_backward" else 1), "merge_experts": 2 * E * H * I,
+        }[KERNELS[kernel]]  # fmt: skip
 
     def way(self, backend: str):
         """Return the way of the tokens: route, sort, gather, multiply, combine; the product is Triton's in each."""
@@ -126,13 +114,9 @@ def bench_cuda_kernel(interleaved, shape, kernel):
         source, target = random_bytes(layer.bytes(kernel), DEVICE)
         variants = {f"moe_runtime {name}": layer.call(kernel, name) for name in names}
     interleaved(
-        {"copy (floor)": lambda: target.copy_(source), **variants},
-        bytes=layer.bytes(kernel),
-        flops=layer.flops(kernel),
-        tokens=shape.T,
-        dtype=DTYPE,
-        notes=notes,
-    )
+        {"copy (floor)": lambda: target.copy_(source), **variants}, bytes=layer.bytes(kernel),
+        flops=layer.flops(kernel), tokens=shape.T, dtype=DTYPE, notes=notes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])

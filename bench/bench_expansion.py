@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_runtime.bench import ours
+from moe_runtime.bench import machine
 from moe_runtime.bench.machine import DEVICE
 from moe_runtime.ops.expansion import dare_merge, gram
 
@@ -23,7 +23,7 @@ def bench_gram(interleaved, shape):
         rows = [expert.float() - base.float() for expert in experts]
         return torch.stack([torch.stack([a.dot(b) for b in rows]) for a in rows])
 
-    names = ours.runnable("gram", base.dtype)
+    names = machine.runnable("gram", base.dtype)
     variants = {f"moe_runtime {b}": lambda b=b: gram(experts, base, backend=b) for b in names}
     interleaved(
         {"copy (floor)": copies((shape.E + 1) * P // 2), **variants, "pair by pair": pairs},
@@ -45,7 +45,7 @@ def bench_dare_merge(interleaved, shape):
         return out.to(base.dtype)
 
     args = {"weights": (0.3, 0.7), "drop": 0.5, "seed": 1, "tensor": "w"}
-    names = ours.runnable("dare_merge", base.dtype)
+    names = machine.runnable("dare_merge", base.dtype)
     variants = {f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b) for b in names}
     interleaved(
         {"copy (floor)": copies(2 * P), **variants, "float, rand, where": eager},

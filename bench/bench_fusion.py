@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.bench import ours, shapes
+from moe_runtime.bench import machine, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.fusion import fused_cross_entropy
 
@@ -48,7 +48,7 @@ def _naive(hidden, heads, gate, labels):
 
 
 def _variants(step, frozen) -> dict:
-    names = ours.runnable("fused_cross_entropy", DTYPE)
+    names = machine.runnable("fused_cross_entropy", DTYPE)
     losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
     return {name: functools.partial(step, loss, frozen) for name, loss in {NAIVE: _naive, **losses}.items()}
 

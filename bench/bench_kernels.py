@@ -125,9 +125,6 @@ def bench_moving(interleaved, shape, kernel):
         call, bytes = move(kernel, shape)
         source, target = random_bytes(bytes, DEVICE)
     interleaved(
-        {"copy (floor)": lambda: target.copy_(source), "moe_runtime": call},
-        bytes=bytes,
-        flops=flops_of(kernel, shape),
-        tokens=shape.T,
-        dtype=DTYPE,
-    )
+        {"copy (floor)": lambda: target.copy_(source), "moe_runtime": call}, bytes=bytes,
+        flops=flops_of(kernel, shape), tokens=shape.T, dtype=DTYPE,
+    )  # fmt: skip

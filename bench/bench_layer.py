@@ -7,7 +7,7 @@ dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the packag
 import pytest
 import torch
 
-from moe_runtime.bench import machine, ours, peers, shapes
+from moe_runtime.bench import machine, peers, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.bench.official import OfficialBlock
 from moe_runtime.config import MoEConfig
@@ -161,7 +161,9 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     # torch's loop on a GPU, as transformers' own
     names = [
-        name for name in ours.others("moe_mlp", layer.x.dtype) if not CUDA or name != "torch" or layer.shape.T <= EAGER
+        name
+        for name in machine.others("moe_mlp", layer.x.dtype)
+        if not CUDA or name != "torch" or layer.shape.T <= EAGER
     ]
     found |= {f"moe_runtime {name}": layer.ours_on(name) for name in names}
     return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
@@ -175,14 +177,9 @@ def bench_forward(interleaved, shape, dtype, request):
     functions = {name: layer.forward(variant) for name, variant in variants.items()}
     with torch.no_grad():
         interleaved(
-            {"dense matmul (floor)": layer.floor_forward, **functions},
-            flops=layer.flops,
-            bytes=layer.bytes(),
-            tokens=shape.T,
-            dtype=dtype,
-            notes=notes,
-            compare="moe_runtime",
-        )
+            {"dense matmul (floor)": layer.floor_forward, **functions}, flops=layer.flops, bytes=layer.bytes(),
+            tokens=shape.T, dtype=dtype, notes=notes, compare="moe_runtime",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,10 +189,6 @@ def bench_forward_backward(interleaved, shape, dtype, request):
     variants, notes = variants_of(layer, request.config.getoption("--tiny"))
     functions = {name: layer.both(variant) for name, variant in variants.items()}
     interleaved(
-        {"dense matmul (floor)": layer.floor_both, **functions},
-        flops=3 * layer.flops,
-        bytes=layer.bytes(backward=True),
-        tokens=shape.T,
-        dtype=dtype,
-        notes=notes,
-    )
+        {"dense matmul (floor)": layer.floor_both, **functions}, flops=3 * layer.flops,
+        bytes=layer.bytes(backward=True), tokens=shape.T, dtype=dtype, notes=notes,
+    )  # fmt: skip

@@ -85,11 +85,9 @@ def bench_lora_experts(interleaved, shape, backward, dtype):
     with fits():
         layer = Layer(shape, dtype)
     functions = {
-        "base once (floor)": layer.dense,
-        "moe_runtime": layer.ours,
-        "LoRA per slot": layer.per_slot,
+        "base once (floor)": layer.dense, "moe_runtime": layer.ours, "LoRA per slot": layer.per_slot,
         "weights made whole": layer.whole,
-    }
+    }  # fmt: skip
 
     def step(function):
         if not backward:

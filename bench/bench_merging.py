@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.bench import ours
+from moe_runtime.bench import machine
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.merging import merge_experts, merged_linear
 
@@ -33,18 +33,14 @@ def bench_merge_experts(interleaved, shape, backward):
 
     variants = {
         f"moe_runtime {backend}": variant(lambda backend=backend: merge_experts(weight, alpha, backend=backend))
-        for backend in ours.runnable("merge_experts", weight.dtype)
+        for backend in machine.runnable("merge_experts", weight.dtype)
     }
     interleaved(
         {
-            "copy (floor)": lambda: target.copy_(source),
-            **variants,
+            "copy (floor)": lambda: target.copy_(source), **variants,
             "fp32 stack, mm, cast (official)": variant(official),
-        },
-        bytes=2 * (shape.E + 1) * P,
-        flops=2 * shape.E * P,
-        dtype=weight.dtype,
-    )
+        }, bytes=2 * (shape.E + 1) * P, flops=2 * shape.E * P, dtype=weight.dtype,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -66,7 +62,5 @@ def bench_merged_linear(interleaved, shape):
     interleaved(
         {name: lambda f=f, p=p: torch.autograd.grad(f(), [x, p], dout) for name, (f, p) in variants.items()},
         flops=6 * T * shape.H * shape.I,
-        bytes=2 * (2 * T * (shape.H + shape.I) + (shape.E + 2) * shape.H * shape.I),
-        tokens=T,
-        dtype=x.dtype,
-    )
+        bytes=2 * (2 * T * (shape.H + shape.I) + (shape.E + 2) * shape.H * shape.I), tokens=T, dtype=x.dtype,
+    )  # fmt: skip

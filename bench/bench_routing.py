@@ -37,9 +37,6 @@ def bench_route(interleaved, shape, backward):
     with torch.set_grad_enabled(backward):
         variants = {"moe_runtime": variant(ours), "torch": variant("torch")}
         interleaved(
-            {"copy (floor)": lambda: target.copy_(source), **variants},
-            bytes=bytes,
-            flops=2 * T * H * (E - shared) * (2 if backward else 1),
-            tokens=T,
-            dtype=x.dtype,
-        )
+            {"copy (floor)": lambda: target.copy_(source), **variants}, bytes=bytes,
+            flops=2 * T * H * (E - shared) * (2 if backward else 1), tokens=T, dtype=x.dtype,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from moe_runtime.bench import clock, ours, shapes
+from moe_runtime.bench import clock, machine, shapes
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "step"
@@ -61,7 +61,7 @@ def with_each(model, run) -> dict:
 
         return call
 
-    others = [] if CUDA else ours.others("moe_mlp", model.dtype)
+    others = [] if CUDA else machine.others("moe_mlp", model.dtype)
     variants = {name: variant(implementation) for name, implementation in IMPLEMENTATIONS.items()}
     return variants | {f"moe_runtime {backend}": variant("moe_runtime", backend) for backend in others}
 

@@ -34,11 +34,6 @@ def bench_tokens(interleaved, shape, dtype, request):
     functions = {name: layer.forward(variant) for name, variant in variants.items()}
     with torch.no_grad():
         interleaved(
-            functions,
-            flops=layer.flops,
-            bytes=layer.bytes(),
-            tokens=shape.T,
-            dtype=dtype,
-            notes=notes,
+            functions, flops=layer.flops, bytes=layer.bytes(), tokens=shape.T, dtype=dtype, notes=notes,
             compare="moe_runtime",
-        )
+        )  # fmt: skip

@@ -18,10 +18,6 @@ def bench_tokens_backward(interleaved, shape, dtype, request):
     layer, variants, notes = experts(shape, dtype, request)
     functions = {name: layer.both(variant) for name, variant in variants.items()}
     interleaved(
-        functions,
-        flops=3 * layer.flops,
-        bytes=layer.bytes(backward=True),
-        tokens=shape.T,
-        dtype=dtype,
+        functions, flops=3 * layer.flops, bytes=layer.bytes(backward=True), tokens=shape.T, dtype=dtype,
         notes=notes,
-    )
+    )  # fmt: skip

@@ -1,18 +1,21 @@
 """How long each variant takes, and how much memory: the wall clock on a CPU, CUDA events on a GPU."""
 
 import contextlib
+import ctypes
 import gc
 import math
 import random
+import re
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
-from moe_runtime.bench import resident
 from moe_runtime.ops import workspace
 from moe_runtime.tools.tune import EventTimer, worst_row
 
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 OUT_OF_TIME = "out of time"
 # the GPU waits this long for the launches of a call: a peer of 60 launches must not be measured by how fast Python launches
 AHEAD_MS = 3.0
@@ -44,11 +47,43 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
     pedantic(one_round, rounds=rounds)
     floor, details, want = next(iter(variants)), {}, None
     for name in sorted(variants, key=lambda name: name != compare):
-        details[name], got = resident.measure(variants[name])
+        details[name], got = resident(variants[name])
         if compare is not None and (name != floor or name == compare):
             want = got if name == compare else want
             details[name] |= difference(got, want)
     return times, details
+
+
+def resident(function) -> tuple[dict[str, float], object]:
+    """Return the MiB of the CPU that a call takes beyond what was there, at most and in what it returns; and its result.
+
+    It is the process's resident set, whose peak /proc lets one set back; no MiB where it does not. The allocator's free blocks
+    and our own pools go back to the system first, or they would hide what a call takes.
+    """
+    _give_back()
+    try:
+        CLEAR.write_text("5")  # the peak begins anew
+        before = _status("VmRSS")
+    except (OSError, TypeError):  # not Linux, or a sandbox
+        return {}, function()
+    result = function()
+    peak = _status("VmHWM")
+    _give_back()
+    sizes = {"peak MiB": peak - before, "kept MiB": _status("VmRSS") - before}
+    return {name: max(size, 0) / 2**20 for name, size in sizes.items()}, result
+
+
+def _status(name: str) -> int:
+    """Bytes that /proc/self/status gives under `name`."""
+    return int(re.search(name + r":\s+(\d+) kB", STATUS.read_text())[1]) << 10
+
+
+def _give_back() -> None:
+    gc.collect()
+    workspace.release()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def difference(got, want) -> dict[str, float]:
@@ -184,15 +219,13 @@ def rows_of(
     for name, seconds in times.items():
         median = statistics.median(seconds)
         rows[name] = {
-            "ms": median * 1e3,
-            "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
+            "ms": median * 1e3, "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
             "spread": (max(seconds) - min(seconds)) / median,
             **({"iqr": _iqr(seconds) / median} if len(seconds) >= 4 else {}),
             **({"TFLOP/s": flops / median / 1e12} if flops else {}),
             **({"GB/s": bytes / median / 1e9} if bytes else {}),
-            **({"tokens/s": tokens / median} if tokens else {}),
-            **details.get(name, {}),
-        }
+            **({"tokens/s": tokens / median} if tokens else {}), **details.get(name, {}),
+        }  # fmt: skip
         shares = [rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]]
         rows[name] |= {"share": max(shares)} if shares else {}
     return rows

@@ -210,20 +210,14 @@ def as_json(found: Comparison) -> dict:
         a, b = row.ms
         head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b}
         return head | {
-            "ratio": row.ratio,
-            "noise": noise,
-            "grew": grew,
-            "regression": row.regression,
-            "verdict": row.verdict,
-        }
+            "ratio": row.ratio, "noise": noise, "grew": grew, "regression": row.regression, "verdict": row.verdict,
+        }  # fmt: skip
 
     names = ("kind", "variant", "benchmarks", "least", "median", "most")
     return {
-        "warnings": found.warnings,
-        "rows": [row_of(row) for row in found.rows],
+        "warnings": found.warnings, "rows": [row_of(row) for row in found.rows],
         "kinds": [dict(zip(names, group)) for group in by_kind(found)],
         "missing": [lost._asdict() | {"regression": lost.regression} for lost in found.missing],
-        "only_in_a": found.alone[0],
-        "only_in_b": found.alone[1],
+        "only_in_a": found.alone[0], "only_in_b": found.alone[1],
         "regressions": [{"benchmark": row.benchmark, "variant": row.variant} for row in found.regressions],
-    }
+    }  # fmt: skip

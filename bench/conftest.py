@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import clock, described, machine, ours, shapes
+from moe_runtime.bench import clock, described, machine, shapes
 from moe_runtime.bench.ceilings import ceilings
 from moe_runtime.bench.machine import CUDA
 from moe_runtime.bench.records import LOST, UNWRITTEN, Records
@@ -145,7 +145,7 @@ def interleaved(benchmark, request):
         info = machine.describe() | described.fields(request, dtype, flops, bytes, tokens)
         info |= {"tiny": option("--tiny"), "asked": option("--rounds")}
         computed = described.dtype_of(request, dtype)
-        info |= {"backend": ours.default("moe_mlp", computed), "ceilings": ceilings(computed, option("--tiny"))}
+        info |= {"backend": machine.default("moe_mlp", computed), "ceilings": ceilings(computed, option("--tiny"))}
         if not CUDA:
             times, measured = clock.measure_cpu(variants, rounds, benchmark.pedantic, compare)
         else:

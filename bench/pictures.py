@@ -321,13 +321,9 @@ def loss(bench: Bench) -> tuple[int, str, float, float] | None:
 
 
 PICTURES = {
-    "layer": layer,
-    "roofline": roofline,
-    "throughput": throughput,
-    "memory": frame.memory,
-    "breakdown": frame.breakdown,
-    "xft": frame.xft,
-}
+    "layer": layer, "roofline": roofline, "throughput": throughput, "memory": frame.memory,
+    "breakdown": frame.breakdown, "xft": frame.xft,
+}  # fmt: skip
 # text as text, the font that matplotlib brings, ids that are the same in every run
 SETTINGS = {
     "svg.fonttype": "none",

@@ -37,11 +37,9 @@ REFERENCES = ("dense FFN",)  # what no mixture of experts can be compared with a
 OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
 FLOOR = ("#9A9A9A", "_")
 LABELS = {
-    "bench_forward": "layer, forward",
-    "bench_forward_backward": "layer, forward + backward",
-    "bench_tokens": "sweep of T, forward",
-    "bench_tokens_backward": "sweep of T, forward + backward",
-}
+    "bench_forward": "layer, forward", "bench_forward_backward": "layer, forward + backward",
+    "bench_tokens": "sweep of T, forward", "bench_tokens_backward": "sweep of T, forward + backward",
+}  # fmt: skip
 
 
 class Bench(NamedTuple):
@@ -189,14 +187,9 @@ def legend(figure, handles: list, columns: int = 3) -> None:
     title = figure.get_suptitle()
     figure.suptitle("")
     found = figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=min(columns, len(handles)),
-        fontsize=SMALL,
-        frameon=False,
-        title=title,
-        title_fontsize=12,
-    )
+        handles=handles, loc="outside upper center", ncols=min(columns, len(handles)), fontsize=SMALL,
+        frameon=False, title=title, title_fontsize=12,
+    )  # fmt: skip
     found.get_title().set_color(INK)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-from moe_runtime.bench import entries
 from moe_runtime.bench.clock import OUT_OF_TIME
 from moe_runtime.bench.machine import public
 from moe_runtime.config import shown
@@ -14,15 +13,8 @@ UNWRITTEN = 98  # exit code: the file of the results cannot be written, and the 
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
 WRITTEN = "want a file that moe-runtime bench wrote"
-LINE = {
-    "name": lambda value: value == "" or entries.is_name(value),
-    "extra_info": lambda value: isinstance(value, dict),
-    "skipped": lambda value: isinstance(value, str),
-    "failed": lambda value: isinstance(value, str),
-    "began": lambda value: isinstance(value, bool),
-    "planned": lambda value: type(value) is int and 0 <= value < 10**6,
-    "broken": entries.texts,
-}
+LINE = {"name": str, "extra_info": dict, "skipped": str, "failed": str, "began": bool, "planned": int, "broken": dict}
+POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers that others are divided by
 RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}  # in files of before it had its preset in its name
 
 
@@ -55,7 +47,7 @@ class Records:
             if not isinstance(line, dict) or "name" not in line:
                 raise ValueError(f"line {number} of {self.path} is {shown(line)}; {WRITTEN}")
             for name in LINE.keys() & line.keys():
-                if not LINE[name](line[name]):
+                if not isinstance(line[name], LINE[name]):
                     raise ValueError(f"line {number} of {self.path} has {name} {shown(line[name])}; {WRITTEN}")
             found.append(line)
         return found
@@ -115,11 +107,27 @@ def _benchmarks(path: Path) -> list[dict]:
         if not found:
             raise ValueError(f"path is {path}, which holds no benchmarks; {WRITTEN}")
     for bench in found:
-        if wrong := entries.wrong(bench):
-            raise ValueError(
-                f"path is {path}, which has the benchmark {shown(bench.get('name'))}, but {wrong}; {WRITTEN}"
-            )
+        if not _is_benchmark(bench):
+            raise ValueError(f"path is {path}, which has the benchmark {shown(bench)}; {WRITTEN}")
     return found
+
+
+def _is_benchmark(bench: dict) -> bool:
+    """Whether a benchmark has a name, and rows of numbers, those positive that others are divided by."""
+    info = bench["extra_info"]
+    rows, limits = info.get("rows"), info.get("ceilings", {})
+    if not isinstance(bench.get("name"), str) or not isinstance(rows, dict) or not rows or not isinstance(limits, dict):
+        return False
+    for row in (*rows.values(), limits | {"ms": 1.0}):
+        if not isinstance(row, dict) or "ms" not in row:
+            return False
+        for column, value in row.items():
+            least = 1e-30 if column in POSITIVE else 0.0
+            if not (column == "difference" and value is None) and not (
+                type(value) in (int, float) and least <= value <= 1e30
+            ):
+                return False
+    return True
 
 
 def _bytes(path: Path) -> bytes:
@@ -134,7 +142,7 @@ def failures(path: str | Path) -> dict[str, str]:
     path = Path(path)
     if path.suffix != ".jsonl":
         failed = read_json(path).get("failed", {})
-        if not entries.texts(failed):
+        if not isinstance(failed, dict):
             raise ValueError(f"path is {path}, whose failed is {shown(failed)}; {WRITTEN}")
         return failed
     lines = Records(path).lines()

@@ -17,10 +17,8 @@ from moe_runtime.bench import (
     clock,
     goals,
     machine,
-    ours,
     peers,
     report,
-    resident,
     shapes,
 )
 from moe_runtime.bench.bench_layer import Layer
@@ -175,13 +173,13 @@ def test_each_round_on_a_cpu_has_its_order(monkeypatch):
 def test_which_backend_is_ours(monkeypatch):
     monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
     want = backends.pick("moe_mlp", torch.empty(0, device=machine.DEVICE))
-    found = ours.default("moe_mlp", torch.float32)
+    found = machine.default("moe_mlp", torch.float32)
     assert found == (f"cpp {cpp.library().variant}" if want == "cpp" else want)
-    assert ours.default("moe_mlp", torch.float64) == "torch"
+    assert machine.default("moe_mlp", torch.float64) == "torch"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
-    assert ours.default("moe_mlp", torch.float32) == "torch"
+    assert machine.default("moe_mlp", torch.float32) == "torch"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "fastest")
-    assert "backend is 'fastest'" in ours.default("moe_mlp", torch.float32)
+    assert "backend is 'fastest'" in machine.default("moe_mlp", torch.float32)
 
 
 def test_share_is_that_of_the_nearer_ceiling():
@@ -198,7 +196,7 @@ def test_share_is_that_of_the_nearer_ceiling():
 MEMORY = """
 import json, sys
 import torch
-from moe_runtime.bench import clock, resident
+from moe_runtime.bench import clock
 from moe_runtime.ops import workspace
 
 like, kept = torch.empty(0), []
@@ -218,7 +216,7 @@ print(json.dumps(clock.measure_cpu(variants, 2, lambda one_round, rounds: [one_r
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not resident.CLEAR.exists(), reason="no /proc/self/clear_refs")
+@pytest.mark.skipif(not clock.CLEAR.exists(), reason="no /proc/self/clear_refs")
 def test_memory_on_the_cpu_is_what_the_call_takes():
     """Also where the allocator and the pools hold what earlier calls took."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=ROOT)

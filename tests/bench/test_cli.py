@@ -201,7 +201,9 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):
     done = CliRunner().invoke(main_app, ["bench", *arguments, "--out", str(tmp_path / "x")])
-    assert isinstance(done.exception, ValueError) and says in str(done.exception) and not list(tmp_path.iterdir())
+    assert (
+        isinstance(done.exception, ValueError) and re.search(says, str(done.exception)) and not list(tmp_path.iterdir())
+    )
 
 
 def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_path):

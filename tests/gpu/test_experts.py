@@ -1,6 +1,6 @@
 """Stock MoE models on the Triton kernels of a real GPU: bfloat16 against float64, no host synchronization, generate.
 
-Their twins without a GPU: tests/hf/dropin/test_experts.py (layer by layer, interpreted) and tests/hf/dropin/test_layers.py (whole models).
+Their twins without a GPU: tests/hf/dropin/test_experts.py (layer by layer, interpreted) and test_layers.py (whole models).
 """
 
 import pytest

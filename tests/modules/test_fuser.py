@@ -145,25 +145,6 @@ def test_chunks_of_any_heads(reduction, chunk):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_chunks_are_not_kept():
-    """Between forward and backward pass no chunk's logits are there: a head is called again instead."""
-    gate, (hidden, heads, labels) = FuserGate((16,) * 3), sample()
-    rows = []
-
-    def counted(head):
-        return lambda h: rows.append(len(h)) or F.linear(h, head)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
-        sizes = []
-        loss = chunked_loss(gate, hidden, [counted(head) for head in heads], labels, chunk=4).loss
-    assert rows == [4, 4, 4] * 3 + [3] * 3 and not any(40 in size for size in sizes)
-    rows.clear()
-    loss.backward()
-    assert sorted(rows) == [3] * 3 + [4] * 9
-    with torch.no_grad():
-        torch.testing.assert_close(chunked_loss(gate, hidden, [counted(head) for head in heads], labels).loss, loss)
-
-
 def test_chunks_of_labels_that_do_not_count_or_fit():
     gate, (hidden, heads, labels) = FuserGate((16,) * 3), sample()
     functions = [bent(head, 0.0) for head in heads]
@@ -205,27 +186,3 @@ def test_training_the_gate_alone_finds_the_specialist_and_leaves_it_as_it_is():
     own = torch.where((domain == 0)[:, None], weight[..., 0], weight[..., 1])
     assert losses[-1] < 0.5 * losses[0] and own.mean() > 0.8
     assert all(torch.equal(a, b) for a, b in zip(before, (*hidden, *heads)))
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        pytest.param({"hidden_sizes": ()}, "hidden_sizes is ()", id="none"),
-        pytest.param({"hidden_sizes": (16, 17)}, "hidden_sizes is (16, 17); want one size", id="several sizes"),
-        pytest.param({"hidden_sizes": (16, 0)}, "hidden_sizes is 0", id="zero"),
-        pytest.param({"hidden_sizes": (16,), "kind": "tree"}, "kind is 'tree'", id="kind"),
-    ],
-)
-def test_bad_sizes_are_named(arguments, words):
-    with pytest.raises(ValueError) as error:
-        FuserGate(**arguments)
-    assert words in str(error.value)
-
-
-def test_bad_states_and_reductions_are_named():
-    gate = FuserGate((16, 16))
-    hidden, heads, labels = sample(sizes=(16, 16, 16))
-    with pytest.raises(ValueError, match=r"hidden's sizes are \(16, 16, 16\); want \(16, 16\)"):
-        gate(hidden)
-    with pytest.raises(ValueError, match="reduction is 'token'"):
-        fuser_loss(gate, hidden[:2], heads[:2], labels, reduction="token")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime import backends
 from moe_runtime.modules import merged
@@ -170,27 +169,6 @@ def test_a_graph_outlives_the_step_that_changes_the_logits(backend):
     torch.testing.assert_close(da, want["da"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_then_training_then_evaluation(mode, merges, backend):
-    layer, x = make(), torch.randn(5, 33)
-    with mode():
-        out = layer.eval()(x)
-    got, want = gradients(type(layer).__call__, layer.train(), x), gradients(plain, layer, x)
-    assert torch.equal(got["out"], out) and torch.equal(got["dx"], want["dx"])
-    with mode():
-        assert torch.equal(layer.eval()(x), out)
-    del merges[-2:]  # those of plain
-    assert len(merges) == 2
-
-
-def test_parameters_of_inference_mode_are_merged_each_time(merges):
-    with torch.inference_mode():
-        layer, x = make(), torch.randn(5, 33)
-        layer(x)
-        layer.experts.down_proj.mul_(2)  # no version is counted
-        assert torch.equal(layer(x), plain(layer, x)) and layer._mixture is None
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant, merges, backend):
     layer, x = make(bias=True), torch.randn(5, 33)
@@ -204,18 +182,6 @@ def test_checkpointing(reentrant, merges, backend):
         got = {"out": out.detach(), "da": layer.mixing_logits.grad, "dx": y.grad}
     assert len(merges) == 2 and torch.equal(got["out"], want["out"]) and torch.equal(got["dx"], want["dx"])
     torch.testing.assert_close(got["da"], want["da"], rtol=1e-4, atol=1e-5)
-
-
-def test_compiled_and_eager_passes_take_turns(merges):
-    torch._dynamo.reset()
-    layer, x = make(bias=True), torch.randn(5, 33)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        kept = layer._mixture
-        a, b = gradients(lambda m, x: compiled(x), layer, x), gradients(type(layer).__call__, layer, x)
-        assert all(torch.equal(a[name], b[name]) for name in a) and kept is not layer._mixture
-        with torch.no_grad():
-            layer.mixing_logits.normal_()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -284,19 +250,6 @@ def test_experts_that_train_get_their_gradients_and_nothing_is_kept(backend):
     with torch.no_grad():
         layer.experts.down_proj.data.mul_(2)
         assert torch.equal(layer(x), plain(layer, x))
-
-
-def test_nothing_is_kept_where_ops_are_watched_or_transformed(merges):
-    layer, x = make(), torch.randn(5, 33)
-    with FlopCounterMode(display=False):
-        layer(x)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        layer(torch.randn(5, 33))
-    torch.func.vmap(layer)(x.expand(2, 5, 33))
-    layer.to("meta")(x.to("meta"))
-    assert layer._mixture is None
-    tangent = torch.func.jvp(make(), (x,), (x,))[1]
-    assert tangent.abs().sum() > 0
 
 
 def test_threads(merges, backend):

@@ -119,51 +119,6 @@ def test_fold_and_drop():
         assert torch.equal(tensor, want)
 
 
-@pytest.mark.parametrize("ids, fits", [([3, 1], True), ([1, 3], False), ([2, 0], False), ([1], False)], ids=str)
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_rows_of_other_experts_do_not_load(ids, fits, weights_only, tmp_path):
-    saved, other = split(layer_of({"bias": True}), [3, 1]), split(layer_of({"bias": True}), ids)
-    torch.save(saved.state_dict(), tmp_path / "state.pt")
-    states = torch.load(tmp_path / "state.pt", weights_only=weights_only)
-    if fits:
-        other.load_state_dict(states)
-    else:
-        with pytest.raises(
-            RuntimeError, match=r"experts: state_dict has rows of the experts \[3, 1\]; want those of \["
-        ):
-            other.load_state_dict(states)
-    copy.deepcopy(saved).load_state_dict(copy.deepcopy(saved).state_dict())
-    trainable.drop_rows(other.experts)
-    layer_of({"bias": True}).load_state_dict(other.state_dict())
-    assert not other.experts._state_dict_hooks and not other.experts._load_state_dict_pre_hooks
-
-
-def test_without_memory_for_the_maps_nothing_changes(monkeypatch):
-    layer, real = layer_of({}), torch.full
-
-    def full(*args, **options):
-        raise MemoryError
-
-    monkeypatch.setattr(torch, "full", full)
-    with pytest.raises(MemoryError):
-        split(layer, [1])
-    monkeypatch.setattr(torch, "full", real)
-    assert {name for name, _ in layer.named_parameters()} == {name for name, _ in layer_of({}).named_parameters()}
-    assert not list(layer.buffers()) and all(p.requires_grad for p in layer.parameters())
-
-
-def test_copies_are_their_own():
-    layer = split(layer_of({}), [1])
-    other = copy.deepcopy(layer)
-    with torch.no_grad():
-        other.experts.trained_down_proj.zero_()
-    assert layer.experts.trained_down_proj.any() and not torch.equal(other(tokens()), layer(tokens()))
-    trainable.fold_rows(other.experts)
-    assert trainable.split_of(layer.experts) is not None and layer.experts.down_proj[1].any()
-    for module, hooks in ((layer.experts, 1), (other.experts, 0)):
-        assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == hooks
-
-
 def test_compiles_as_one_graph():
     torch._dynamo.reset()
     layer = split(layer_of({"bias": True}), [3, 1])

@@ -193,23 +193,6 @@ def test_twenty_runs_give_the_same_bits(backend, device):
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"y": torch.randn(7, 4)}, "y is (7, 4)", id="another R"),
-        pytest.param({"y": torch.randn(2, 3, 4)}, "(2, 3, 4)", id="batch dims"),
-        pytest.param({"topk_weight": torch.rand(6)}, "topk_weight (6,)", id="flat weights"),
-        pytest.param({"slot_row": torch.arange(5)}, "slot_row (5,)", id="too few slots"),
-        pytest.param({"slot_row": torch.arange(6.0)}, "torch.float32", id="float rows"),
-    ],
-)
-def test_bad_arguments_are_named(change, words):
-    args = {"y": torch.randn(6, 4), "topk_weight": torch.rand(3, 2), "slot_row": torch.arange(6)}
-    with pytest.raises(ValueError) as error:
-        combine(**args | change)
-    assert words in str(error.value)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("T", [0, 3], ids=["no tokens", "tokens"])
 @pytest.mark.parametrize("layout", ["plain", "transposed"])

@@ -170,26 +170,6 @@ def test_farthest_pair():
     assert farthest_pair(torch.zeros(3, 3)) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        pytest.param(lambda: gram([]), "experts are 0", id="no experts"),
-        pytest.param(lambda: gram(torch.zeros(65, 2)), "experts are 65", id="too many experts"),
-        pytest.param(lambda: gram([torch.zeros(2), torch.zeros(3)]), "experts is (3,)", id="another shape"),
-        pytest.param(lambda: gram(torch.zeros(2, 3), torch.zeros(4)), "base is (4,)", id="a base of another shape"),
-        pytest.param(lambda: gram(torch.zeros(2, 3), torch.zeros(3).half()), "base is (3,) torch.float16", id="dtype"),
-        pytest.param(lambda: gram(torch.zeros(2, 3).int()), "experts is (3,) torch.int32", id="integers"),
-        pytest.param(lambda: distances(torch.zeros(2, 2), "l1"), "metric is 'l1'", id="an unknown metric"),
-        pytest.param(lambda: farthest_pair(torch.zeros(1, 1)), "distance is (1, 1)", id="one expert"),
-        pytest.param(lambda: farthest_pair(torch.full((2, 2), math.nan)), "with NaN if an expert is not finite", id="NaN"),
-    ],
-)
-def test_bad_arguments_of_gram_are_named(call, words):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert words in str(error.value)
-
-
 # DARE
 
 MASK, M0, M1, W0, W1 = (1 << 64) - 1, 0xD2E7470EE14C6C93, 0xCA5A826395121157, 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B

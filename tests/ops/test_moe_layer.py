@@ -210,30 +210,6 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
         moe_mlp(v["x"][:2], v["up"], v["down"], torch.rand(2, 2), idx, shared="dense", trainable=mask)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"router": torch.randn(E, H)}, "router_weight is (4, 33)", id="a row for the shared expert"),
-        pytest.param({"router": torch.randn(E - 1, H).half()}, "torch.float16", id="router in another dtype"),
-        pytest.param({"down": torch.randn(E, H, I + 1)}, "down_proj (4, 33, 18)", id="sizes that do not fit"),
-        pytest.param({"x": torch.randn(2, T, H)}, "x is (2, 19, 33)", id="batch dimension"),
-    ],
-)
-def test_bad_arguments_are_named(change, words):
-    with pytest.raises(ValueError) as error:
-        whole(leaves(device="cpu") | change, "xft", None)
-    assert words in str(error.value)
-    v = leaves()
-
-    def whole_of(top_k, gate="xft"):
-        return moe_layer(v["x"], v["router"], experts_of(v), top_k, gate)
-
-    with pytest.raises(ValueError, match="top_k is 9"):
-        whole_of(9)
-    with pytest.raises(ValueError, match="gate is 'best'"):
-        whole_of(2, "best")
-
-
 # the module uses it
 
 

@@ -340,30 +340,6 @@ def test_offsets_count_the_slots(backend):
     assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"limit": 0}, "limit is 0, up_offset 0.0; expected a finite limit above 0", id="limit 0"),
-        pytest.param({"limit": -7.0}, "limit is -7.0, up_offset", id="negative"),
-        pytest.param({"limit": math.inf}, "limit is inf, up_offset", id="infinite"),
-        pytest.param({"limit": math.nan}, "limit is nan, up_offset", id="NaN"),
-        pytest.param({"up_offset": math.inf}, "up_offset inf; expected", id="infinite offset"),
-        pytest.param(
-            {"limit": 7.0, "gated": False},
-            "gated is False in Activation(act='silu', gated=False, limit=7.0",
-            id="limit without a gate",
-        ),
-        pytest.param({"up_offset": 1.0, "gated": False}, "up_offset=1.0", id="offset without a gate"),
-        pytest.param({"interleaved": True, "gated": False}, "interleaved=True", id="no gate, in turns"),
-    ],
-)
-def test_bad_forms_are_named(change, words):
-    case = make_case(6, 33, 17, 4, 2, gated=change.get("gated", True))
-    with pytest.raises(ValueError) as error:
-        moe_mlp(*case.leaves.values(), case.topk_idx, **change)
-    assert words in str(error.value)
-
-
 @pytest.mark.parametrize("op", ["moe_mlp", "moe_mlp_backward", "moe_layer", "moe_layer_backward"])
 def test_experts_are_what_the_schemas_say(op):
     names = [argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments]

@@ -1,4 +1,4 @@
-"""Kernels as they would be compiled for GPUs that are not there: what tests/kernels/test_aot.py and docs/kernels.md are made of.
+"""Kernels compiled for GPUs that are not there: what tests/kernels/test_aot.py and docs/kernels.md are made of.
 
 As a program it compiles the [case, target] pairs that stand in its input, in a process that does not interpret.
 """

@@ -50,7 +50,7 @@ WHAT = {
 }
 HEAD = """# Kernels
 
-Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails where it does not hold any more.
+Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails where it is out of date.
 
 What the Triton kernels compile to for the GPUs that they are for, on a machine without one: facts about programs, **not
 measured speed**. They say that nothing spills, that tensor cores, TMA and cp.async are in use, and how much of a processor

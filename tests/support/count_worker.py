@@ -1,18 +1,14 @@
 """One of two processes that count and add their counts: `count_worker.py RENDEZVOUS`."""
 
-import sys
-
 import torch
 from torch import nn
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.dropin.stats import RouterCounter
 from moe_runtime.modules.moe import MoE
-from tests.support.dist_launch import leave, start
 
 
-def main(rendezvous: str) -> None:
-    start(rendezvous)
+def main() -> None:
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     config = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=5, top_k=3, gate="softmax_topk")
@@ -23,8 +19,3 @@ def main(rendezvous: str) -> None:
     model(x[rank])
     assert torch.equal(counter.read().counts[0], torch.bincount(ids[rank], minlength=5))
     assert torch.equal(counter.read(reduce=True).counts[0], torch.bincount(torch.cat(ids), minlength=5))
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,6 @@
-"""One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py RENDEZVOUS OUT`, started by dist_launch."""
+"""One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py OUT`, started by dist_launch."""
 
 import random
-import sys
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moe_runtime.ops.all_to_all import all_to_all, local_parts, run_at_owners
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_mlp import run_experts
-from tests.support.dist_launch import leave, start
 from tests.support.stress import scaled
 
 torch.set_num_threads(1)
@@ -160,8 +158,7 @@ def refusals(mesh) -> dict[str, str]:
     return messages
 
 
-def main(rendezvous: str, out: str) -> None:
-    start(rendezvous)
+def main(out: str) -> None:
     n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n,))
     results = {
@@ -180,8 +177,3 @@ def main(rendezvous: str, out: str) -> None:
             (name, 2, gradients): run_case(name, both, gradients) for name in TOKENS for gradients in ("mean", "sum")
         }
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

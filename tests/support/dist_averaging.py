@@ -1,7 +1,6 @@
-"""One of the ranks of tests/methods/xft/test_averaging.py: EWA under FSDP2, stacks of each placement; arguments RENDEZVOUS OUT."""
+"""One of the ranks of tests/methods/xft/test_averaging.py: EWA under FSDP2, stacks of each placement; arguments OUT."""
 
 import os
-import sys
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +10,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from moe_runtime.methods.xft import baselines
 from moe_runtime.modules.ewa import average_experts_
 from tests.hf import tiny
-from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 EXPERTS, STEPS = 3, 3  # which two ranks cannot share equally
@@ -59,8 +57,7 @@ def stacks() -> dict[str, torch.Tensor]:
     return found
 
 
-def main(rendezvous: str, out: str) -> None:
-    start(rendezvous)
+def main(out: str) -> None:
     found = stacks()
     model = make()
     for layer in model.model.layers:
@@ -70,8 +67,3 @@ def main(rendezvous: str, out: str) -> None:
     kinds = {type(p).__name__ for p in model.parameters()}
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}
     torch.save({"stacks": found, "weights": weights, "kinds": kinds}, f"{out}/{os.environ['RANK']}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

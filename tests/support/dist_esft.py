@@ -1,6 +1,4 @@
-"""One of the ranks of tests/methods/esft/test_processes.py: `dist_esft.py RENDEZVOUS OUT ENGINE`."""
-
-import sys
+"""One of the ranks of tests/methods/esft/test_processes.py: `dist_esft.py OUT ENGINE`."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +6,6 @@ import torch.distributed as dist
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
 from tests.methods.esft.test_train import SELECTION, trainer_of
-from tests.support.dist_launch import leave, start
 from tests.support.dist_stages import use_fsdp2
 from tests.support.stock_moe import stock
 
@@ -64,8 +61,7 @@ def train(out: str) -> None:
     trainer.save_model(f"{out}/last")
 
 
-def main(rendezvous: str, out: str, engine: str) -> None:
-    start(rendezvous)
+def main(out: str, engine: str) -> None:
     if engine == "fsdp2":
         use_fsdp2()
     train(out)
@@ -73,8 +69,3 @@ def main(rendezvous: str, out: str, engine: str) -> None:
         spread(out)
         save_spread(out)
     dist.barrier()
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

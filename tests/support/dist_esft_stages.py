@@ -1,20 +1,17 @@
-"""One of the ranks of tests/methods/esft/test_distributed.py: `dist_esft_stages.py RENDEZVOUS OUT ENGINE RECIPE METHODS...`."""
+"""One of the ranks of tests/methods/esft/test_distributed.py: `dist_esft_stages.py OUT ENGINE RECIPE METHODS...`."""
 
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moe_runtime.methods.esft.study import Stages
-from tests.support.dist_launch import leave, start
 from tests.support.dist_stages import use_fsdp2
 
 torch.set_num_threads(1)
 
 
-def main(rendezvous: str, out: str, engine: str, recipe: str, *names: str) -> None:
-    start(rendezvous)
+def main(out: str, engine: str, recipe: str, *names: str) -> None:
     if engine == "fsdp2":
         use_fsdp2()
     said = []
@@ -30,8 +27,3 @@ def main(rendezvous: str, out: str, engine: str, recipe: str, *names: str) -> No
     }
     scores = stages.scores("sums").scores
     torch.save({"results": results, "said": said, "gate": scores.gate}, f"{out}/rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

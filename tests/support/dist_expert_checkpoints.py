@@ -1,9 +1,8 @@
-"""One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py RENDEZVOUS OUT BASE`.
+"""One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py OUT BASE`.
 
 A training under DDP with the callback, and models that FSDP2 has split: whole, as a delta, and as an adapter.
 """
 
-import sys
 from pathlib import Path
 
 import peft
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
 from tests.methods.upit.test_checkpoints import LORA, trainer
-from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 
@@ -38,9 +36,8 @@ def adapted(base: str):
     return peft.get_peft_model(loaded(base), peft.LoraConfig(**LORA))
 
 
-def main() -> None:
-    start(sys.argv[1])
-    out, base = Path(sys.argv[2]), sys.argv[3]
+def main(out: str, base: str) -> None:
+    out = Path(out)
     callback = ExpertCheckpoints(out / "ddp", every_steps=2)
     trainer(loaded(base), out / "run", callback, kind=MoETrainer, per_device_train_batch_size=2, max_steps=3).train()
     # every process finds them as soon as its training has ended
@@ -54,8 +51,3 @@ def main() -> None:
         save_expert(model, out / name, base=base if name == "delta" else None, is_main=is_main)
         dist.barrier()
         assert (out / name / "expert.json").is_file()
-    leave()
-
-
-if __name__ == "__main__":
-    main()

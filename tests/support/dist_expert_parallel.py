@@ -1,10 +1,9 @@
-"""One of the ranks of tests/hf/dropin/test_parallel.py: `dist_expert_parallel.py RENDEZVOUS OUT SCENARIO...`.
+"""One of the ranks of tests/hf/dropin/test_parallel.py: `dist_expert_parallel.py OUT SCENARIO...`.
 
 Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave experts without a token.
 """
 
 import functools
-import sys
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.dropin.parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
-from tests.support.dist_launch import leave, start
 from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
@@ -180,7 +178,7 @@ def run(scenario: Scenario, folder: str) -> dict:
 
 
 def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **options):
-    """transformers' Trainer, unchanged, unless `kind` is another: two steps of 8 sequences in two micro-batches each, over `ranks` processes."""
+    """transformers' Trainer, unless `kind` is another: two steps of 8 rows in two micro-batches on `ranks` processes."""
     from transformers import Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(0)
@@ -270,13 +268,7 @@ def run_overflow(folder: str) -> dict:
 OTHERS = {"trainer": run_trainer, "refused": run_refused, "lora": run_lora, "overflow": run_overflow}
 
 
-def main(rendezvous: str, out: str, *names: str) -> None:
-    start(rendezvous)
+def main(out: str, *names: str) -> None:
     for name in names:
         result = OTHERS[name](f"{out}/{name}") if name in OTHERS else run(SCENARIOS[name], f"{out}/{name}")
         torch.save(result, f"{out}/{name}-rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

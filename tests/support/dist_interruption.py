@@ -1,8 +1,7 @@
-"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py RENDEZVOUS OUT`; signals in different steps of each."""
+"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py OUT`; signals in different steps of each."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +13,6 @@ from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training import fit
 from moe_runtime.io import signals as interruption
 from tests.hf.tiny import VOCAB, dense
-from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 STEPS = 4
@@ -72,9 +70,8 @@ def ended(*arguments) -> tuple[str, dict | None]:
         return type(stop).__name__, None
 
 
-def main(rendezvous: str, out: str) -> None:
+def main(out: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks us ignores it
-    start(rendezvous)
     rank, found = dist.get_rank(), {}
     for name, signals in CASES.items():
         folder, steps, again = Path(out, name), [], []
@@ -89,8 +86,3 @@ def main(rendezvous: str, out: str) -> None:
             "weights": next_weights if weights is None else weights,
         }  # fmt: skip
     torch.save(found, f"{out}/rank{rank}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

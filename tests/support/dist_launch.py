@@ -38,7 +38,7 @@ COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 
 
 def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: float = 400) -> None:
-    """Run `script RENDEZVOUS ARGS` in `ranks` processes; fails with the output of the first that did, or after `seconds`."""
+    """Run main(*args) of `script` in `ranks` processes that have met; fails with the first one's output, or after `seconds`."""
     env = _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     context, rendezvous, processes = _forks(), folder / "rendezvous", []
@@ -47,7 +47,7 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: fl
         for rank in range(ranks):
             given = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             log = folder / f"rank{rank}.log"
-            run = (str(script), [str(rendezvous), *args], given, os.getcwd(), log, log)
+            run = (str(script), list(args), given, os.getcwd(), log, log, str(rendezvous))
             processes.append(context.Process(target=_run, args=run))
             processes[-1].start()
         failed = _wait(processes, time.monotonic() + seconds)
@@ -125,15 +125,29 @@ def _forks():
     return context
 
 
-def _run(script: str, args: list[str], env: dict[str, str], folder: str, out: Path, errors: Path) -> None:
-    """Be a process of its own: environment, working directory, output, arguments."""
+def _run(
+    script: str,
+    args: list[str],
+    env: dict[str, str],
+    folder: str,
+    out: Path,
+    errors: Path,
+    rendezvous: str | None = None,
+) -> None:
+    """Be a process of its own: environment, working directory, output, arguments; a rank, if there is a `rendezvous`."""
     for number, path in ((1, out), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), number)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
     sys.argv = [script, *args]
-    runpy.run_path(script, run_name="__main__")
+    if rendezvous is None:
+        runpy.run_path(script, run_name="__main__")
+        return
+    main = runpy.run_path(script)["main"]
+    start(rendezvous)
+    main(*args)
+    leave()
 
 
 class Launches:

@@ -1,7 +1,6 @@
-"""One of the ranks of tests/experiments/test_stages.py: `dist_leading.py RENDEZVOUS OUT`; what rank 0 alone cannot do ends all."""
+"""One of the ranks of tests/experiments/test_stages.py: `dist_leading.py OUT`; what rank 0 alone cannot do ends all."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from moe_runtime.experiments import stages
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.xft import folders as xft_folders
 from moe_runtime.methods.xft.study import Stages
-from tests.support.dist_launch import leave, start
 
 
 def said(call) -> str:
@@ -23,8 +21,7 @@ def said(call) -> str:
     return "no error"
 
 
-def main(rendezvous: str, out: str) -> None:
-    start(rendezvous)
+def main(out: str) -> None:
     out, main = Path(out), dist.get_rank() == 0
 
     def full(*_, **__):
@@ -56,8 +53,3 @@ def main(rendezvous: str, out: str) -> None:
     found["whole"] = said(lambda: stages.made_once(out / "stage", "result.json", write))
     found["there"] = ranks.agree(sorted(path.name for path in out.iterdir() if path.is_dir()))
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

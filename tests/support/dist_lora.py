@@ -1,14 +1,12 @@
-"""One of the ranks of tests/methods/lora/test_lora.py: LoRA experts under DDP; arguments RENDEZVOUS OUT."""
+"""One of the ranks of tests/methods/lora/test_lora.py: LoRA experts under DDP; arguments OUT."""
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.hf import tiny
-from tests.support.dist_launch import leave, start
 from tests.support.lora_models import lora_model
 
 torch.set_num_threads(1)
@@ -33,13 +31,7 @@ def train(model, ids: torch.Tensor) -> dict:
     return {"losses": losses, "weights": weights}
 
 
-def main(rendezvous: str, out: str) -> None:
-    start(rendezvous)
+def main(out: str) -> None:
     rank = dist.get_rank()
     found = train(DistributedDataParallel(make()), tiny.batch(4)[2 * rank : 2 * rank + 2])
     torch.save(found, f"{out}/{os.environ['RANK']}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,4 @@
-"""One of the ranks of tests/modules/test_merged_kept.py: DDP trains a MergedMLP; `dist_merged.py RENDEZVOUS OUT`."""
-
-import sys
+"""One of the ranks of tests/modules/test_merged_kept.py: DDP trains a MergedMLP; `dist_merged.py OUT`."""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +7,9 @@ from torch import nn
 
 from moe_runtime.ops.activation import Activation
 from tests.modules.test_merged import make
-from tests.support.dist_launch import leave, start
 
 
-def main(rendezvous: str, path: str) -> None:
-    start(rendezvous)
+def main(path: str) -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     layer = make(bias=True)  # of other numbers on rank 1, until DDP sends rank 0's
@@ -31,8 +27,3 @@ def main(rendezvous: str, path: str) -> None:
     h = Activation(layer.config.hidden_act, layer.config.gated).apply(F.linear(x, w[up], w[f"{up}_bias"]))
     assert torch.equal(layer(x), F.linear(h, w["down_proj"], w["down_proj_bias"]))  # nothing stale
     torch.save(layer.state_dict(), f"{path}/{rank}")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

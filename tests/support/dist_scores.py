@@ -1,7 +1,6 @@
-"""One of the ranks of tests/methods/esft/test_scores.py: scores of shared-out data, FSDP2 too; arguments RENDEZVOUS OUT."""
+"""One of the ranks of tests/methods/esft/test_scores.py: scores of shared-out data, FSDP2 too; arguments OUT."""
 
 import os
-import sys
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -9,7 +8,6 @@ from torch.distributed.fsdp import fully_shard
 from moe_runtime.methods.esft.runs import score_folder
 from moe_runtime.methods.esft.scores import score_experts
 from tests.hf.dropin.test_layers import ids, stock
-from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 SAMPLES = ids(rows=7)
@@ -25,8 +23,7 @@ def shared_out(rank: int) -> list[torch.Tensor]:
     return list((SAMPLES[:4] if rank == 0 else SAMPLES[4:]).split(1))
 
 
-def main(rendezvous: str, out: str) -> None:
-    start(rendezvous)
+def main(out: str) -> None:
     rank = int(os.environ["RANK"])
     model = make()
     whole = score_experts(model, shared_out(rank), pairs=True, log_dir=f"{out}/logs")
@@ -48,8 +45,3 @@ def main(rendezvous: str, out: str) -> None:
         errors.append(str(error))
     found = {"whole": whole, "cut": cut, "alone": alone, "split": split}
     torch.save({name: scores.to_dict() for name, scores in found.items()} | {"errors": errors}, f"{out}/{rank}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

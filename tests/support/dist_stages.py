@@ -1,6 +1,5 @@
-"""One of the ranks of tests/methods/xft/test_distributed.py: `dist_stages.py RENDEZVOUS OUT ENGINE RECIPE STAGES...`."""
+"""One of the ranks of tests/methods/xft/test_distributed.py: `dist_stages.py OUT ENGINE RECIPE STAGES...`."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ from transformers import TrainerCallback
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Stages
-from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 
@@ -43,8 +41,7 @@ def use_fsdp2() -> None:
     AcceleratorState.__init__ = init
 
 
-def main(rendezvous: str, out: str, engine: str, recipe: str, *names: str) -> None:
-    start(rendezvous)
+def main(out: str, engine: str, recipe: str, *names: str) -> None:
     if engine == "fsdp2":
         use_fsdp2()
     real, spies, said = trainers.train, {}, []
@@ -65,8 +62,3 @@ def main(rendezvous: str, out: str, engine: str, recipe: str, *names: str) -> No
         results[name] = stages.mix(results["moe"]) if name == "mix" else getattr(stages, name)()
     seen = {name: (spy.graded, spy.kinds) for name, spy in spies.items()}
     torch.save({"results": results, "seen": seen, "said": said}, f"{out}/rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,10 +1,9 @@
-"""One of the ranks of tests/hf/training/test_trainable_engines.py: `dist_trainable.py RENDEZVOUS OUT SCENARIO...`.
+"""One of the ranks of tests/hf/training/test_trainable_engines.py: `dist_trainable.py OUT SCENARIO...`.
 
 Steps of AdamW with clipped gradients on tiny models of which some experts train, more of them on one rank than on the other.
 """
 
 import functools
-import sys
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from moe_runtime.hf.dropin.parallel import clip_grad_norm, save_pretrained, shar
 from moe_runtime.hf.training.trainable import fold_rows, freeze_for_esft, train_rows
 from moe_runtime.modules.trainable import split_of
 from tests.support.dist_expert_parallel import MAX_NORM, batch, make, whole
-from tests.support.dist_launch import leave, start
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 torch.set_num_threads(1)
@@ -193,13 +191,7 @@ def run_order(folder: str) -> dict:
     return {"error": error, "same": same}
 
 
-def main(rendezvous: str, out: str, *names: str) -> None:
-    start(rendezvous)
+def main(out: str, *names: str) -> None:
     for name in names:
         result = run_order(out) if name == "order" else run(SCENARIOS[name], f"{out}/{name}")
         torch.save(result, f"{out}/{name}-rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,9 +1,8 @@
-"""One of the ranks of tests/hf/dropin/test_parallel_plan.py: `dist_transformers_plan.py RENDEZVOUS OUT`.
+"""One of the ranks of tests/hf/dropin/test_parallel_plan.py: `dist_transformers_plan.py OUT`.
 
 transformers' own expert-parallel plan, our function behind its experts interface.
 """
 
-import sys
 from dataclasses import fields
 
 import torch
@@ -14,7 +13,6 @@ from transformers.distributed import DistributedConfig
 import moe_runtime
 from moe_runtime.hf.dropin.experts import is_experts
 from tests.support.dist_expert_parallel import batch, make, whole
-from tests.support.dist_launch import leave, start
 
 FAMILIES = ("qwen3_moe", "gpt_oss")
 NEW = "ep_size" in {field.name for field in fields(DistributedConfig)}
@@ -61,8 +59,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def main(rendezvous: str, out: str) -> None:
-    start(rendezvous)
+def main(out: str) -> None:
     moe_runtime.register()
     results, ranks = {}, dist.get_world_size()
     for family in FAMILIES:
@@ -72,8 +69,3 @@ def main(rendezvous: str, out: str) -> None:
         dist.barrier()
         results |= {(family, name): run(family, plan, folder) for name, plan in plans(ranks).items()}
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

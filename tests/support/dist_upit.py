@@ -1,6 +1,5 @@
-"""One of the ranks of tests/methods/upit/test_distributed.py: `dist_upit.py RENDEZVOUS OUT EXPERTS ADAPTERS`."""
+"""One of the ranks of tests/methods/upit/test_distributed.py: `dist_upit.py OUT EXPERTS ADAPTERS`."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.methods.upit.buckets import perplexities
 from moe_runtime.methods.upit.router import init_router
 from tests.support import upit
-from tests.support.dist_launch import leave, start
 
 torch.set_num_threads(1)
 SETTINGS = {"learning_rate": 3e-3, "steps": 2, "batch_size": 4}
@@ -29,14 +27,8 @@ def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
     return found | {"mean": {"vectors": mean.vectors, "before": mean.before, "after": mean.after}}
 
 
-def main(rendezvous: str, out: str, experts: str, adapters: str) -> None:
-    start(rendezvous)
+def main(out: str, experts: str, adapters: str) -> None:
     folders = [
         sorted(Path(folder).glob(pattern)) for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))
     ]
     torch.save(run(Path(out), *folders), f"{out}/rank{dist.get_rank()}.pt")
-    leave()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

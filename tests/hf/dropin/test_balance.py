@@ -1,4 +1,4 @@
-"""hf/dropin/balance.py: both losses against transformers' own, in a stock model's loss and in what Trainer and TRL make of it."""
+"""hf/dropin/balance.py: both losses against transformers' own, in a stock model's loss, in Trainer and in TRL."""
 
 import functools
 import re

@@ -51,6 +51,7 @@ def test_equals_one_process(name, results):
         assert distance(got["logits"], want["logits"]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_each_rank_holds_its_share(name, results):
     scenario, (_, ranks) = worker.SCENARIOS[name], results(name)
@@ -67,6 +68,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTED)
 def test_counts_are_those_of_the_own_tokens(name, results):
     _, ranks = results(name)
@@ -77,6 +79,7 @@ def test_counts_are_those_of_the_own_tokens(name, results):
             assert counts.sum() == passes * K
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_one_checkpoint(name, results):
     """Plain from_pretrained reads it, and the stock implementation runs it."""
@@ -90,6 +93,7 @@ def test_one_checkpoint(name, results):
         assert distance(model(worker.batch(0)).logits, want["logits"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_trainer(results, tmp_path):
     """transformers' Trainer as it comes: DDP, gradient accumulation, clipping."""
     model = worker.make("qwen3_moe")
@@ -108,6 +112,7 @@ def test_trainer(results, tmp_path):
     assert all(distance(got[name], weight) < 1e-5 for name, weight in first.items())
 
 
+@pytest.mark.slow
 def test_trainer_saves_adapters(results, tmp_path):
     """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
     from peft import PeftModel

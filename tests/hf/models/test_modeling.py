@@ -321,6 +321,7 @@ def test_generate_with_and_without_cache(model_type):
     assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny.upcycled, mergeable])
 def test_compile_without_graph_breaks(make):
     model = make()

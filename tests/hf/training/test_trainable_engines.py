@@ -48,6 +48,7 @@ def test_equals_one_process(name, results):
                 assert distance(got["rows"][number][stack], rows) < close, stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_frozen_weights_stay_bit_by_bit(name, results):
     (_, ranks), want = results(name), alone(name)
@@ -58,6 +59,7 @@ def test_frozen_weights_stay_bit_by_bit(name, results):
             assert torch.equal(got["weights"][path], want["before"][path]), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_each_rank_holds_its_share(name, results):
     scenario, (_, ranks), want = worker.SCENARIOS[name], results(name), alone(name)
@@ -84,6 +86,7 @@ def test_ranks_hold_different_numbers_of_them():
     assert per_rank("ours-ddp-ep2-everything", alone("ours-ddp-ep2-everything")) == {0: [1, 1], 1: [2, 1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPREAD if worker.SCENARIOS[name].engine != "fsdp2"])
 def test_one_checkpoint_of_spread_experts(name, results):
     """Not before the rows are in their stacks again; then plain from_pretrained reads it."""
@@ -97,8 +100,11 @@ def test_one_checkpoint_of_spread_experts(name, results):
         assert distance(weight, want["folded"][path]) < 1e-5, path
 
 
+@pytest.mark.slow
 def test_the_other_order_is_refused(results):
     _, ranks = results("order")
     for got in ranks:
         assert got["same"]
-        assert "layers.1.mlp.experts has rows that train outside of its stacks; want shard_experts before" in got["error"]
+        assert (
+            "layers.1.mlp.experts has rows that train outside of its stacks; want shard_experts before" in got["error"]
+        )

@@ -1,4 +1,4 @@
-"""methods/xft/baselines.py: experts averaged after each step, in a loop of one's own, in Trainer, resumed, and split over ranks."""
+"""methods/xft/baselines.py: experts averaged after each step: in a loop, in Trainer, resumed, and split over ranks."""
 
 import copy
 

@@ -93,7 +93,8 @@ class Results:
                 raise Unwritten(error.errno, error.strerror, str(self.path)) from error
             yield
         finally:
-            self.marker.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that may not be written, which the error above names
+                self.marker.unlink(missing_ok=True)
 
     def _load(self) -> dict:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}

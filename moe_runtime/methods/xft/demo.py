@@ -134,7 +134,7 @@ def _show(results: dict, out: Path) -> None:
     print_table("held-out functions of the standard library", columns, rows)
     print(verdict(results))
     print(
-        f"The MoE model kept the base's function when it was made: relative error {results['upcycled_error']:.1e}.\n"
+        f"The mixture kept the base's function when it was made: relative error {results['upcycled_error']:.1e}.\n"
         f"dense model: {out / 'merged'}   AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r}) loads it\n"
         f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}"
     )

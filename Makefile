@@ -88,7 +88,7 @@ lint: $(INSTALLED)  ## ruff check and ruff format --check
 	$(VENV)/bin/ruff format --check .
 
 bench: $(INSTALLED) $(CPU_LIBRARY)  ## the benchmarks, with tables and pictures; ARGS="--only layer,step", ARGS=--tiny to see only that they run
-	$(PY) -m moe_runtime.cli bench $(ARGS)
+	$(PY) -m moe_runtime bench $(ARGS)
 
 docs: $(INSTALLED)  ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

@@ -168,7 +168,7 @@ counters_of() {
     return $status
 }
 
-tune_on() { again "" "$python" -m moe_runtime.cli tune --out "$tiles" --seconds BUDGET "$@"; }
+tune_on() { again "" "$python" -m moe_runtime tune --out "$tiles" --seconds BUDGET "$@"; }
 tune_qwen3() { tune_on --shape qwen3-30b-a3b --tokens 16384,4096; }
 tune() {
     tune_on --shape qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b --tokens 16384,4096 &&

@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 
 from moe_runtime.bench import pictures_bars as frame
-from moe_runtime.bench.pictures_bars import (  # fmt: skip
+from moe_runtime.bench.pictures_bars import (
     GREY,
     INK,
     SMALL,

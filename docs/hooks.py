@@ -33,7 +33,7 @@ MODULES = {
     "moe_runtime.methods.xft": "XFT in memory.",
     "moe_runtime.methods.xft.folders": "XFT from folder to folder.",
     "moe_runtime.methods.xft.official": "Folders of the released XFT code.",
-    "moe_runtime.hf.models.conversions": "What a conversion of folders returns.",
+    "moe_runtime.hf.models.folders": "What a conversion of folders returns.",
     "moe_runtime.methods.xft.baselines": "XFT's baselines.",
     "moe_runtime.methods.esft": "ESFT.",
     "moe_runtime.methods.upit": "UpIT.",

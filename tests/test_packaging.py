@@ -299,7 +299,7 @@ for method in sys.argv[1:]:
 @pytest.mark.slow
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
-    arguments = ["-m", "moe_runtime.cli", "bench", "--only", "merging,routing", "--tiny", "--out", "found.json"]
+    arguments = ["-m", "moe_runtime", "bench", "--only", "merging,routing", "--tiny", "--out", "found.json"]
     done = run(*arguments, cwd=tmp_path, path=[installed, *SITE], OMP_NUM_THREADS="1", PYTEST_ADDOPTS="--nonsense")
     assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())

@@ -57,7 +57,7 @@ def run(
     assemble, tune) or UltraFuser (specialists, gate, all). Existing stages are not made again. A name may include its method:
     esft/tiny.
 
-    On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli run RECIPE --out OUT.
+    On several GPUs: accelerate launch --config_file FILE -m moe_runtime run RECIPE --out OUT.
     """
     one_gpu()
     from moe_runtime.config import check_choice

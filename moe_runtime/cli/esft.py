@@ -132,7 +132,7 @@ def train(
 ):
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
 
-    Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime.cli esft train ...
+    Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime esft train ...
     """
     one_gpu()
     require("datasets")

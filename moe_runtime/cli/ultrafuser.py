@@ -60,7 +60,7 @@ def train(
 
     OUT/model is the fused model.
 
-    On several GPUs: accelerate launch --config_file FILE -m moe_runtime.cli ultrafuser train --config FILE --out OUT.
+    On several GPUs: accelerate launch --config_file FILE -m moe_runtime ultrafuser train --config FILE --out OUT.
     """
     one_gpu()
     from moe_runtime.methods.ultrafuser import study

@@ -16,13 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.experiments.corpora import (
-    DOMAINS,
-    SUMS,
-    domain_rows,
-    domain_text,
-    standard_library_text,
-)
+from moe_runtime.experiments.corpora import DOMAINS, SUMS, domain_rows, domain_text, standard_library_text
 from moe_runtime.experiments.recipe import Node, Pretrain, Rows, Training, load_recipe
 from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.models.tiny import small_llama, train_tokenizer

@@ -10,17 +10,7 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.bench import (
-    bench_mixing,
-    bench_step,
-    ceilings,
-    clock,
-    goals,
-    machine,
-    peers,
-    report,
-    shapes,
-)
+from moe_runtime.bench import bench_mixing, bench_step, ceilings, clock, goals, machine, peers, report, shapes
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.methods.xft.demo import PRESETS

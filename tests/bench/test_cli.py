@@ -213,7 +213,7 @@ def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_p
 
 
 def command(*arguments) -> list[str]:
-    return [sys.executable, "-m", "moe_runtime.cli", "bench", *map(str, arguments)]
+    return [sys.executable, "-m", "moe_runtime", "bench", *map(str, arguments)]
 
 
 QUICK = """

@@ -26,7 +26,7 @@ IMPORTED = [
     "moe_runtime.native.library", "moe_runtime.methods.xft.demo", "moe_runtime.hf.dropin.stats",
     "moe_runtime.tools.tune", "moe_runtime.hf.training.fit", "moe_runtime.tools.router_report",
     "moe_runtime.hf.training.sft", "moe_runtime.methods.esft.runs", "moe_runtime.methods.esft.tables",
-    "moe_runtime.methods.ultrafuser.tables", "moe_runtime.methods.upit", "moe_runtime.methods.upit.mixtral",
+    "moe_runtime.methods.ultrafuser.tables", "moe_runtime.methods.upit", "moe_runtime.methods.upit.folders",
     "moe_runtime.methods.upit.tables", "moe_runtime.methods.xft.folders", "moe_runtime.methods.xft.official",
     "moe_runtime.methods.xft.tables",
 ]  # fmt: skip

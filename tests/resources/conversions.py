@@ -16,7 +16,7 @@ import torch
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.esft import folders as esft_folders
 from moe_runtime.methods.upit import assembly as upit_assembly
-from moe_runtime.methods.upit import mixtral as upit_mixtral
+from moe_runtime.methods.upit import folders as upit_mixtral
 from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
 from moe_runtime.methods.xft import folders as xft_folders
 from moe_runtime.methods.xft import official as xft_official

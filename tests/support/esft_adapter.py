@@ -4,8 +4,7 @@ import torch
 
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
-from moe_runtime.methods.esft.adapters import Adapter
-from moe_runtime.methods.esft.base import base_of
+from moe_runtime.methods.esft.adapters import Adapter, base_of
 from moe_runtime.methods.esft.selection import ExpertSelection
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moe_runtime.hf.training.ranks import whole
-from moe_runtime.hf.training.trainable_layers import layers_of
+from moe_runtime.hf.training.trainable import layers_of
 from moe_runtime.modules.trainable import Split, split_of, trained_parameters
 
 

@@ -26,7 +26,7 @@ from moe_runtime.hf.dropin.layers import (
     routed_layers,
     token_mask,
 )
-from moe_runtime.hf.models import outputs
+from moe_runtime.hf.models import modeling
 from moe_runtime.ops import balance
 
 KINDS = ("per_layer", "pooled")
@@ -165,7 +165,7 @@ class BalanceLoss:
         return out.to_tuple() if self._as_tuple else out
 
     def _complete(self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None) -> None:
-        outputs.check_gradients([p for router, _ in self.routers for p in router.parameters()], logits)
+        modeling.check_gradients([p for router, _ in self.routers for p in router.parameters()], logits)
         aux_loss = self._loss(logits)
         if self._wanted:
             out["aux_loss"] = aux_loss
@@ -175,7 +175,7 @@ class BalanceLoss:
             # no item: evaluation would take it for a prediction
             out.aux_loss = aux_loss
         if loss is not None:
-            share = outputs.share_of_batch(self._kwargs, loss.device)
+            share = modeling.share_of_batch(self._kwargs, loss.device)
             out.lm_loss = loss
             out["loss"] = loss + self.coef * share * aux_loss.to(loss.device)
 

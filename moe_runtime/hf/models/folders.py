@@ -5,15 +5,17 @@ upcycled_config, ...          the config of the model that a conversion makes of
 read_layer, LAYERS            the sizes of MoE layers, of a folder and of published models
 skeleton, to_saved            the names and layouts in which transformers saves: a stack [E, 2I, H] of the model is a matrix
                               per expert and projection in most folders
+
+What the conversions of model folders share: the loop's counts, the receipt, and what an upcycled folder says of itself.
 """
 
 import copy
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -23,21 +25,23 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from moe_runtime.config import Layer, MoEConfig, check_shared_rate, shown
+from moe_runtime.hf.models import families
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
     become_moe,
     check_mergeable,
+    legacy_rope,
     moe_config,
     moe_fields,
     stock_config,
 )
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape, write_mlp
 from moe_runtime.hf.models.modeling import model_classes
-from moe_runtime.hf.models.rope import legacy_rope
 from moe_runtime.hf.models.swap import check_layers, mlp_error
 from moe_runtime.io import files
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 2**16, 2**20
 # keys of a config.json for each of which transformers, or this package, makes something; in parts of it too (text_config)
@@ -244,3 +248,82 @@ def to_saved(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     Rows [n, ...] may stand for a stack of experts: in a form with a tensor per expert they get the numbers 0 to n - 1.
     """
     return revert_weight_conversion(model, dict(tensors))
+
+
+__all__ = ["FolderReceipt"]  # what users see; the rest is for the conversions
+
+SHARD = 2 * 2**30
+Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
+
+
+class FolderReceipt(NamedTuple):
+    """What a conversion wrote."""
+
+    path: Path
+    config: MoEConfig
+    tensors: int
+    bytes: int
+    side_files: list[str]  # tokenizer and the like, copied
+    layers: list[int]
+    mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
+    alpha: list[list[float]] | None = None  # merging: [L, E]
+
+
+class Conversion:
+    """What every conversion counts while it walks the source's keys: what it has read, what it has written.
+
+    `source` has the reading half of Checkpoint; `specs` are those of its tensors that are read, all by default.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        writer: CheckpointWriter,
+        progress: Progress | None,
+        specs: dict[str, TensorSpec] | None = None,
+    ):
+        self.source, self.writer, self.progress = source, writer, progress
+        self.specs = source.specs() if specs is None else specs
+        self.total = sum(spec.nbytes for spec in self.specs.values())
+        self.done = self.tensors = self.bytes = 0
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        """Write a tensor of the target."""
+        self.writer.add(key, tensor)
+        self.tensors += 1
+        self.bytes += tensor.numel() * tensor.element_size()
+
+    def read(self, *keys: str) -> None:
+        """Report tensors of the source as done."""
+        self.done += sum(self.specs[key].nbytes for key in keys)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def open_upcycled(source: str | Path, stage: str | None = None):
+    """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at `stage` if given."""
+    config = read_config(source)
+    block = getattr(config, "moe_runtime", None)
+    found = None if block is None else block.get("stage")
+    if found is None or stage not in (None, found):
+        want = "an upcycled model's folder" if found is None else repr(stage)
+        raise ValueError(f"model is {str(source)!r} of model_type {config.model_type!r}, stage {found!r}; want {want}")
+    family = families.FAMILIES[block["base_model_type"]]
+    return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
+
+
+def mixture_of(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:
+    """Return alpha [E] of a layer as its stage says: INIT's at `shared_rate`, the learned one, or EWA's mean."""
+    block = config.moe_runtime
+    if block["stage"] == "ewa":
+        return uniform_mixture(moe.num_experts)
+    if block["stage"] == "moe":
+        return init_mixture(moe, shared_rate)
+    logits = checkpoint.get(f"{path}.mixing_logits")
+    alpha = mixing(logits, None if block["soup"] else block["shared_rate"])
+    return check_mixture(alpha, f"{path} of {checkpoint.path}")
+
+
+def expert_rows(checkpoint: Checkpoint, key: str) -> Iterator[torch.Tensor]:
+    """Read the stack `key` [E, ...] expert by expert."""
+    return (checkpoint.get_rows(key, e) for e in range(checkpoint.specs()[key].shape[0]))

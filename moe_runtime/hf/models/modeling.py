@@ -7,6 +7,13 @@ they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.
 
 The classes are generated on first use and registered with transformers' auto classes then. `import moe_runtime` adds the
 names of the configs to transformers' table, by which a saved folder leads here; `register_auto_classes` makes all of them.
+
+What an upcycled model returns, and the auxiliary part of its loss.
+
+    loss     = lm_loss + aux_loss
+    aux_loss = sum over layers of RouterOutput.balance_loss + router_aux_loss_coef * pooled
+
+pooled is `ops.balance.pooled_loss`, transformers' loss over the router logits of all layers together (Switch, Eq. (4) to (6)).
 """
 
 import copy
@@ -14,6 +21,7 @@ import functools
 import inspect
 import re
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,8 +29,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from moe_runtime.hf.models import outputs
 from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
 from moe_runtime.hf.models.families import FAMILIES, PREFIX
 from moe_runtime.modules.ewa import EWAMLP
@@ -30,6 +38,69 @@ from moe_runtime.modules.lora import DrawnHalves, LoRAMoE, ZeroHalves
 from moe_runtime.modules.lora_linear import LoRALinear, add_experts
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Experts, MoE, Router, RouterOutput
+from moe_runtime.ops.balance import pooled_loss
+
+
+@dataclass
+class MoeRuntimeModelOutput(MoeModelOutputWithPast):
+    """What the inner model returns; `balance_loss` is the layers' sum, coefficients included."""
+
+    balance_loss: torch.FloatTensor | None = None
+
+
+@dataclass
+class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
+    """`loss` is `lm_loss` plus `aux_loss`: balance losses and pooled loss, with their coefficients."""
+
+    lm_loss: torch.FloatTensor | None = None
+
+
+def refuse_lost_gradients(blocks: list[MoE], records: list[RouterOutput]) -> None:
+    """Raise ValueError if checkpointing with use_reentrant=True cut the routers' outputs off the graph."""
+    check_gradients([p for block in blocks for p in block.gate.parameters()], [r.router_logits for r in records])
+
+
+def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]) -> None:
+    """Raise ValueError if routers with these `parameters` train but their logits are off the graph."""
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
+        raise ValueError(
+            "use_reentrant is True for gradient checkpointing; want False with a balance loss or router_aux_loss_coef, "
+            "whose gradient would be lost; pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+
+
+def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
+    """Sum the layers' balance losses on the first one's device; None if no layer has one."""
+    losses = [record.balance_loss for record in records if record.balance_loss is not None]
+    return sum(loss.to(losses[0].device) for loss in losses) if losses else None
+
+
+def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
+    """The auxiliary part of the loss, [] float32: balance losses and the pooled loss, each with its coefficient."""
+    balance = sum_balance_losses(records)
+    aux = torch.zeros((), device=device) if balance is None else balance.to(device)
+    if not config.router_aux_loss_coef or not config.num_experts_per_tok:
+        return aux
+    rows = logits[0].shape[0]
+    fits = attention_mask is not None and attention_mask.dim() == 2 and attention_mask.numel() == rows
+    mask = attention_mask.reshape(-1) if fits else None
+    pooled = pooled_loss(logits, config.num_experts_per_tok, mask)
+    return aux + config.router_aux_loss_coef * pooled.to(device)
+
+
+def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
+    """Which part of the step's tokens this call holds; 1 unless Trainer says by num_items_in_batch that there are more.
+
+    The base's loss is then a sum over num_items_in_batch; without this factor, gradient accumulation over n calls would
+    count an auxiliary loss n times.
+    """
+    items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    if items is None:
+        return 1.0
+    labels = kwargs["labels"][..., 1:] if labels is None else labels
+    items = items.to(device) if isinstance(items, torch.Tensor) else items
+    return labels.ne(-100).sum().to(device) / items
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -100,7 +171,7 @@ class _Model:
             for block in blocks:
                 block.records = None
         if balanced or self.config.router_aux_loss_coef:
-            outputs.refuse_lost_gradients(blocks, records)
+            refuse_lost_gradients(blocks, records)
         return out, records, want
 
     def _as_asked(self, out, return_dict: bool | None):
@@ -117,9 +188,9 @@ class _Inner(_Model):
         out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
         if records is None:
             return out
-        balance = outputs.sum_balance_losses(records)
+        balance = sum_balance_losses(records)
         logits = tuple(record.router_logits for record in records) if want else None
-        out = outputs.MoeRuntimeModelOutput(**out, router_logits=logits, balance_loss=balance)
+        out = MoeRuntimeModelOutput(**out, router_logits=logits, balance_loss=balance)
         return self._as_asked(out, kwargs.get("return_dict"))
 
 
@@ -140,12 +211,12 @@ class _CausalLM(_Model):
         logits = tuple(record.router_logits for record in records)
         aux = lm_loss = None
         if out.loss is not None or want:
-            aux = outputs.aux_loss(self.config, records, logits, kwargs.get("attention_mask"), out.logits.device)
+            aux = aux_loss(self.config, records, logits, kwargs.get("attention_mask"), out.logits.device)
         fields = dict(out) | {"aux_loss": aux, "router_logits": logits if want else None}
         if out.loss is not None:
             lm_loss = out.loss
-            fields["loss"] = lm_loss + outputs.share_of_batch(kwargs, lm_loss.device) * aux.to(lm_loss.device)
-        out = outputs.MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
+            fields["loss"] = lm_loss + share_of_batch(kwargs, lm_loss.device) * aux.to(lm_loss.device)
+        out = MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
         return self._as_asked(out, kwargs.get("return_dict"))
 
     @classmethod

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import check_folder
-from moe_runtime.hf.models.rope import write_legacy_rope
 from moe_runtime.io.files import atomic_write_json, read_json
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.utils import is_torch_bf16_gpu_available
 
-from moe_runtime.hf.models import outputs
+from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import check_folder
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
@@ -130,7 +130,7 @@ class _MoESFTTrainer(_MoETrainer):
         if caught:
             # clamped, as TRL does, for a step without a token to learn
             items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).clamp(min=1)
-            share = outputs.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
+            share = modeling.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
         loss = lm_loss + balance_loss if caught else lm_loss
         if caught or self.aux_loss_enabled:

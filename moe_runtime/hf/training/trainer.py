@@ -25,7 +25,7 @@ from transformers import Trainer
 from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.models import outputs
+from moe_runtime.hf.models import modeling
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
@@ -277,7 +277,7 @@ class MoETrainer(_MoETrainer, Trainer):
         loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         lm_loss, ranks = getattr(out, "lm_loss", None), self._ranks(num_items_in_batch)
         if lm_loss is not None:
-            share = outputs.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, loss.device)
+            share = modeling.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, loss.device)
             coef = 1.0 if self.balance_loss is None else self.balance_loss.coef
             self._note(ranks * lm_loss, ranks * share * coef * out.aux_loss, inputs, num_items_in_batch)
         return (loss, out) if return_outputs else loss

@@ -25,19 +25,19 @@ from torch import nn
 
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.training import trainable, trained_files
-from moe_runtime.hf.training.trainable import TrainableReceipt
-from moe_runtime.hf.training.trainable_layers import check_unwrapped
+from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.io.files import check_out_dir, read_json
 from moe_runtime.methods.esft.adapters import (
     Adapter,
     apply,
+    base_of,
+    check_base,
     check_is_base,
     from_config,
     load_adapter,
     remove,
     to_config,
 )
-from moe_runtime.methods.esft.base import base_of, check_base
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
 from moe_runtime.methods.esft.recorder import GateSums

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import check_positive
-from moe_runtime.experiments import html
+from moe_runtime.experiments import plots
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.esft.recorder import GateCall, GateRecorder
 from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches, score_experts
@@ -281,7 +281,7 @@ def page(texts: Mapping[str, Sequence[TokenShares]], title: str = "Where trained
     """Return the page of some texts by task, in HTML."""
     scale = " ".join(_token(f" {step / 4:.0%} ", step / 4, "") for step in range(5))
     sections = "\n".join(_section(task, shares) for task, shares in texts.items())
-    return html.page(
+    return plots.page(
         title, f"{_NOTE} {note}".strip(), f"Share of a token's experts that are trained: {scale}", sections,
         light="--tint: 0, 114, 178;", dark="--tint: 58, 150, 210;",
         # legible on a token whose experts are all trained too
@@ -299,9 +299,9 @@ def _section(task: str, texts: Sequence[TokenShares]) -> str:
     for text in texts:
         pairs = zip(text.pieces, text.shares, strict=True)
         tokens = "".join(_token(piece, share, f"{share:.0%} of {text.slots}") for piece, share in pairs if piece)
-        blocks.append(html.block(tokens, f"{text.mean:.1%} of {len(text.shares)} tokens' experts"))
-    return html.section(task, blocks)
+        blocks.append(plots.block(tokens, f"{text.mean:.1%} of {len(text.shares)} tokens' experts"))
+    return plots.section(task, blocks)
 
 
 def _token(piece: str, share: float, said: str) -> str:
-    return html.token(piece, f"--s:{share:.3f}", said)
+    return plots.token(piece, f"--s:{share:.3f}", said)

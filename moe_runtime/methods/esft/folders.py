@@ -14,13 +14,21 @@ from torch import nn
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import SHIM
-from moe_runtime.hf.models.conversions import SHARD, Conversion, Progress
-from moe_runtime.hf.models.folders import skeleton, to_saved
+from moe_runtime.hf.models.folders import SHARD, Conversion, Progress, skeleton, to_saved
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.methods.esft.adapters import Adapter, Change, as_adapter, changes_of
-from moe_runtime.methods.esft.base import SAMPLED, check_base, describe, sample_weights, sampled_experts
+from moe_runtime.methods.esft.adapters import (
+    SAMPLED,
+    Adapter,
+    Change,
+    as_adapter,
+    changes_of,
+    check_base,
+    describe,
+    sample_weights,
+    sampled_experts,
+)
 from moe_runtime.modules.moe import FLOATS
 
 _FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments.corpora import standard_library_pairs, standard_library_text
-from moe_runtime.experiments.recipe import (
+from moe_runtime.experiments.recipe import (  # fmt: skip
     AnyNumber,
     BelowOne,
     Count,
@@ -38,7 +38,7 @@ from moe_runtime.experiments.recipe import (
     Training,
     check_base,
     check_names,
-)  # fmt: skip
+)
 from moe_runtime.experiments.stages import split_rows
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import put_prompt

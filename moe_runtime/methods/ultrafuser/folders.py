@@ -26,8 +26,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import skeleton, to_saved
-from moe_runtime.hf.models.rope import write_legacy_rope
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
 from moe_runtime.io.console import bar

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_runtime.config import check_positive
-from moe_runtime.experiments import html
+from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import places_of
 from moe_runtime.experiments.plots import BLUE, COLOURS, GREY, OF_VERDICT, figure_of
 from moe_runtime.experiments.tables import Finding, over_seeds, spread
@@ -159,9 +159,9 @@ def page(
     whole = [[float(s == own) for s in range(S)] for own in range(S)]
     scale = " ".join(_token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True))
     sections = "\n".join(
-        html.section(domain, [_block(specialists, one) for one in found]) for domain, found in texts.items()
+        plots.section(domain, [_block(specialists, one) for one in found]) for domain, found in texts.items()
     )
-    return html.page(
+    return plots.page(
         title, f"{_NOTE} {note}".strip(), f"Specialists: {scale}", sections, light=_variables(ON_LIGHT, S),
         dark=_variables(ON_DARK, S), background="rgba(var(--c), calc(0.6 * var(--s)))",
     )  # fmt: skip
@@ -182,13 +182,13 @@ def _block(specialists: Sequence[str], text: TokenWeights) -> str:
 
     pairs = zip(text.pieces, text.weights, strict=True)
     tokens = "".join(_token(piece, weights, said(weights)) for piece, weights in pairs if piece)
-    return html.block(tokens, f"Prompt: {text.prompt} | mean weights: {said(text.mean)}")
+    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {said(text.mean)}")
 
 
 def _token(piece: str, weights: Sequence[float], said: str) -> str:
     top, even = max(range(len(weights)), key=weights.__getitem__), 1 / len(weights)
     depth = max((weights[top] - even) / (1 - even), 0.0)
-    return html.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
+    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
 
 
 TEXTS = 3  # of each domain on the page

@@ -29,7 +29,7 @@ from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, random_
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
 from moe_runtime.methods.upit.expansion import Child, Expansion, expand_experts
 from moe_runtime.methods.upit.experts import Expert, choose_checkpoints, materialize, open_expert, saved_experts
-from moe_runtime.methods.upit.mixtral import export_mixtral
+from moe_runtime.methods.upit.folders import export_mixtral
 from moe_runtime.methods.upit.router import RoutedExpert, init_router, init_routers, load_routed
 from moe_runtime.methods.upit.vectors import Measured
 

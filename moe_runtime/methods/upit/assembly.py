@@ -23,7 +23,7 @@ import torch
 
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.hf.models import families, folders, swap
-from moe_runtime.hf.models.conversions import SHARD, Conversion, FolderReceipt, Progress
+from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_keys
 from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.methods.lora import to_lora_moe

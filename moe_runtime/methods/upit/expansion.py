@@ -22,7 +22,7 @@ import torch
 
 from moe_runtime.config import check_choice, check_numbers, check_seed
 from moe_runtime.hf.models import folders
-from moe_runtime.hf.models.conversions import Progress
+from moe_runtime.hf.models.folders import Progress
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, RECORD, Changed

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.hf.models.conversions import Progress
+from moe_runtime.hf.models.folders import Progress
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys
 from moe_runtime.methods.upit.checkpoints import fingerprint, model_folder
 from moe_runtime.methods.upit.experts import Expert, open_expert, print_of

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from moe_runtime.config import MoEConfig
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments.corpora import Domain
-from moe_runtime.experiments.recipe import (
+from moe_runtime.experiments.recipe import (  # fmt: skip
     AnyNumber,
     BelowOne,
     Count,
@@ -33,7 +33,7 @@ from moe_runtime.experiments.recipe import (
     Training,
     check_base,
     check_names,
-)  # fmt: skip
+)
 
 FORMS = ("ffn", "lora")
 

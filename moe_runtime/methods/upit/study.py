@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice
+from moe_runtime.experiments import domains as routing_study
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.corpora import DOMAINS, domains_key
 from moe_runtime.experiments.domains import Judged
@@ -35,7 +36,7 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
 from moe_runtime.methods import xft
 from moe_runtime.methods.lora import baseline as lora_baseline
-from moe_runtime.methods.upit import assembly, expansion, router, routing_study
+from moe_runtime.methods.upit import assembly, expansion, router
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints

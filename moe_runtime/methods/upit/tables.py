@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.config import check_choice, check_fraction, check_number, check_positive
-from moe_runtime.experiments import plots, tables
+from moe_runtime.experiments import domains, plots, tables
 from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.domains import DomainReport, Judged
 from moe_runtime.experiments.tables import Command, Entry, Run, best, different, each
-from moe_runtime.methods.upit import routing_study
 from moe_runtime.methods.upit.recipe import UpitRecipe, check_saved, count_saved
 from moe_runtime.methods.upit.study import NAMES, NONE, STARTS, Stages
 
@@ -131,7 +130,7 @@ class Routing(NamedTuple):
 
     def save(self, path: Path) -> None:
         """Write the picture."""
-        plots.save(routing_study.picture(self, self.routed), path)
+        plots.save(domains.picture(self, self.routed), path)
 
     def to_dict(self) -> dict:
         """Return, JSON-ready, each method's layers, and every seed's slots and distance between domains."""
@@ -139,7 +138,7 @@ class Routing(NamedTuple):
             name: {
                 "layers": results[0].layers,
                 "slots": [result.counts for result in results],
-                "distance_between_domains": [routing_study.apart(result.counts) for result in results],
+                "distance_between_domains": [domains.apart(result.counts) for result in results],
             }
             for name, results in self.routed.items()
         }

@@ -20,8 +20,8 @@ from torch import nn
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.models import families, swap
+from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import probe_logits
-from moe_runtime.hf.models.rope import write_legacy_rope
 from moe_runtime.io.files import atomic_folder
 from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP

@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import families, folders, swap
-from moe_runtime.hf.models.conversions import (
+from moe_runtime.hf.models.folders import (
     SHARD,
     Conversion,
     FolderReceipt,

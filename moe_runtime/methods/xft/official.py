@@ -28,7 +28,7 @@ import torch
 from moe_runtime.config import MoEConfig, check_positive
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
-from moe_runtime.hf.models.conversions import (
+from moe_runtime.hf.models.folders import (
     SHARD,
     Conversion,
     FolderReceipt,

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from moe_runtime.hf.models.rope import legacy_rope, write_legacy_rope
+from moe_runtime.hf.models.configuration import legacy_rope, write_legacy_rope
 from tests.hf import tiny
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e5}

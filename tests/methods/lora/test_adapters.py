@@ -11,14 +11,7 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.training.trainable import train_rows
 from moe_runtime.methods import lora
-from moe_runtime.methods.lora import (
-    forced_experts,
-    load_adapters,
-    lora_layers,
-    save_adapters,
-    to_lora_moe,
-    to_moe,
-)
+from moe_runtime.methods.lora import forced_experts, load_adapters, lora_layers, save_adapters, to_lora_moe, to_moe
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot, unchanged

@@ -7,13 +7,7 @@ import torch
 
 from moe_runtime.hf.training import fit
 from moe_runtime.methods.ultrafuser.inputs import Encoder
-from moe_runtime.methods.ultrafuser.training import (
-    encode_rows,
-    fuser_losses,
-    gate_weights,
-    sampler_for,
-    training_of,
-)
+from moe_runtime.methods.ultrafuser.training import encode_rows, fuser_losses, gate_weights, sampler_for, training_of
 from tests.methods.ultrafuser import fusers
 from tests.support.dist_launch import Launches
 

@@ -1,4 +1,4 @@
-"""moe_runtime.methods.upit.mixtral: plain transformers, without moe_runtime, computes the same; else it is refused."""
+"""moe_runtime.methods.upit.folders: plain transformers, without moe_runtime, computes the same; else it is refused."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.methods.upit.assembly import assemble
-from moe_runtime.methods.upit.mixtral import export_mixtral
+from moe_runtime.methods.upit.folders import export_mixtral
 from moe_runtime.methods.xft import folders as xft_folders
 from tests.hf.tiny import batch, distance, logits
 from tests.support import upit

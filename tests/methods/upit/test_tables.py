@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from moe_runtime.experiments import domains as upit_routing_study
 from moe_runtime.experiments.compare import compare
-from moe_runtime.methods.upit import routing_study as upit_routing_study
 from moe_runtime.methods.upit import tables as upit_reports
 from moe_runtime.methods.upit import tables as upit_tables
 from moe_runtime.methods.upit.recipe import load_recipe

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def runs(tmp_path_factory):
     """Two runs of the tiny demo: their folders and what the first one printed."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "moe_runtime.cli"]
+    command = [sys.executable, "-m", "moe_runtime"]
     first, second = (["demo", "--preset", "tiny", "--out", folder / name] for name in ("first", "second"))
     # a whole start of Python once: its hashes differ from the server's, and so does the order in all sets
     out = [subprocess.run([*command, *first], capture_output=True, text=True), forked(COMMAND, *second)]

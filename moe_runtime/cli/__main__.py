@@ -1,3 +1,0 @@
-from moe_runtime.cli import main
-
-main()

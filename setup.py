@@ -70,10 +70,7 @@ if ASKED["CPU"] not in ("0", "1"):
 if set(ASKED.values()) != {"0"}:
     build = load(ROOT / "moe_runtime" / "native" / "build.py")
     ARCHS = build.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
-    for name, check in (
-        ("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)),
-        ("CPU", lambda: build.check_cpu(CPU_CSRC)),
-    ):
+    for name, check in (("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)), ("CPU", lambda: build.check_cpu(CPU_CSRC))):
         if ASKED[name] != "0":
             try:
                 check()

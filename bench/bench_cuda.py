@@ -163,6 +163,4 @@ def bench_cuda_layer(interleaved, shape):
             torch.mm(h, weight, out=y)
 
         variants = {f"moe_runtime {name}": layer.way(name) for name in names}
-        interleaved(
-            {"dense matmuls (floor)": floor, **variants}, flops=4 * T * K * H * I, tokens=T, dtype=DTYPE, notes=notes
-        )
+        interleaved({"dense matmuls (floor)": floor, **variants}, flops=4 * T * K * H * I, tokens=T, dtype=DTYPE, notes=notes)

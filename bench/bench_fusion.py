@@ -20,10 +20,7 @@ def step(size):
     """A function of a loss: its gradients in what trains."""
     T, H, S, V = size
     like = {"device": DEVICE, "dtype": DTYPE}
-    hidden, heads = (
-        [torch.randn(T, H, **like) for _ in range(S)],
-        [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)],
-    )
+    hidden, heads = ([torch.randn(T, H, **like) for _ in range(S)], [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)])
     gate, labels = torch.randn(T, S, device=DEVICE).softmax(-1), torch.randint(0, V, (T,), device=DEVICE)
 
     def gradients(loss, frozen):

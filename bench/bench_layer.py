@@ -160,11 +160,7 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     notes: dict = {}
     found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     # torch's loop on a GPU, as transformers' own
-    names = [
-        name
-        for name in machine.others("moe_mlp", layer.x.dtype)
-        if not CUDA or name != "torch" or layer.shape.T <= EAGER
-    ]
+    names = [name for name in machine.others("moe_mlp", layer.x.dtype) if not CUDA or name != "torch" or layer.shape.T <= EAGER]
     found |= {f"moe_runtime {name}": layer.ours_on(name) for name in names}
     return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
 

@@ -74,9 +74,7 @@ class Layer:
         return F.linear(F.silu(F.linear(self.x, gate)) * F.linear(self.x, up), down)
 
     def leaves(self, floor: bool) -> list[torch.Tensor]:
-        return (
-            [self.x] if floor else [self.x, self.topk_weight, *(half for pair in self.pairs.values() for half in pair)]
-        )
+        return [self.x] if floor else [self.x, self.topk_weight, *(half for pair in self.pairs.values() for half in pair)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

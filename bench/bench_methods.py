@@ -121,10 +121,7 @@ def bench_xft_merge_folder(interleaved, size, folder):
         model = xft.merge(AutoModelForCausalLM.from_pretrained(moe, dtype="auto"))
         xft.save_dense(model, folder / "saved", overwrite=True)
 
-    ways = {
-        "moe_runtime": lambda: xft_folders.merge_folder(moe, out, overwrite=True),
-        "moe_runtime, in memory": in_memory,
-    }
+    ways = {"moe_runtime": lambda: xft_folders.merge_folder(moe, out, overwrite=True), "moe_runtime, in memory": in_memory}
     compare_folders(interleaved, [moe], out, ways)
 
 

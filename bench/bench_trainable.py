@@ -101,6 +101,4 @@ def bench_selected_experts(interleaved, shape):
     count = max(1, shape.E * 6 // 64)
     with fits():
         layer = Partly(shape, range(shape.E - count, shape.E))
-    interleaved(
-        _functions(layer, lambda *way: lambda: layer.both_of(*way), (*TWO, "no expert")), tokens=shape.T, dtype=DTYPE
-    )
+    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), (*TWO, "no expert")), tokens=shape.T, dtype=DTYPE)

@@ -146,9 +146,7 @@ def held_bytes(model, optimizer) -> int:
 
 def totals(details: dict, held: int) -> dict:
     """Return the column of what a call needs in all, beside each variant's peak."""
-    return {
-        name: row | {"total MiB": held / 2**20 + row["peak MiB"]} for name, row in details.items() if "peak MiB" in row
-    }
+    return {name: row | {"total MiB": held / 2**20 + row["peak MiB"]} for name, row in details.items() if "peak MiB" in row}
 
 
 def _memory(function) -> dict[str, float]:
@@ -210,9 +208,7 @@ def launch_configs() -> str:
     return f"{len(tuned)} tuned" if tuned else "built in"
 
 
-def rows_of(
-    times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None, tokens=0
-) -> dict:
+def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None, tokens=0) -> dict:
     """Return what is printed and written of each variant; its share is that of the ceiling which it is nearest to."""
     floor = next(iter(times.values()))
     rows = {}

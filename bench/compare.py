@@ -99,9 +99,7 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
     return [
-        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why))
-        for variant in a["rows"]
-        if variant not in rows
+        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in a["rows"] if variant not in rows
     ]
 
 
@@ -174,9 +172,7 @@ def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]
         groups.setdefault((row.kind, row.variant), []).append(row.ratio)
     order = {kind: i for i, kind in enumerate(KINDS)}
     keys = sorted(groups, key=lambda key: order.get(key[0], len(order)))  # stable: variants as they come
-    return [
-        (*key, len(groups[key]), min(groups[key]), statistics.median(groups[key]), max(groups[key])) for key in keys
-    ]
+    return [(*key, len(groups[key]), min(groups[key]), statistics.median(groups[key]), max(groups[key])) for key in keys]
 
 
 def text(found: Comparison) -> str:
@@ -188,14 +184,10 @@ def text(found: Comparison) -> str:
         numbers = f"{row.ms[0]:.3f} | {row.ms[1]:.3f} | {row.ratio:.3f} | {noise}"
         lines.append(f"| {row.benchmark} | {row.variant} | {numbers} | {row.verdict} |")
     lines += ["", "| kind | variant | benchmarks | least B / A | median | most |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |" for kind, variant, n, a, b, c in by_kind(found)
-    ]
+    lines += [f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |" for kind, variant, n, a, b, c in by_kind(found)]
     lines.append("")
     lines += [f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names]
-    lines += [
-        f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}" for lost in found.missing if not lost.regression
-    ]
+    lines += [f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}" for lost in found.missing if not lost.regression]
     lines += [f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions]
     lines += [] if found.regressions else ["no regression of ours"]
     return "\n".join(lines).strip()

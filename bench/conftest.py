@@ -31,9 +31,7 @@ class Written(Records):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--tiny", action="store_true", help="run every benchmark once, at a shape that only proves that it runs"
-    )
+    parser.addoption("--tiny", action="store_true", help="run every benchmark once, at a shape that only proves that it runs")
     parser.addoption("--rounds", type=int, default=15, help="rounds per benchmark")
     parser.addoption("--seconds", type=float, default=3.0, help="of timing per benchmark, on a GPU")
     parser.addoption("--budget", type=float, default=float("inf"), help="seconds after which nothing new begins")
@@ -153,9 +151,7 @@ def interleaved(benchmark, request):
             variants = {name: function for name, function in variants.items() if name not in broken}
             notes = dict(notes or {}) | broken
             try:
-                times, measured = clock.measure_gpu(
-                    variants, rounds, option("--seconds"), benchmark.pedantic, notes, compare
-                )
+                times, measured = clock.measure_gpu(variants, rounds, option("--seconds"), benchmark.pedantic, notes, compare)
             except clock.ContextLost as lost:
                 # without a name that is new, the next process would get as far as this one
                 known = {"failed": str(lost)} if lost.variant in broken else {"broken": {lost.variant: lost.note}}

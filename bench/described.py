@@ -34,9 +34,7 @@ def shape_of(request) -> dict | None:
     if shape is None:
         return None
     whole = request.node.callspec.id
-    tables = [
-        table for module in (shapes, request.module) for table in vars(module).values() if isinstance(table, dict)
-    ]
+    tables = [table for module in (shapes, request.module) for table in vars(module).values() if isinstance(table, dict)]
     names = [key for table in tables for key, value in table.items() if isinstance(key, str) and value == shape]
     name = max((key for key in names if key in whole), key=len, default=whole)
     fields = shape._asdict()

@@ -187,9 +187,7 @@ def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            found = {
-                variant: row for (benchmark, variant), row in rows.items() if RENAMED.get(benchmark, benchmark) == name
-            }
+            found = {variant: row for (benchmark, variant), row in rows.items() if RENAMED.get(benchmark, benchmark) == name}
             with contextlib.suppress(KeyError, ZeroDivisionError):  # not measured; memory that is none
                 values[name] = goal.value(found)
         met = [name for name, value in values.items() if goal.met(value)]

@@ -77,8 +77,7 @@ def _megablocks(layer):
     # theirs are [E * I, H] each, gate, up and down alike
     gate, up = layer.up.detach().chunk(2, 1)
     weights = [
-        torch.nn.Parameter(weight.reshape(E * I, H).contiguous())
-        for weight in (gate, up, layer.down.detach().transpose(1, 2))
+        torch.nn.Parameter(weight.reshape(E * I, H).contiguous()) for weight in (gate, up, layer.down.detach().transpose(1, 2))
     ]
     experts.mlp.w1, experts.mlp.v1, experts.mlp.w2 = weights
     idx = layer.topk_idx.to(torch.int32)

@@ -44,9 +44,7 @@ MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
 
 def layer(benches: list[Bench]):
     """Draw the layer's ratios to the floor; None if it was not measured."""
-    found = [
-        bench for bench in benches if bench.function in PASSES and any(map(is_floor, bench.rows)) and ratios(bench)
-    ]
+    found = [bench for bench in benches if bench.function in PASSES and any(map(is_floor, bench.rows)) and ratios(bench)]
     found.sort(key=lambda bench: list(PASSES).index(bench.function))
     if not found:
         return None
@@ -191,9 +189,7 @@ def _sweeps(axes, group: list[Bench]) -> None:
     for bench in group:
         if bench.tokens and "TFLOP/s" in bench.rows.get("moe_runtime", {}):
             x = bench.info["flops"] / bench.info["bytes"]
-            ways.setdefault((bench.what, bench.shape), []).append(
-                (bench.tokens, x, bench.rows["moe_runtime"]["TFLOP/s"])
-            )
+            ways.setdefault((bench.what, bench.shape), []).append((bench.tokens, x, bench.rows["moe_runtime"]["TFLOP/s"]))
     for points in (sorted(points) for points in ways.values() if len(points) > 1):
         _, xs, rates = zip(*points, strict=True)
         axes.plot(xs, rates, color=style("moe_runtime")[0], linewidth=0.9, alpha=0.6, zorder=2, label="sweep")

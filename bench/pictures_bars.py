@@ -137,9 +137,7 @@ def caption(benches: list[Bench]) -> str:
     for bench in benches:
         info = bench.info
         said = [
-            f"{name} {info[name]}"
-            for name in ("torch", "triton", "transformers")
-            if info.get(name) not in (None, "missing")
+            f"{name} {info[name]}" for name in ("torch", "triton", "transformers") if info.get(name) not in (None, "missing")
         ]
         lines[", ".join([info.get("machine", "unknown machine"), *said])] = None
     commits = ", ".join(dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches))
@@ -149,9 +147,7 @@ def caption(benches: list[Bench]) -> str:
 
 def figure_of(title: str, benches: list[Bench], height: float):
     """Return a Figure of its own, not pyplot's, with its title and, below, where the numbers come from."""
-    figure = require("matplotlib.figure", "bench").Figure(
-        figsize=(WIDTH, height), layout="constrained", facecolor="white"
-    )
+    figure = require("matplotlib.figure", "bench").Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=12, color=INK)
     figure.supxlabel(caption(benches), fontsize=TINY, color=GREY)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
@@ -244,12 +240,7 @@ def share_names(all_axes, columns: int) -> None:
 SAVED, FORMULA = "saved KiB/token", "formula KiB/token"
 WHOLE = "whole step"
 # parts of a step that are the same code for every implementation, and the experts
-SHARED = {
-    "embedding, head and loss": "#C4C4C4",
-    "attention and norms": "#9C9C9C",
-    "router": "#DADADA",
-    "optimizer": "#868686",
-}
+SHARED = {"embedding, head and loss": "#C4C4C4", "attention and norms": "#9C9C9C", "router": "#DADADA", "optimizer": "#868686"}
 EXPERTS = ("experts forward", "experts backward")
 XFT = {
     "tokens/s": "tokens/s (more is better)",

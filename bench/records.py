@@ -123,9 +123,7 @@ def _is_benchmark(bench: dict) -> bool:
             return False
         for column, value in row.items():
             least = 1e-30 if column in POSITIVE else 0.0
-            if not (column == "difference" and value is None) and not (
-                type(value) in (int, float) and least <= value <= 1e30
-            ):
+            if not (column == "difference" and value is None) and not (type(value) in (int, float) and least <= value <= 1e30):
                 return False
     return True
 

@@ -161,9 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-o", "--out", type=Path, help="write the benchmarks of all files as one JSON file")
     parser.add_argument("--markdown", type=Path, help="write the report there, and print only the tests and the goals")
     parser.add_argument("--goals", action="store_true", help="the goals alone")
-    parser.add_argument(
-        "--cuda-table", type=Path, help="write moe_runtime/native/cuda_table.json from bench_cuda.py's results"
-    )
+    parser.add_argument("--cuda-table", type=Path, help="write moe_runtime/native/cuda_table.json from bench_cuda.py's results")
     options = parser.parse_args(arguments)
     if options.cuda_table:
         return write_cuda_table(options.files, options.cuda_table)

@@ -50,9 +50,7 @@ def files(only: str | None) -> list[Path]:
     chosen = set()
     for word in (part.strip() for part in only.split(",")):
         if word not in names:
-            raise ValueError(
-                f"only is {word!r}; want kinds ({', '.join(groups)}) or names ({', '.join(map(_name, every))})"
-            )
+            raise ValueError(f"only is {word!r}; want kinds ({', '.join(groups)}) or names ({', '.join(map(_name, every))})")
         chosen.update(names[word])
     return sorted(chosen)
 
@@ -83,9 +81,7 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
     for path, found in ((lines, begun), (target, _there(target))):
         if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
             kind = ("tiny", "real") if tiny else ("real", "tiny")
-            raise ValueError(
-                f"out is {target}, but {path} holds {kind[1]} results; want another file for {kind[0]} ones"
-            )
+            raise ValueError(f"out is {target}, but {path} holds {kind[1]} results; want another file for {kind[0]} ones")
     asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
     if other := asked - {rounds}:
         raise ValueError(f"rounds is {rounds}, but {lines} was begun with {min(other)}; want as many, or another --out")

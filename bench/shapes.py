@@ -67,10 +67,7 @@ class Tuning(NamedTuple):
 
 # DeepSeek-Coder-1.3B as XFT upcycles it; a device's batch in the official hyperparameters is 2 rows of 1024
 _DS_CODER = Tuning(24, 2, 1024, 2048, 5504, 8, 6, 16, 32256)
-TUNING_GPU = {
-    "DSCoder-1.3B-24L-2x1024": _DS_CODER,
-    "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8),
-}
+TUNING_GPU = {"DSCoder-1.3B-24L-2x1024": _DS_CODER, "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8)}
 TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}  # two layers of its widths fit into 16 GiB
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 32, 48, 4, 3, 2, 100)}
 
@@ -111,9 +108,7 @@ def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:
 
 def kernels() -> dict[str, Shape]:
     """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
-    return {
-        name: shape for name, shape in layers().items() if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)
-    }
+    return {name: shape for name, shape in layers().items() if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)}
 
 
 def plans() -> dict[str, Shape]:

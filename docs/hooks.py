@@ -69,9 +69,7 @@ def commands(command=None, path=("moe-runtime",)):
 
 def help_of(path: tuple[str, ...], command) -> str:
     """Return what `--help` prints, at a width of 100."""
-    context = command.make_context(
-        " ".join(path), [], resilient_parsing=True, terminal_width=100, max_content_width=100
-    )
+    context = command.make_context(" ".join(path), [], resilient_parsing=True, terminal_width=100, max_content_width=100)
     return command.get_help(context).rstrip()
 
 

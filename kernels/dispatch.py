@@ -167,9 +167,7 @@ def _tile_map_kernel(
     tl.store(map_ptr + 2 * num_tiles + tile, tl.load(offsets_ptr + expert + 1, mask=live, other=0), mask=mask)
 
 
-def dispatch_forward(
-    topk_idx: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
     idx, R, E, K = topk_idx.contiguous(), topk_idx.numel(), num_experts, topk_idx.shape[1]
     if not R:

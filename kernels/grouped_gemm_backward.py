@@ -215,12 +215,8 @@ def _grouped_gemm_bwd_w_kernel(
                 if GATHER_X:
                     x_row = token
             # transposed by its pointers: behind tl.trans Ampere's pipeline would not hold it
-            dy = tl.load(
-                dy_ptr + dy_row[None, :] * stride_dy + m[:, None], mask=live[None, :] & (m < N)[:, None], other=0.0
-            )
-            x = tl.load(
-                x_ptr + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0
-            )
+            dy = tl.load(dy_ptr + dy_row[None, :] * stride_dy + m[:, None], mask=live[None, :] & (m < N)[:, None], other=0.0)
+            x = tl.load(x_ptr + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
             acc = tl.dot(dy, x, acc, input_precision=PRECISION)
         dw = dw_ptr + place.to(tl.int64) * N * K + (m[:, None].to(tl.int64) * K + n[None, :])
         tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=(m < N)[:, None] & (n < K)[None, :])

@@ -44,9 +44,7 @@ def _lora_bwd_z_kernel(
     dup = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
     for e in range(E):
         weight = tl.load(weight_ptr + (t * E + e), mask=t < T, other=0.0)[:, None]
-        g, u = expert_z(
-            gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, low_at, low_mask, b_at, b_mask, scaling, PRECISION
-        )
+        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, low_at, low_mask, b_at, b_mask, scaling, PRECISION)
         da = dh
         if down_a_ptr is not None:
             a = tl.load(down_a_ptr + b_at, mask=b_mask, other=0.0)

@@ -134,15 +134,7 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
     if P:
         with torch.cuda.device_of(weight):
             _merge_experts_bwd_alpha_kernel[(blocks,)](
-                dout.contiguous(),
-                weight,
-                partial,
-                P,
-                stride_e,
-                blocks,
-                E=weight.shape[0],
-                **config,
-                enable_fp_fusion=True,
+                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **config, enable_fp_fusion=True
             )
     return partial.sum(1)
 
@@ -174,16 +166,10 @@ def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
     """Return blocks and warps of the kernels that merge, such that a thread has 16 bytes of each of BLOCK_E experts to load."""
     block = min(triton.next_power_of_2(E), MAX_EXPERTS)
     # where 16 does not divide P every load is of one element, and a long row of them spills
-    return {
-        "BLOCK_E": block,
-        "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096),
-        "num_warps": 8,
-    }
+    return {"BLOCK_E": block, "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096), "num_warps": 8}
 
 
-def linear_config(
-    arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
-) -> dict:
+def linear_config(arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int) -> dict:
     """Return blocks, precision, warps and stages of the linear backward on sm_`arch` (0: the interpreter)."""
     aligned = N % 16 == 0 and K % 16 == 0  # else every load is element by element, and a wide tile of pointers spills
     if arch == 0:

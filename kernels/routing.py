@@ -172,12 +172,7 @@ def route_forward(
 
 
 def route_backward(
-    dweight: torch.Tensor,
-    router_logits: torch.Tensor,
-    topk_idx: torch.Tensor,
-    gate: str,
-    shared: int,
-    is_forced: bool = False,
+    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int, is_forced: bool = False
 ) -> torch.Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
     T, E = router_logits.shape
@@ -205,7 +200,4 @@ def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bo
     sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
     sizes["FORCED"] = forced
     # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
-    return (triton.cdiv(T, BLOCK_T),), sizes | {
-        "STRIDE_T": logits.stride(0),
-        "num_warps": min(16, max(1, E_PAD // TILE)),
-    }
+    return (triton.cdiv(T, BLOCK_T),), sizes | {"STRIDE_T": logits.stride(0), "num_warps": min(16, max(1, E_PAD // TILE))}

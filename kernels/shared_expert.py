@@ -62,9 +62,7 @@ def _shared_dz_kernel(
     i = i0 + tl.arange(0, BLOCK_I)
     live = row + t < T
     at = (row + t).to(tl.int64)
-    dh = tl.load(dh_ptr + (at[:, None] * I + i[None, :]), mask=live[:, None] & (i < I)[None, :], other=0.0).to(
-        tl.float32
-    )
+    dh = tl.load(dh_ptr + (at[:, None] * I + i[None, :]), mask=live[:, None] & (i < I)[None, :], other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at * SLOTS + (SLOTS - 1), mask=live, other=0.0)
     dot = store_dz(dh, weight, row, i0, I, T - row, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
                    INTERLEAVED, BLOCK_T, BLOCK_I)  # fmt: skip

@@ -161,13 +161,10 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
     try:
         devices = json.loads(path.read_text())["devices"]
         return {
-            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()}
-            for name, device in devices.items()
+            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()} for name, device in devices.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a file of `moe-runtime tune` ({error}); want it removed or written anew"
-        ) from None
+        raise ValueError(f"{path} is not a file of `moe-runtime tune` ({error}); want it removed or written anew") from None
 
 
 @functools.lru_cache(maxsize=4096)

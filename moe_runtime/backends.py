@@ -68,9 +68,7 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
         if not _TRITON_INSTALLED:
             return "triton is not installed"
         if device.type == "cpu":
-            return (
-                None if interpreted() else "the tensor is on the CPU; set TRITON_INTERPRET=1 to interpret the kernels"
-            )
+            return None if interpreted() else "the tensor is on the CPU; set TRITON_INTERPRET=1 to interpret the kernels"
     if device.type != "cuda":
         return f"the tensor is on {device.type}; want cuda"
     if torch.version.hip:

@@ -38,9 +38,7 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
         raise ValueError(f"{name} is {shown(value)}; want a number {'above 0' if positive else 'of 0 or more'}")
 
 
-def check_numbers(
-    name: str, values: object, *shape: int | None, finite: bool = True, most: float = sys.float_info.max
-) -> None:
+def check_numbers(name: str, values: object, *shape: int | None, finite: bool = True, most: float = sys.float_info.max) -> None:
     """Raise ValueError unless `values` are lists of numbers in that shape, None for any length; NaN only if not `finite`."""
     if not _are_numbers(values, shape, finite, most):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)

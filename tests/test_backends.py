@@ -30,9 +30,7 @@ CALLS = {
     "dispatch": lambda **b: dispatch(IDX, 2, **b)[0],
     "grouped_gemm": lambda **b: grouped_gemm(torch.randn(3, 4), torch.randn(1, 2, 4), torch.tensor([0, 3]), **b),
     "combine": lambda **b: combine(torch.randn(6, 4), torch.rand(3, 2), torch.arange(6), **b),
-    "moe_mlp": lambda **b: moe_mlp(
-        torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b
-    ),
+    "moe_mlp": lambda **b: moe_mlp(torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
     "lora_mlp": lambda **b: lora_mlp(
         torch.randn(3, 4),
@@ -189,15 +187,9 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
     monkeypatch.setattr(cpp, "_found", library)
     for op in CALLS:
         want = "cpp" if op in ("moe_mlp", "merge_experts") else "torch"
-        assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [
-            want
-        ] * 2
+        assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [want] * 2
         assert backends.pick(op, torch.zeros(1, dtype=torch.float16)) == "torch"
-        assert (
-            backends.pick(op, torch.zeros(1, dtype=torch.float64))
-            == "torch"
-            == backends.pick(op, torch.zeros(1), "torch")
-        )
+        assert backends.pick(op, torch.zeros(1, dtype=torch.float64)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cpp")  # speaks for the experts, leaves the others alone
     assert backends.pick("moe_mlp", torch.zeros(1)) == "cpp" and backends.pick("route", torch.zeros(1)) == "torch"
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
@@ -278,11 +270,7 @@ def test_the_table_that_is_shipped_is_one():
     rows = json.loads(backends.CUDA_TABLE.read_text())["measured"]
     for row in rows:
         assert row.keys() == {"op", "device", "date", "torch", "triton", "times_faster"}
-        assert (
-            row["op"] in backends.CUDA_OPS
-            and row["times_faster"] >= 1
-            and re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
-        )
+        assert row["op"] in backends.CUDA_OPS and row["times_faster"] >= 1 and re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
 
 
 def test_cuda_says_why_it_cannot(library, monkeypatch):

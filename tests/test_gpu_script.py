@@ -104,9 +104,7 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
         assert any(re.search(re.escape(word).replace(r"\ user", ".*user"), line) for line in made), f"{word}:\n{said}"
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert len(names) <= 8 and all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
-    assert [name for name in names if COMMIT in name] == [
-        name for name in names if name.endswith(("-gpu.json", "-gpu.md"))
-    ]
+    assert [name for name in names if COMMIT in name] == [name for name in names if name.endswith(("-gpu.json", "-gpu.md"))]
     for name in ("gpu.log", "gpu.jsonl", "gpu-ncu.csv"):
         assert COMMIT in (tmp_path / "out" / name).read_text()
 
@@ -217,9 +215,7 @@ def test_outcomes_are_written_as_they_come(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.outcomes"]
     command += ["--results", str(results), "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)]
     env = os.environ | {"STATUS": "139", "COMMIT": COMMIT, "PYTHONPATH": f"{ROOT}"}
-    statuses = [
-        subprocess.run(command + more, env=env, capture_output=True).returncode for more in ([], ["--restarted"])
-    ]
+    statuses = [subprocess.run(command + more, env=env, capture_output=True).returncode for more in ([], ["--restarted"])]
     assert statuses == [139, 1]
     lines = [line for line in map(json.loads, results.read_text().splitlines()) if "outcome" in line]
     assert [(line["name"].split("::")[1], line["outcome"]) for line in lines] == [

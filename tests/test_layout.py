@@ -11,11 +11,7 @@ from tests.support import layout_picture
 from tests.support.layout import RANK, ROOT, Import, arrows, circles, folder_of, imports, modules, own_files
 
 # a method imports no other one but these
-METHODS = {
-    "methods.xft": {"methods.lora"},
-    "methods.esft": {"methods.lora"},
-    "methods.upit": {"methods.lora", "methods.xft"},
-}
+METHODS = {"methods.xft": {"methods.lora"}, "methods.esft": {"methods.lora"}, "methods.upit": {"methods.lora", "methods.xft"}}
 ROOT_FILES = {"__init__.py", "__main__.py", "config.py", "backends.py"}
 # third-party package: the first rank that may import it, and whether only inside a function, since an extra brings it
 LIBRARIES = {
@@ -24,9 +20,7 @@ LIBRARIES = {
 }  # fmt: skip
 ASIDE = {("moe_runtime.hf.dropin.stats", "matplotlib"): "the picture of a RouterCounter's own counts"}
 # what would change a process that only imports us
-GLOBAL = re.compile(
-    r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)|(sys\.meta_path|DEFAULT_CALLBACKS) \+?= "
-)
+GLOBAL = re.compile(r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)|(sys\.meta_path|DEFAULT_CALLBACKS) \+?= ")
 MAX_FILE, MAX_FUNCTION, ONE_CHAIR = 400, 80, 60
 MAX_MODULES, MAX_LINES, RAISES_PER_THOUSAND = 145, 29_500, 15
 MAX_INTERLEAVED, MAX_BENCH, MAX_TESTS = 12, 4_300, 45_000
@@ -76,11 +70,7 @@ def bad_imports(root: Path) -> list[str]:
         if source not in RANK or target not in RANK:
             continue
         other = target.startswith("methods.") and source.startswith("methods.") and source != target
-        if (
-            RANK[target] > RANK[source]
-            or (source == "kernels" != target)
-            or (other and target not in METHODS.get(source, ()))
-        ):
+        if RANK[target] > RANK[source] or (source == "kernels" != target) or (other and target not in METHODS.get(source, ())):
             bad.append(f"{arrow.source}:{arrow.line}: {arrow.target} points up, from {source} to {target}")
     return bad
 
@@ -133,9 +123,7 @@ def sizes(root: Path) -> dict[str, tuple[float, float]]:
     """Return what is counted: how much there is, and how much there may be."""
     ours = own_files(root)
     raises = sum(isinstance(node, ast.Raise) for path in ours for node in ast.walk(ast.parse(path.read_text())))
-    words = re.findall(
-        r"\binterleaved\b", "".join(path.read_text() for path in (root / "moe_runtime/ops").glob("*.py"))
-    )
+    words = re.findall(r"\binterleaved\b", "".join(path.read_text() for path in (root / "moe_runtime/ops").glob("*.py")))
     return {
         "modules": (len(ours), MAX_MODULES),
         "lines": (lines_of(ours), MAX_LINES),
@@ -229,23 +217,13 @@ IN_FUNCTION = "def _f():\n    "
 PLANTED = [  # the check, a file, its text, a part of what is said
     pytest.param(bad_imports, "ops/x.py", "from moe_runtime.modules import moe", "points up", id="up"),
     pytest.param(bad_imports, "ops/x.py", IN_FUNCTION + "import moe_runtime.modules.moe", "points up", id="up-lazily"),
-    pytest.param(
-        bad_imports, "../kernels/x.py", "from moe_runtime import config", "points up", id="kernel-knows-config"
-    ),
-    pytest.param(
-        bad_imports, "hf/models/x.py", "import moe_runtime.hf.training.fit", "points up", id="models-know-training"
-    ),
+    pytest.param(bad_imports, "../kernels/x.py", "from moe_runtime import config", "points up", id="kernel-knows-config"),
+    pytest.param(bad_imports, "hf/models/x.py", "import moe_runtime.hf.training.fit", "points up", id="models-know-training"),
     pytest.param(bad_imports, "hf/dropin/x.py", "import moe_runtime.methods.xft", "points up", id="hf-knows-a-method"),
     pytest.param(bad_imports, "experiments/x.py", "from moe_runtime.methods import xft", "points up", id="experiments"),
-    pytest.param(
-        bad_imports, "methods/lora/x.py", "from moe_runtime.methods import xft", "points up", id="lora-knows-xft"
-    ),
-    pytest.param(
-        bad_imports, "methods/esft/x.py", "from moe_runtime.methods import xft", "points up", id="esft-knows-xft"
-    ),
-    pytest.param(
-        bad_imports, "methods/ultrafuser/x.py", "from moe_runtime.methods import lora", "points up", id="aside"
-    ),
+    pytest.param(bad_imports, "methods/lora/x.py", "from moe_runtime.methods import xft", "points up", id="lora-knows-xft"),
+    pytest.param(bad_imports, "methods/esft/x.py", "from moe_runtime.methods import xft", "points up", id="esft-knows-xft"),
+    pytest.param(bad_imports, "methods/ultrafuser/x.py", "from moe_runtime.methods import lora", "points up", id="aside"),
     pytest.param(bad_imports, "modules/x.py", "from ..ops import routing", "is relative", id="relative"),
     pytest.param(bad_imports, "ops/x.py", "from kernels import routing", "is the pip package", id="pip-kernels"),
     pytest.param(bad_imports, "ops/x.py", "import transformers.utils", "belongs in hf", id="transformers"),

@@ -98,24 +98,16 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
             bad += [(call, why) for why in call_mistakes(call, name)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).split(".")[-1] in ONLY_SOME_TRITONS:
-            bad.append(
-                (node, f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or not reproducible")
-            )
+            bad.append((node, f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or not reproducible"))
     launches = [node for node in ast.walk(tree) if is_launch(node)]
-    bad += [
-        (node, "a launch without enable_fp_fusion=") for node in launches if "enable_fp_fusion" not in keywords(node)
-    ]
+    bad += [(node, "a launch without enable_fp_fusion=") for node in launches if "enable_fp_fusion" not in keywords(node)]
     launched = {node.func.value.id for node in launches}
     jitted = {f.name for f in functions(tree, jit=True)}
     bad += [
-        (tree.body[0], f"{n} is launched; want the name _<op>_kernel")
-        for n in launched
-        if not re.fullmatch(r"_\w+_kernel", n)
+        (tree.body[0], f"{n} is launched; want the name _<op>_kernel") for n in launched if not re.fullmatch(r"_\w+_kernel", n)
     ]
     bad += [
-        (tree.body[0], f"{n} is named like a kernel and never launched")
-        for n in jitted - launched
-        if n.endswith("_kernel")
+        (tree.body[0], f"{n} is named like a kernel and never launched") for n in jitted - launched if n.endswith("_kernel")
     ]
     return [f"{file}:{getattr(node, 'lineno', 1)}: {why}" for node, why in bad]
 
@@ -127,9 +119,7 @@ def call_mistakes(call: ast.Call, name: str) -> Iterator[str]:
         yield "tl.load with mask= and no other="
     if name == "tl.load" and len(call.args) > 1:
         yield "tl.load with more than the pointer by position"
-    if name == "tl.dot" and not (
-        "input_precision" in keywords(call) and (len(call.args) == 3 or "acc" in keywords(call))
-    ):
+    if name == "tl.dot" and not ("input_precision" in keywords(call) and (len(call.args) == 3 or "acc" in keywords(call))):
         yield "tl.dot without an accumulator or input_precision="
     if name.startswith("tl.") and (some := keywords(call) & ONLY_SOME_KEYWORDS):
         yield f"{name}({', '.join(some)}=) is not in every Triton"
@@ -156,7 +146,7 @@ def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
 
 LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")  # strides, and the dims that stand for one in a contiguous tensor
 NARROW = {  # file:function:product -> why it does
-    "combine.py:_sum_slots:t * K": "every caller's t is int64",
+    "combine.py:_sum_slots:t * K": "every caller's t is int64"
 }
 
 

@@ -187,9 +187,7 @@ def test_every_import_is_declared():
     [
         pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
         pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
-        pytest.param(
-            "native", "", "architectures are 'native'; expected a list", id="a GPU would be asked", marks=needs_nvcc
-        ),
+        pytest.param("native", "", "architectures are 'native'; expected a list", id="a GPU would be asked", marks=needs_nvcc),
     ],
 )
 def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, says):
@@ -234,18 +232,7 @@ DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe(
 @pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        tmp_path,
-        cuda_wheel,
-    ]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, cuda_wheel]
     subprocess.run(pip, check=True)
     library = tmp_path / "moe_runtime" / "_lib" / "libmoert_cuda.so"
     machine, ptx = cubins(library)
@@ -425,9 +412,7 @@ def test_auto_classes_know_ours(registered, name):
 @pytest.mark.skipif(not is_checkout(), reason="not a checkout")
 def test_no_file_names_a_place_of_ours():
     # paths of the machines this was written on, and hosts that a user's pip configuration decides
-    places = re.compile(
-        "|".join(["/wor" + "k/", "/roo" + "t/", "/opt/(wheels|py" + "pi)", r"(pyp" + r"i|pythonhosted)\.org"])
-    )
+    places = re.compile("|".join(["/wor" + "k/", "/roo" + "t/", "/opt/(wheels|py" + "pi)", r"(pyp" + r"i|pythonhosted)\.org"]))
     found = []
     for path in versioned_files():
         if path.is_symlink() or path.is_dir() or b"\0" in (data := path.read_bytes()):

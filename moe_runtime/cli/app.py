@@ -21,9 +21,7 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _all(
-    version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False,
-):
+def _all(version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False):
     pass
 
 
@@ -46,9 +44,7 @@ def demo(
 @verb(app, "deepseek-coder-1.3b --out runs/deepseek", Kept("{out}", resumes=True))
 def run(
     recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],
-    out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path(
-        "runs/recipe"
-    ),
+    out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path("runs/recipe"),
     seed: RecipeSeed = None,
 ):
     """Run a method from a recipe.

@@ -105,9 +105,7 @@ TABLES = {
 }  # fmt: skip
 
 PAPERS = {"xft": "XFT", "esft": "ESFT", "upit": "UpIT", "ultrafuser": "UltraFuser"}
-app = group(
-    "paper", "Make the papers' tables and figures: train, compare, print, draw and write.", "xft table1 --seeds 3"
-)
+app = group("paper", "Make the papers' tables and figures: train, compare, print, draw and write.", "xft table1 --seeds 3")
 
 
 def _add(method: str, parent: typer.Typer, table: Table) -> None:

@@ -33,20 +33,10 @@ def fuse(
     from moe_runtime.methods.ultrafuser import folders
 
     receipt = folders.fuse_folders(
-        specialists,
-        out,
-        templates=template,
-        names=name,
-        gate=gate,
-        joint=joint,
-        copy=copy,
-        seed=seed,
-        overwrite=overwrite,
+        specialists, out, templates=template, names=name, gate=gate, joint=joint, copy=copy, seed=seed, overwrite=overwrite
     )
     typer.echo(f"wrote {receipt.path}: {', '.join(receipt.names)}; a gate of {receipt.gate_parameters:,} parameters")
-    typer.echo(
-        "next: put its specialists and templates into a recipe, and run moe-runtime ultrafuser train --config RECIPE"
-    )
+    typer.echo("next: put its specialists and templates into a recipe, and run moe-runtime ultrafuser train --config RECIPE")
     return receipt
 
 

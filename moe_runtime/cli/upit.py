@@ -59,9 +59,7 @@ def grow(
     for child in found.children:
         (i, j), (a, b) = child.parents, child.weights
         typer.echo(f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} of expert {j}; their distance {child.distance:.4f}")
-    typer.echo(
-        f"next: moe-runtime upit init-routers {' '.join(map(str, found.experts))} --data rows.jsonl --out routers"
-    )
+    typer.echo(f"next: moe-runtime upit init-routers {' '.join(map(str, found.experts))} --data rows.jsonl --out routers")
     return found
 
 

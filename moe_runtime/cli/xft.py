@@ -132,9 +132,7 @@ def export(
     if to == "official":
         from moe_runtime.methods.xft.official import export_official
 
-        return convert(
-            export_official, source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite
-        )
+        return convert(export_official, source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
     if keep_rope:
         raise ValueError("keep_rope is for --to official; leave it out")
     from moe_runtime.methods.upit import export_mixtral

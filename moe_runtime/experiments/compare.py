@@ -57,10 +57,7 @@ def signed(value: float) -> str:
 
 
 def compare(
-    losses: Mapping[str, Sequence[Sequence[float]]],
-    reference: str,
-    tokens: Sequence[int] | None = None,
-    level: float = LEVEL,
+    losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL
 ) -> list[Comparison]:
     """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`; in the order given.
 

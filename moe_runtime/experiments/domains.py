@@ -92,8 +92,7 @@ class DomainReport(Report):
         names = ("command", "title", "source", "settings", "seeds", "reference")
         shared = {name: getattr(self, name) for name in names}
         return {
-            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared)
-            for domain in self.domains
+            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared) for domain in self.domains
         }
 
     def domain_loss(self, name: str, domain: str) -> float:

@@ -48,9 +48,7 @@ class Node(BaseModel):
     def _check_keys(cls, values: Any) -> Any:
         unknown = [key for key in values if key not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:
-            raise ValueError(
-                f"{str(unknown[0])[:200]} is no key of a recipe; want some of {', '.join(cls.model_fields)}"
-            )
+            raise ValueError(f"{str(unknown[0])[:200]} is no key of a recipe; want some of {', '.join(cls.model_fields)}")
         return values
 
     def to_dict(self) -> dict:

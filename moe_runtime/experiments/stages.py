@@ -94,9 +94,7 @@ class KeptStages:
     Recipe: type[Node]
     result: type = Result
 
-    def __init__(
-        self, recipe: Node | str | Path, out: str | Path, seed: int | None = 0, say: Callable[[str], None] = print
-    ):
+    def __init__(self, recipe: Node | str | Path, out: str | Path, seed: int | None = 0, say: Callable[[str], None] = print):
         for module in ("accelerate", "datasets", "tokenizers"):
             data.require(module)  # now, not after minutes of training
         self.recipe, self.out = load_recipe(self.Recipe, recipe), Path(out)
@@ -338,9 +336,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
         ids = found[f"{name}-train"]["input_ids"]
         left = [place for place, row in enumerate(ids) if tuple(row) not in known]
         if not left:
-            raise ValueError(
-                f"held_out of the domains has every row of {name}, cut at {max_length} tokens; want other rows"
-            )
+            raise ValueError(f"held_out of the domains has every row of {name}, cut at {max_length} tokens; want other rows")
         if len(left) < len(ids):
             found[f"{name}-train"] = found[f"{name}-train"].select(left)
     return found

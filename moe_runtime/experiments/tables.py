@@ -255,9 +255,7 @@ def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
 class Run:
     """The seeds of a command: the stages of each, and what is said on the way."""
 
-    def __init__(
-        self, stages: type, settings: dict, recipe, out: Path, seeds: Sequence[int], say: Callable[[str], None]
-    ):
+    def __init__(self, stages: type, settings: dict, recipe, out: Path, seeds: Sequence[int], say: Callable[[str], None]):
         self.settings, self.recipe, self.out, self.seeds = settings, recipe, out, tuple(seeds)
         self.all = [stages(recipe, out, seed=seed, say=say) for seed in self.seeds]
         self.is_main = self.all[0].is_main

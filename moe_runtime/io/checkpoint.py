@@ -136,9 +136,7 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
         want = "an object of texts" if bad == ["__metadata__"] else want
         raise ValueError(f"{bad[0]} in the header of {file} is {str(header[bad[0]])[:200]}; want {want}")
     if data + position != size:
-        raise ValueError(
-            f"{file} is {size} bytes; want {data + position}, as its header says; get the whole file again"
-        )
+        raise ValueError(f"{file} is {size} bytes; want {data + position}, as its header says; get the whole file again")
     return metadata, tensors
 
 
@@ -248,9 +246,7 @@ def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], 
         raise ValueError("\n".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
 
 
-def write_tensors(
-    file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}
-) -> None:
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}) -> None:
     """Write one safetensors file with the mode of any new file in its folder. Raises OSError if it cannot be written."""
     with naming(file, file):
         save_file(dict(tensors), file, metadata=dict(metadata))

@@ -48,9 +48,7 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
         elif now - start >= following:
             following = now - start + EVERY
             options = units | {"prefix": title, "initial": began[1], "bar_format": LOG if total else None}
-            line = tqdm.format_meter(
-                done, total, now - began[0], postfix=f"loss {loss:.3f}" if loss else None, **options
-            )
+            line = tqdm.format_meter(done, total, now - began[0], postfix=f"loss {loss:.3f}" if loss else None, **options)
             print(line, file=sys.stderr)
 
     with tqdm(desc=title, leave=False, dynamic_ncols=True, disable=not terminal, **units) as progress:
@@ -73,9 +71,7 @@ def print_table(
 
     is_terminal = sys.stdout.isatty()
     # elsewhere a line under the head, and as wide as the rows are: grep needs them whole
-    table = Table(
-        title=title, title_justify="left", box=box.HEAVY_HEAD if is_terminal else box.SIMPLE, show_edge=is_terminal
-    )
+    table = Table(title=title, title_justify="left", box=box.HEAVY_HEAD if is_terminal else box.SIMPLE, show_edge=is_terminal)
     for name, justify in columns:
         table.add_column(name, justify=justify, no_wrap=width is not None or not is_terminal)
     for row in rows:

@@ -255,9 +255,7 @@ _CARD = "README.md"
 def weights_of(folder: str | os.PathLike) -> list[str]:
     """Return the names of a model's files of weights, sorted; none without a config.json beside them."""
     has_config = Path(folder, "config.json").is_file()
-    return (
-        sorted(p.name for p in Path(folder).iterdir() if re.fullmatch(_WEIGHTS["model"], p.name)) if has_config else []
-    )
+    return sorted(p.name for p in Path(folder).iterdir() if re.fullmatch(_WEIGHTS["model"], p.name)) if has_config else []
 
 
 @contextlib.contextmanager

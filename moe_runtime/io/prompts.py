@@ -47,9 +47,7 @@ def put_prompt(row: Mapping, prompt: str) -> Mapping:
         return row
     question, answer = row.get("prompt"), row.get("completion")
     if not isinstance(question, str) or "completion" not in row:
-        raise ValueError(
-            f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion as text"
-        )
+        raise ValueError(f"prompt is {prompt!r}, a row has the columns {', '.join(row)}; want prompt and completion as text")
     if PROMPTS[prompt] is None:
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
     # replace, not format: code has braces

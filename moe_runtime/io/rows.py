@@ -53,9 +53,7 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
         or (local and not path.exists())
         or (path.is_file() and _is_empty(path))
     ):
-        problem = (
-            "does not exist" if not path.exists() else "is empty" if _is_empty(path) else f"ends in {path.suffix!r}"
-        )
+        problem = "does not exist" if not path.exists() else "is empty" if _is_empty(path) else f"ends in {path.suffix!r}"
         raise ValueError(f"data is {name!r}, which {problem}; want {_WANTED_SOURCE}")
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
@@ -161,9 +159,7 @@ def _render(tokenizer, messages, want_labels: bool):
     except Exception as error:  # a template is a program, and raises what it likes
         out, why = None, f"makes no prompt ({' '.join(str(error).split())[:300] or type(error).__name__})"
     if out is None or (want_labels and not any(out["assistant_masks"])):
-        raise ValueError(
-            f"messages are {shown(messages)}, of which the chat template {why}; want roles and texts it takes"
-        )
+        raise ValueError(f"messages are {shown(messages)}, of which the chat template {why}; want roles and texts it takes")
     return out
 
 
@@ -202,9 +198,7 @@ def pack(tokenizer, documents: Iterable[str], length: int):
     return require("datasets").Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
-def tokenize_pairs(
-    tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None
-):
+def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None):
     """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
 
     BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what

@@ -96,9 +96,7 @@ def fuser_loss(
     if scales is not None:
         hidden = [h if scale == 1.0 else h * scale for h, scale in zip(hidden, scales, strict=True)]
     inner = "sum" if reduction == "sample" else reduction
-    loss = fused_cross_entropy(
-        hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend
-    )
+    loss = fused_cross_entropy(hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend)
     return FuserLoss(loss / labels.shape[0] if reduction == "sample" else loss, weight.detach())
 
 
@@ -130,9 +128,7 @@ def chunked_loss(
     T = len(targets)
     if T and chunk is None:
         with torch.no_grad():
-            chunk = max(
-                CHUNK // mix((head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]).shape[-1], 1
-            )
+            chunk = max(CHUNK // mix((head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]).shape[-1], 1)
 
     def nll_of(target: torch.Tensor, part: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         logits = mix((head(h) for h, head in zip(states, heads, strict=True)), part)

@@ -158,9 +158,7 @@ class LoRAExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
-        return (
-            f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, targets={', '.join(self.targets)}"
-        )
+        return f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, targets={', '.join(self.targets)}"
 
 
 def check_expert(expert: int, num_experts: int) -> None:

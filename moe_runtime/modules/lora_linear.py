@@ -97,9 +97,7 @@ class LinearExperts:
         self.base = mlp
         self.linears = {name: module for name, module in mlp.named_children() if isinstance(module, LoRALinear)}
         if not self.linears:
-            raise ValueError(
-                f"mlp is a {type(mlp).__name__} without LoRALinear; want an MLP whose linear layers are such"
-            )
+            raise ValueError(f"mlp is a {type(mlp).__name__} without LoRALinear; want an MLP whose linear layers are such")
         first = next(iter(self.linears.values()))
         self.num_experts, self.rank, self.alpha = first.config.num_experts, first.rank, first.alpha
         self.scaling, self.targets = first.scaling, tuple(self.linears)
@@ -121,14 +119,7 @@ class LinearExperts:
 
 
 def add_experts(
-    mlp: nn.Module,
-    config: MoEConfig,
-    *,
-    form: str,
-    rank: int,
-    alpha: float,
-    targets: tuple[str, ...] = TARGETS,
-    dtype=None,
+    mlp: nn.Module, config: MoEConfig, *, form: str, rank: int, alpha: float, targets: tuple[str, ...] = TARGETS, dtype=None
 ) -> nn.Module:
     """Return what takes the MLP's place: a LoRAMoE over it (form "block"), or itself with LoRALinears in it ("linear")."""
     check_choice("form", form, FORMS)

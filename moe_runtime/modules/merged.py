@@ -49,11 +49,7 @@ class MergedMLP(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the logits to the INIT mixture: alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...]."""
-        logits = (
-            soup_logits(self.config.num_experts, self.shared_rate)
-            if self.soup
-            else torch.ones(self.mixing_logits.shape)
-        )
+        logits = soup_logits(self.config.num_experts, self.shared_rate) if self.soup else torch.ones(self.mixing_logits.shape)
         self.mixing_logits.copy_(logits)
 
     def _apply(self, fn, recurse=True):

@@ -63,9 +63,7 @@ class Router(nn.Module):
         for weight in self.parameters():
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
-    def forward(
-        self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
-    ) -> RouterOutput:
+    def forward(self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None) -> RouterOutput:
         """Route `x` [T, H]; `topk_idx` [T, K] takes the place of the router's choice, its weights stay the router's.
 
         `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.

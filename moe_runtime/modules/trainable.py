@@ -109,9 +109,7 @@ def fold_rows(module: nn.Module) -> None:
     """Write the rows that lie apart into their stacks, rounded to the stacks' dtype, and remove them."""
     index = getattr(module, EXPERT)
     for name, rows in trained_parameters(module).items():
-        stack, rows = (
-            tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (getattr(module, name), rows)
-        )
+        stack, rows = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (getattr(module, name), rows))
         stack.index_copy_(0, index, rows[: index.numel()].to(stack.dtype))
     drop_rows(module)
 

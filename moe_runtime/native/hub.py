@@ -143,10 +143,7 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
         "license": "apache-2.0",
         "python-depends": [],
         "backend": {"type": backend} | ({"archs": list(ARCHS)} if backend == "cuda" else {}),
-        "digest": {
-            "algorithm": "sha256",
-            "files": {name: base64.b64encode(value).decode() for name, value in hashes.items()},
-        },
+        "digest": {"algorithm": "sha256", "files": {name: base64.b64encode(value).decode() for name, value in hashes.items()}},
     }
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 

@@ -236,9 +236,7 @@ class CudaLibrary(Library):
         driver, runtime, devices = (ctypes.c_int() for _ in range(3))
         code = found.handle.moert_probe(*map(ctypes.byref, (driver, runtime, devices)))
         state = f"; {found.handle.moert_error_string(code).decode()}" if code else ""
-        return (
-            "emulated" if found.emulated else f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}"
-        ) + state
+        return ("emulated" if found.emulated else f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}") + state
 
     def launch(self, name: str, tensor: torch.Tensor, *args) -> None:
         """Call the launcher `name` on the current stream of `tensor`'s device, which becomes the current device for the call.

@@ -42,9 +42,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def local_parts(
-    tensors: list[torch.Tensor | None], gradients: str = "mean"
-) -> tuple[list[torch.Tensor | None], Owners | None]:
+def local_parts(tensors: list[torch.Tensor | None], gradients: str = "mean") -> tuple[list[torch.Tensor | None], Owners | None]:
     """Return this rank's experts of the stacks `tensors` [E, ...], and who has the others; None where nothing is sharded.
 
     Stacks are DTensors with Shard(0) on one dimension of their mesh and Replicate on the others. Their gradients are

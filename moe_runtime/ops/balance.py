@@ -90,17 +90,13 @@ def top_k_loss(router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor
     return _top_k_loss(*_top_k_sums(router_logits, top_k, token_mask))
 
 
-def pooled_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def pooled_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
     """top_k_loss over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> [] float32."""
     sums = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
     return _top_k_loss(*(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True)))
 
 
-def per_layer_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def per_layer_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Mean of the layers' top_k_loss, `router_logits` L of [T, E], `token_mask` [T] -> [] float32."""
     losses = [top_k_loss(logits, top_k, token_mask) for logits in router_logits]
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()

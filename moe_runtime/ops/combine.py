@@ -12,9 +12,7 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, kind, register, register_backward
 
 
-def combine(
-    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
-) -> torch.Tensor:
+def combine(y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] or [T, K] integers -> [T, H] in y's dtype.
 
     Summed in float32, float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
@@ -47,9 +45,7 @@ def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor
 
 
 LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
-LIB.define(
-    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> (Tensor, Tensor)"
-)
+LIB.define("combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> (Tensor, Tensor)")
 
 
 def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,7 @@ def fits(num_experts: int) -> bool:
 def check_experts(num_experts: int) -> None:
     """Raise ValueError for more experts than the kernels of route and dispatch take."""
     if not fits(num_experts):
-        raise ValueError(
-            f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}, or another backend"
-        )
+        raise ValueError(f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}, or another backend")
 
 
 def route_forward(
@@ -73,12 +71,7 @@ def block_tokens(T: int, E: int) -> int:
 
 
 def route_backward(
-    dweight: torch.Tensor,
-    router_logits: torch.Tensor,
-    topk_idx: torch.Tensor,
-    gate: str,
-    shared: int,
-    is_forced: bool = False,
+    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int, is_forced: bool = False
 ) -> torch.Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
     (T, E), K = router_logits.shape, topk_idx.shape[1]
@@ -91,9 +84,7 @@ def route_backward(
     return dlogits
 
 
-def dispatch_forward(
-    topk_idx: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
     return route_plan(topk_idx, num_experts)[:4]
 
@@ -190,12 +181,7 @@ def combine_backward(
         dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
         return dy.to(y.dtype), dweight
     (T, K), H = topk_weight.shape, y.shape[1]
-    dout, y, (slot_row, row_bytes), weight = (
-        dout.contiguous(),
-        y.contiguous(),
-        _index(slot_row),
-        topk_weight.contiguous(),
-    )
+    dout, y, (slot_row, row_bytes), weight = (dout.contiguous(), y.contiguous(), _index(slot_row), topk_weight.contiguous())
     dy, dweight = y.new_empty(y.shape), weight.new_empty(T, K)
     cuda.launch(
         "moert_combine_backward", y, dout, y, _dtype(y), weight, slot_row, row_bytes, T, K, H, dy, dweight

@@ -120,9 +120,7 @@ def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
     values = distance.detach().double().cpu().numpy()
     i, j = np.triu_indices(len(values), 1)
     if len(values) < 2 or np.isnan(values[i, j]).any():
-        raise ValueError(
-            f"distance is {values.shape}, with NaN if an expert is not finite; want numbers [n, n], n >= 2"
-        )
+        raise ValueError(f"distance is {values.shape}, with NaN if an expert is not finite; want numbers [n, n], n >= 2")
     best = int(values[i, j].argmax())
     return int(i[best]), int(j[best])
 

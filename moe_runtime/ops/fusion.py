@@ -56,9 +56,7 @@ def kernels_of(backend: str):
     return fusion
 
 
-def fuse_logits(
-    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor
-) -> torch.Tensor:
+def fuse_logits(hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
     """Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] -> logits [..., V] float32.
 
     For generation, where few positions are asked for: each specialist's logits are in memory, first on its own device,
@@ -214,9 +212,7 @@ LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
 NEEDS = "bool[] need_hidden, bool[] need_heads, str backend"
 LIB.define(f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool need_score, str backend) -> (Tensor, Tensor)")
 LIB.define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
-LIB.define(
-    f"fused_nll_backward(Tensor dnll, Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor[], Tensor[])"
-)
+LIB.define(f"fused_nll_backward(Tensor dnll, Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor[], Tensor[])")
 LIB.define(f"fused_loss(Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor, Tensor[], Tensor[])")
 LIB.define(
     "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor dgate, Tensor[] dhidden, "
@@ -344,9 +340,7 @@ _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph
 
 def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
     pairs = [([dgate], [gate]), (dhidden, hidden), (dheads, heads)]
-    (dgate,), *rest = (
-        [(grad * _factor(dloss, grad)).to(t.dtype) for grad, t in zip(*pair, strict=True)] for pair in pairs
-    )
+    (dgate,), *rest = ([(grad * _factor(dloss, grad)).to(t.dtype) for grad, t in zip(*pair, strict=True)] for pair in pairs)
     return dgate, *rest
 
 

@@ -45,9 +45,7 @@ class _Sums:
         self.top, self.total = gate.new_full((T, 1), -math.inf), gate.new_zeros(T, 1)
         self.target = gate.new_full((T, 1), math.nan)  # of a label that no block has
         # E_p[o_s] times the total, and o_s of the label
-        self.mean, self.targets = (
-            (gate.new_zeros(S, T), gate.new_full((S, T), math.nan)) if need_score else (None, None)
-        )
+        self.mean, self.targets = (gate.new_zeros(S, T), gate.new_full((S, T), math.nan)) if need_score else (None, None)
 
     def add(self, parts, gate, labels):
         """Take a block: `parts` [S, T, n] is overwritten, `labels` count from its first id."""

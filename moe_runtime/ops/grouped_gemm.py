@@ -47,9 +47,7 @@ def grouped_gemm(
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
-LIB.define(
-    f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str backend) -> Tensor"
-)
+LIB.define(f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str backend) -> Tensor")
 LIB.define(
     f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, bool[3] needs, str backend) "
     "-> (Tensor, Tensor, Tensor)"

@@ -117,9 +117,7 @@ def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
         fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS and topk_idx.device == x.device
         want = f"[{T}, K] both, topk_idx integers"
     if not fits:
-        raise ValueError(
-            f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}, floats on {x.device}"
-        )
+        raise ValueError(f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}, floats on {x.device}")
 
 
 def lora_mlp_reference(
@@ -170,9 +168,7 @@ def _forward(*arguments):
     return out, z, low
 
 
-def _mixed_triton(
-    x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool
-):
+def _mixed_triton(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool):
     """As `lora_torch.mixed`: a product of the library and one kernel; no row of a single expert in memory."""
     from moe_runtime.kernels.lora import lora_forward
 
@@ -216,9 +212,7 @@ def _backward(dout, z, low, need_x, needs, *arguments):
     return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
 
 
-def _mixed_backward_triton(
-    dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling, act: str
-):
+def _mixed_backward_triton(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling, act: str):
     """As `lora_torch.mixed_backward`, in three kernels."""
     from moe_runtime.kernels import lora_backward
 

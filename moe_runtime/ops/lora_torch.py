@@ -158,9 +158,7 @@ def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scali
         q = torch.empty_like(p[0])
         for e, own in block.members:
             out = scratch("lora z rows", (own.stop - own.start, 2 * I), x)
-            gate, up = _expert_z(
-                z, block.token[own], (p[0][own], p[1][own]), (pairs.gate_b, pairs.up_b), e, scaling, out
-            )
+            gate, up = _expert_z(z, block.token[own], (p[0][own], p[1][own]), (pairs.gate_b, pairs.up_b), e, scaling, out)
             value = ACT[act](gate.to(wide))
             # narrow rows take their weight before they are rounded
             if x.dtype == wide:

@@ -62,9 +62,7 @@ def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
 def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
     """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
     if not alpha.isfinite().all():
-        raise ValueError(
-            f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again"
-        )
+        raise ValueError(f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again")
     return alpha
 
 
@@ -354,9 +352,7 @@ def _linear_autograd(ctx, dout):
         again = merged if merged is None or alpha is None else merge_experts(weight, alpha).to(dout.dtype)
         dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
     else:
-        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(
-            dout, x, weight, merged, ctx.need_bias, ctx.backend
-        )
+        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(dout, x, weight, merged, ctx.need_bias, ctx.backend)
     dx = None if merged is None else dx.view(ctx.x_shape)
     return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None
 

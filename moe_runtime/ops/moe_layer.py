@@ -49,9 +49,7 @@ def moe_layer(
         raise ValueError(f"router_weight is {kind(router_weight)}; want {wanted} {x.dtype} on {x.device}")
     routing.check_top_k(top_k, wanted[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
-        raise ValueError(
-            f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}"
-        )
+        raise ValueError(f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}")
     save = torch.is_grad_enabled() and not recompute
     save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
@@ -101,9 +99,7 @@ def _forward_fake(x, router_weight, *arguments):
 
 
 def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
-    *experts, router_logits, topk_weight, topk_idx, z, expert_offsets, row_slot, need_router, needs, gate, backend = (
-        arguments
-    )
+    *experts, router_logits, topk_weight, topk_idx, z, expert_offsets, row_slot, need_router, needs, gate, backend = arguments
     x, total = x.contiguous(), None
 
     def router(drow_weight):
@@ -114,15 +110,7 @@ def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
         return total, router_weight
 
     grads = kernels_of(backend).backward(
-        dout.contiguous(),
-        x,
-        Experts.unpack(experts),
-        topk_weight,
-        z,
-        expert_offsets,
-        row_slot,
-        Gradients(*needs),
-        router,
+        dout.contiguous(), x, Experts.unpack(experts), topk_weight, z, expert_offsets, row_slot, Gradients(*needs), router
     )
     drouter = torch.mm(total.t(), x) if need_router else None
     return absent_as_empty((drouter, *grads._replace(topk_weight=None)), x)

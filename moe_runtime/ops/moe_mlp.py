@@ -61,20 +61,12 @@ def moe_mlp(
     """
     up_trained, down_trained = trained or (None, None)
     activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = Experts(
-        gate_up_proj, down_proj, gate_up_bias, down_bias, trainable, up_trained, down_trained, activation, shared
-    )
+    experts = Experts(gate_up_proj, down_proj, gate_up_bias, down_bias, trainable, up_trained, down_trained, activation, shared)
     return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute, backend=backend)[0]
 
 
 def run_experts(
-    x: torch.Tensor,
-    experts: Experts,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
-    *,
-    recompute=False,
-    backend=None,
+    x: torch.Tensor, experts: Experts, topk_weight: torch.Tensor, topk_idx: torch.Tensor, *, recompute=False, backend=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`moe_mlp` of `experts`, and what its dispatch has counted: out [T, H], expert_offsets [E + 1] int32."""
     check_experts(x, experts)
@@ -147,9 +139,7 @@ def _check_shared(experts: Experts, topk_idx) -> None:
         raise ValueError(f"shared is 'dense', {got}; want 'group'")
 
 
-def moe_mlp_reference(
-    x, gate_up_proj, down_proj, topk_weight, topk_idx, *, gate_up_bias=None, down_bias=None, **activation
-):
+def moe_mlp_reference(x, gate_up_proj, down_proj, topk_weight, topk_idx, *, gate_up_bias=None, down_bias=None, **activation):
     """The equation above as a sum over experts, in the inputs' dtype, through autograd; `activation` as of `moe_mlp`."""
     out = torch.zeros_like(x)
     for e in range(gate_up_proj.shape[0]):

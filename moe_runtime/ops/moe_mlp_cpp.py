@@ -161,9 +161,7 @@ def _up(group, experts: Experts, up: list, rows, z) -> None:
         _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
 
 
-def backward(
-    dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None
-) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
     """As `moe_mlp_torch.backward`."""
     plan = _Plan(experts, x, topk_weight, offsets, row_slot)
     T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
@@ -171,9 +169,7 @@ def backward(
     if plan.rows < R:
         dweight.zero_()
     grads = new_gradients(experts, plan.bounds, trained, needs)
-    each = grads._replace(
-        **{name: grad.unbind(0) for name in ("up", "down") if (grad := getattr(grads, name)) is not None}
-    )
+    each = grads._replace(**{name: grad.unbind(0) for name in ("up", "down") if (grad := getattr(grads, name)) is not None})
     row_weight = None if grads.down_bias is None else topk_weight.reshape(-1)[row_slot]
     up, down = _weights(experts, "up"), _weights(experts, "down")
     saved = z_all.shape[0] > 0

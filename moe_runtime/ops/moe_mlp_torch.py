@@ -146,9 +146,7 @@ def _combine(y, row_slot, topk_weight, folded: bool):
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
-def backward(
-    dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None
-) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
     """Gradients from `dout` [T, H], those that `needs` asks for.
 
     `z_all` [0, ...] is computed again. Frozen experts cost nothing and get zeros; where the trainable weights are apart, the

@@ -71,9 +71,7 @@ class _Layer:
         if self.first and self.T:
             T, shared_wh = self.T, wh[: self.T] if need_wh else None
             dh = dout @ e.down[0]
-            shared_expert.shared_dz_backward(
-                dh, topk_weight, z, dz, shared_wh, partial, act, gated, tile.BLOCK_N, **form
-            )
+            shared_expert.shared_dz_backward(dh, topk_weight, z, dz, shared_wh, partial, act, gated, tile.BLOCK_N, **form)
             if e.down_bias is not None:
                 partial[:T, 0] += dout.float() @ e.down_bias[0].float()
         return dz, wh, partial

@@ -74,8 +74,7 @@ def report() -> dict[str, dict[str, str]]:
             for name in names
         },
         "devices": {"all": f"none: torch cannot be imported ({reason})"},
-        "settings": {name: os.environ.get(name, "not set") for name in VARIABLES}
-        | {"launch configs": _ask(_launch_configs)},
+        "settings": {name: os.environ.get(name, "not set") for name in VARIABLES} | {"launch configs": _ask(_launch_configs)},
         "backends": {"all": f"none: torch cannot be imported ({reason})"},
     }
     problems = {}

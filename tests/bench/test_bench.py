@@ -63,10 +63,7 @@ def test_who_fails_is_noted_and_the_others_are_timed(gpu):
 
     notes = {"peer": "not installed"}
     times, details = measure({"floor": lambda: 0, "fails": fail, "moe_runtime": lambda: 0}, notes)
-    assert notes == {
-        "peer": "not installed",
-        "fails": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB",
-    }
+    assert notes == {"peer": "not installed", "fails": "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB"}
     assert {name: set(seconds) for name, seconds in times.items()} == {"floor": {0.01}, "moe_runtime": {0.02}}
     assert len(times["floor"]) == 10  # 0.31 s of 30 ms a round
     memory = {"peak MiB": 4.0, "kept MiB": 0.0}
@@ -223,9 +220,7 @@ def test_ceilings_of_a_cpu(monkeypatch):
     found = ceilings.ceilings(torch.float32, tiny=True)
     assert found is ceilings.ceilings(torch.float32, True) and set(found) == {"TFLOP/s", "GB/s"}
     assert all(value > 0 for value in found.values())
-    ceilings.ceilings(
-        torch.float64, False
-    )  # the ceilings of a GPU are measured while its memory is empty, and only then
+    ceilings.ceilings(torch.float64, False)  # the ceilings of a GPU are measured while its memory is empty, and only then
     measured = ceilings._measured.cache_info().misses
     assert ceilings.ceilings(torch.float64) and ceilings._measured.cache_info().misses == measured
     assert ceilings.ceilings(torch.bfloat16, tiny=True)["GB/s"] == found["GB/s"]
@@ -327,8 +322,7 @@ def test_goals_met(wanted):
     lines = goals.goals(goal_rows(), wanted).splitlines()
     assert len([line for line in lines if line.startswith("| ")]) == len(wanted) + 1
     assert all(
-        int(met.split(" of ")[0]) == int(met.split(" of ")[1]) > 0
-        for met in (line.split("|")[5] for line in lines[2:-1])
+        int(met.split(" of ")[0]) == int(met.split(" of ")[1]) > 0 for met in (line.split("|")[5] for line in lines[2:-1])
     )
     assert not any(line.startswith("*") for line in lines)
 

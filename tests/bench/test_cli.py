@@ -50,10 +50,7 @@ def both(tmp_path, a: dict, b: dict, **info) -> compare.Comparison:
         pytest.param(row(10.0, **{"peak MiB": 100.0}), row(10.0, **{"peak MiB": 120.0}), "peak MiB x1.20", id="memory"),
         pytest.param(row(10.0, **{"peak MiB": 1.0}), row(10.0, **{"peak MiB": 4.0}), "", id="little-memory"),
         pytest.param(
-            row(1.0, **{"saved KiB/token": 50.0}),
-            row(1.0, **{"saved KiB/token": 51.0}),
-            "saved KiB/token x1.02",
-            id="saved",
+            row(1.0, **{"saved KiB/token": 50.0}), row(1.0, **{"saved KiB/token": 51.0}), "saved KiB/token x1.02", id="saved"
         ),
     ],
 )
@@ -172,9 +169,7 @@ def test_file_is_named_by_date_commit_and_device(tmp_path):
     [
         pytest.param({"tiny": False}, ["--tiny"], "holds real results; want another file for tiny ones", id="tiny"),
         pytest.param({"tiny": True}, [], "holds tiny results; want another file for real ones", id="real"),
-        pytest.param(
-            {"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was begun with 15; want as many", id="rounds"
-        ),
+        pytest.param({"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was begun with 15; want as many", id="rounds"),
     ],
 )
 def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says):
@@ -201,9 +196,7 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):
     done = CliRunner().invoke(main_app, ["bench", *arguments, "--out", str(tmp_path / "x")])
-    assert (
-        isinstance(done.exception, ValueError) and re.search(says, str(done.exception)) and not list(tmp_path.iterdir())
-    )
+    assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception)) and not list(tmp_path.iterdir())
 
 
 def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_path):
@@ -273,10 +266,7 @@ def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     running.run(running.files(None), lines, ["--tiny"], lambda done, total: heard.append((done, total)))
     outcome = running.gather(lines, target)
     assert outcome.failed.keys() == {"bench_dies", "bench_fails"} and outcome.skipped.keys() == {"bench_skips"}
-    assert (
-        outcome.failed["bench_dies"] == "the process died of SIGKILL"
-        and "no such thing" in outcome.failed["bench_fails"]
-    )
+    assert outcome.failed["bench_dies"] == "the process died of SIGKILL" and "no such thing" in outcome.failed["bench_fails"]
     assert "not here" in outcome.skipped["bench_skips"]
     whole = json.loads(target.read_text())
     assert [bench["name"] for bench in whole["benchmarks"]] == [f"bench_quick[{n}]" for n in range(3)]
@@ -386,7 +376,5 @@ def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / ".benchmarks").exists()
     path = next(tmp_path.glob("*.json"))
-    assert (
-        "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout
-    )
+    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout
     assert report.text([path]) in done.stdout and [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []

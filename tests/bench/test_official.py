@@ -15,9 +15,7 @@ H, I, T = 24, 40, 33
 
 def layer(router: str = "linear", num_experts: int = 6, top_k: int = 4, **settings) -> MoE:
     torch.manual_seed(0)
-    moe = MoE(
-        MoEConfig(hidden_size=H, intermediate_size=I, num_experts=num_experts, top_k=top_k, router=router, **settings)
-    )
+    moe = MoE(MoEConfig(hidden_size=H, intermediate_size=I, num_experts=num_experts, top_k=top_k, router=router, **settings))
     with torch.no_grad():
         for weight in moe.parameters():
             weight.normal_(0, 0.3)

@@ -75,18 +75,11 @@ def steps(name: str, dtype: str, info: dict) -> list[dict]:
         "whole step": 100.0, "embedding, head and loss": 12.0, "attention and norms": 20.0, "router": 3.0,
         "experts forward": 15.0, "experts backward": 33.0, "optimizer": 14.0,
     }  # fmt: skip
-    peers = {
-        f"{peer}: experts {part}": ms for peer in PEERS[:2] for part, ms in (("forward", 22.0), ("backward", 61.0))
-    }
+    peers = {f"{peer}: experts {part}": ms for peer in PEERS[:2] for part, ms in (("forward", 22.0), ("backward", 61.0))}
     saved = {"moe_runtime": 20.25, "transformers eager": 96.5, "transformers grouped_mm": 81.0}
     columns = {variant: {"saved KiB/token": value} for variant, value in saved.items()}
     columns["moe_runtime"]["formula KiB/token"] = 20.5
-    xft = {
-        "moe_runtime": 9000.0,
-        "transformers eager": 11000.0,
-        "transformers grouped_mm": 15000.0,
-        "official": 13000.0,
-    }
+    xft = {"moe_runtime": 9000.0, "transformers eager": 11000.0, "transformers grouped_mm": 15000.0, "official": 13000.0}
     peaks = {variant: {"peak MiB": ms / 3} for variant, ms in xft.items()}
     return [
         entry(f"bench_step_breakdown[{name}-{dtype}]", there, parts | peers, kind="breakdown", shape=(name, SHAPES["fine"])),
@@ -199,14 +192,7 @@ def test_breakdown_stacks_what_was_measured(found):
     for bench in of(found, "bench_step_breakdown"):
         axes = titled(figure, f"{bench.shape}, {bench.dtype}")
         stacks = {container.get_label(): container.patches[0] for container in axes.containers}
-        ours = [
-            "experts forward",
-            "experts backward",
-            "embedding, head and loss",
-            "attention and norms",
-            "router",
-            "optimizer",
-        ]
+        ours = ["experts forward", "experts backward", "embedding, head and loss", "attention and norms", "router", "optimizer"]
         left = 0.0
         for part in ours:
             bar = stacks[f"moe_runtime: {part}"]
@@ -293,9 +279,7 @@ def test_labels_do_not_overlap(found):
 def test_files_are_the_same_each_time_and_text_is_text(tmp_path):
     path = write(tmp_path / "2026-11-22-0123abc-cpu.json", steps("fine", "fp32", CPU))
     one, other = (pictures.write_pictures(path, tmp_path / folder) for folder in ("a", "b"))
-    names = [
-        f"2026-11-22-0123abc-cpu-{name}.{kind}" for name in ("memory", "breakdown", "xft") for kind in ("png", "svg")
-    ]
+    names = [f"2026-11-22-0123abc-cpu-{name}.{kind}" for name in ("memory", "breakdown", "xft") for kind in ("png", "svg")]
     assert [p.name for p in one] == names == sorted((p.name for p in (tmp_path / "a").iterdir()), key=names.index)
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
     svg = one[1].read_text()
@@ -322,6 +306,4 @@ def test_the_command_prints_what_it_wrote(tmp_path, capsys):
     path = write(tmp_path / "r.json", steps("fine", "fp32", CPU)[1:2])
     pictures.main([str(path), "-o", str(tmp_path / "out")])
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [p.name for p in written] == ["r-memory.png", "r-memory.svg"] and all(
-        p.stat().st_size > 1000 for p in written
-    )
+    assert [p.name for p in written] == ["r-memory.png", "r-memory.svg"] and all(p.stat().st_size > 1000 for p in written)

@@ -77,21 +77,10 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
     out = run("xft", "upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
     assert out.returncode == 0, out.stderr
     out = run(
-        "xft",
-        "upcycle",
-        base,
-        tmp_path / "b",
-        *sizes,
-        "--preset",
-        "xft-official",
-        "--router",
-        "linear",
-        "--no-noisy-gate",
+        "xft", "upcycle", base, tmp_path / "b", *sizes, "--preset", "xft-official", "--router", "linear", "--no-noisy-gate"
     )
     assert out.returncode == 0, out.stderr
-    official, ours = (
-        json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"] for name in "ab"
-    )
+    official, ours = (json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"] for name in "ab")
     assert {name: official[name] for name in PRESETS["xft-official"]} == PRESETS["xft-official"]
     assert {name for name in official if official[name] != ours[name]} == {"router", "noisy_gate"}
     assert (ours["router"], ours["noisy_gate"]) == ("linear", False)
@@ -129,8 +118,7 @@ def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path
 
 
 @pytest.mark.parametrize(
-    "recipe, method",
-    [("tiny", "xft"), ("esft/tiny", "esft"), ("deepseek-v2-lite", "esft"), ("sheared-llama-2.7b", "upit")],
+    "recipe, method", [("tiny", "xft"), ("esft/tiny", "esft"), ("deepseek-v2-lite", "esft"), ("sheared-llama-2.7b", "upit")]
 )
 def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, recipe, method):
     calls = []
@@ -161,9 +149,7 @@ def test_doctor_says_that_an_asked_backend_cannot_run(run):
 
 
 def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
-    out = run(
-        "train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out"
-    )
+    out = run("train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out")
     assert out.returncode != 0 and "none" in out.stderr and "Traceback" not in out.stderr
     assert not (tmp_path / "out").exists()
 
@@ -174,11 +160,7 @@ SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        pytest.param(
-            (),
-            "--num-experts, --top-k is missing; pass --shape alone",
-            id="no layer",
-        ),
+        pytest.param((), "--num-experts, --top-k is missing; pass --shape alone", id="no layer"),
         pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
         pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
         pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),

@@ -38,9 +38,7 @@ def home(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(home / "base")
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     sample = ("--data", home / "rows.jsonl", "--n-tokens", 256, "--max-length", 32)
-    out = invoke(
-        "score", home / "base", *sample, "--out", home / "made" / "summary.json", "--logs", home / "logs", "--pairs"
-    )
+    out = invoke("score", home / "base", *sample, "--out", home / "made" / "summary.json", "--logs", home / "logs", "--pairs")
     assert out.exit_code == 0, out.exception
     assert "256 tokens, 2 layers of 8 experts" in out.output
     out = invoke("select", "--summary", home / "made" / "summary.json", "--p", 0.4, "--out", home / "config.json")
@@ -51,15 +49,7 @@ def home(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(home) -> Path:
     out = invoke(
-        "train",
-        home / "base",
-        "--config",
-        home / "config.json",
-        "--data",
-        home / "rows.jsonl",
-        "--out",
-        home / "law",
-        *TRAIN,
+        "train", home / "base", "--config", home / "config.json", "--data", home / "rows.jsonl", "--out", home / "law", *TRAIN
     )
     assert out.exit_code == 0, out.exception
     before, after = map(float, re.search(r"held-out loss: ([\d.]+) -> ([\d.]+)", out.output).groups())
@@ -91,9 +81,7 @@ def test_the_summary_is_the_official_one_and_follows_from_the_logs(home):
     ],
 )
 def test_select_from_a_summary(home, tmp_path, options, select):
-    out = invoke(
-        "select", "--summary", home / "made" / "summary.json", *options, "--out", tmp_path / "new" / "config.json"
-    )
+    out = invoke("select", "--summary", home / "made" / "summary.json", *options, "--out", tmp_path / "new" / "config.json")
     assert out.exit_code == 0, out.exception
     want = esft.select_experts(ExpertScores.load(home / "made" / "summary.json"), **select)
     assert esft.ExpertSelection.load(tmp_path / "new" / "config.json") == want
@@ -125,9 +113,7 @@ def test_train_apply_and_merge(home, adapter, tmp_path):
     out = invoke("apply", home / "base", adapter, "--data", home / "rows.jsonl", "--max-length", 32, "--limit", 9)
     assert out.exit_code == 0, out.exception
     assert f"{made.num_parameters:,} parameters" in out.output and f"it fits {home / 'base'}" in out.output
-    without, with_it = map(
-        float, re.search(r"loss of 9 examples: ([\d.]+) without, ([\d.]+) with it", out.output).groups()
-    )
+    without, with_it = map(float, re.search(r"loss of 9 examples: ([\d.]+) without, ([\d.]+) with it", out.output).groups())
     assert with_it < without
     out = invoke("merge", home / "base", adapter, tmp_path / "tuned")
     assert out.exit_code == 0, out.exception
@@ -166,9 +152,7 @@ def test_the_same_call_goes_on_after_a_crash(home, adapter, tmp_path, monkeypatc
         if step == 5:
             raise Killed
 
-    monkeypatch.setattr(
-        esft_runs, "train_folder", lambda *args, **settings: real(*args, **settings | {"on_step": stop})
-    )
+    monkeypatch.setattr(esft_runs, "train_folder", lambda *args, **settings: real(*args, **settings | {"on_step": stop}))
     out = invoke(*arguments, "--out", tmp_path / "law")
     assert isinstance(out.exception, Killed) and not (tmp_path / "law").exists()
     assert (tmp_path / "law-checkpoints" / "checkpoint-3" / "expert_cfg.json").is_file()

@@ -132,7 +132,4 @@ def test_bad_input_fails_at_once(tmp_path, words, match):
 
 def test_epochs_that_are_no_numbers_do_not_parse():
     out = invoke("upit", "epochs", "a,b")
-    assert (
-        out.exit_code == 2
-        and "Invalid value for 'pairs': Value error, could not convert string to float: 'a'" in out.stderr
-    )
+    assert out.exit_code == 2 and "Invalid value for 'pairs': Value error, could not convert string to float: 'a'" in out.stderr

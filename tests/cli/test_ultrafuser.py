@@ -36,16 +36,7 @@ def sources(tmp_path_factory):
 
 def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     out = invoke(
-        "fuse",
-        *sources,
-        "--template",
-        "ultralm",
-        "--template",
-        "{prompt}: ",
-        "--gate",
-        "linear",
-        "--out",
-        tmp_path / "f",
+        "fuse", *sources, "--template", "ultralm", "--template", "{prompt}: ", "--gate", "linear", "--out", tmp_path / "f"
     )
     assert out.exit_code == 0, out.exception
     assert f"wrote {tmp_path / 'f'}: a, b; a gate of" in out.output
@@ -74,20 +65,12 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     "arguments, match",
     [
         pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
-        pytest.param(
-            ("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"
-        ),
-        pytest.param(
-            ("generate", "{here}", "--prompt", "a", "--temperature", -1),
-            "temperature is -1.0; want",
-            id="cold",
-        ),
+        pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"),
+        pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature is -1.0; want", id="cold"),
         pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
         pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
         pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),
-        pytest.param(
-            ("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"
-        ),
+        pytest.param(("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"),
     ],
 )
 def test_bad_input_fails_at_once(sources, tmp_path, arguments, match):

@@ -174,9 +174,7 @@ def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
         pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
         pytest.param("moe-runtime xft upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
         pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
-        pytest.param(
-            "moe-runtime run upit/", ["upit/llama-2-7b-lora", "upit/sheared-llama-2.7b", "upit/tiny"], id="recipe"
-        ),
+        pytest.param("moe-runtime run upit/", ["upit/llama-2-7b-lora", "upit/sheared-llama-2.7b", "upit/tiny"], id="recipe"),
         pytest.param("moe-runtime paper xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
         pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
         pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
@@ -201,9 +199,7 @@ def test_words_that_are_offered_are_those_that_are_taken():
     assert set(config.GATES) == set(completed("moe-runtime xft upcycle a b --gate ")[0])
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["xft", "upcycle", "--help"], ["paper", "esft", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["xft", "upcycle", "--help"], ["paper", "esft", "--help"]])
 def test_help_and_version_start_without_torch(arguments):
     code = (
         "import resource, sys\n"

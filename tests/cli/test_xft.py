@@ -24,9 +24,7 @@ def test_official_folders_in_and_out(tmp_path):
     assert read_json(tmp_path / "ours" / "config.json")["rope_theta"] == 5e4
     out = invoke("export", tmp_path / "ours", tmp_path / "back", "--to", "official")
     assert isinstance(out.exception, ValueError) and "keep_rope" in str(out.exception)
-    out = invoke(
-        "export", tmp_path / "ours", tmp_path / "back", "--to", "official", "--keep-rope", "--max-shard-size", "50KB"
-    )
+    out = invoke("export", tmp_path / "ours", tmp_path / "back", "--to", "official", "--keep-rope", "--max-shard-size", "50KB")
     assert out.exit_code == 0, out.exception
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     with Checkpoint(tmp_path / "back") as back:

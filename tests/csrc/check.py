@@ -229,13 +229,7 @@ def check_merge(random) -> None:
         assert not kept.any(), "an unchanged alpha merged again"
 
 
-DALPHA = (
-    (3, 8200, F32, F32, 0),
-    (33, 3000, BF16, BF16, 1),
-    (2, 9000, F16, F32, 0),
-    (5, 64, F16, F16, 0),
-    (1, 0, F32, F32, 0),
-)
+DALPHA = ((3, 8200, F32, F32, 0), (33, 3000, BF16, BF16, 1), (2, 9000, F16, F32, 0), (5, 64, F16, F16, 0), (1, 0, F32, F32, 0))
 
 
 def check_dalpha(random) -> None:

@@ -15,17 +15,7 @@ from moe_runtime.native.build import cache_dir, prune
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CHECK = Path(__file__).with_name("check.py")
-FLAGS = (
-    "-x",
-    "c++",
-    "-std=c++17",
-    "-g1",
-    "-ffp-contract=off",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-DMOERT_EMU",
-    f"-I{CSRC}",
-)
+FLAGS = ("-x", "c++", "-std=c++17", "-g1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-DMOERT_EMU", f"-I{CSRC}")
 FAST = ("-O0",)
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 # fibers start anew without having returned, which its stack of calls would not survive

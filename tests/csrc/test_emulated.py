@@ -55,11 +55,7 @@ def test_under_address_and_undefined_behavior_sanitizers(sanitizer):
 OUTSIDE = [  # file, text, what stands in its place, the check that must see it
     pytest.param("combine.cu", "H - h, whole),", "H, whole),", "combine", id="a row read beyond its end"),
     pytest.param(
-        "route_plan.cu",
-        "+ kWarpSums) * sizeof(int32_t);\n  if",
-        ") * sizeof(int32_t);\n  if",
-        "plan",
-        id="shared memory",
+        "route_plan.cu", "+ kWarpSums) * sizeof(int32_t);\n  if", ") * sizeof(int32_t);\n  if", "plan", id="shared memory"
     ),
 ]
 
@@ -88,9 +84,7 @@ SYNC = "  __syncthreads();\n"
 MUTANTS = [
     pytest.param("route_plan.cu", "next[i] = 0;\n" + SYNC, "next[i] = 0;\n", "plan", id="counts before zeros"),
     pytest.param("route_plan.cu", "});\n" + SYNC + "  for", "});\n  for", "plan", id="sums before counts"),
-    pytest.param(
-        "route_plan.cu", "  " + SYNC + "    if (i < n) a[i]", "    if (i < n) a[i]", "plan", id="scan before sums"
-    ),
+    pytest.param("route_plan.cu", "  " + SYNC + "    if (i < n) a[i]", "    if (i < n) a[i]", "plan", id="scan before sums"),
     pytest.param(
         "route_plan.cu",
         "    __syncthreads();  // before the next round's",
@@ -101,17 +95,11 @@ MUTANTS = [
     pytest.param("merging.cu", "  " + SYNC + "  }\n}", "  }\n}", "dalpha", id="sums overwritten before they are read"),
     pytest.param("route_plan.cu", "R - 1), 0)", "R + 99), 0)", "plan_counted_of_other_ids", id="rows outside"),
     pytest.param("route_plan.cu", "wait_for_all_blocks();", "0;", "plan_together", id="blocks do not wait"),
-    pytest.param(
-        "route_plan.cu", "__syncwarp();\n    if (live", "if (live", "plan", id="counted on before all have read"
-    ),
-    pytest.param(
-        "route_plan.cu", "row < rows_before", "row <= rows_before", "plan_together", id="a block counts itself"
-    ),
+    pytest.param("route_plan.cu", "__syncwarp();\n    if (live", "if (live", "plan", id="counted on before all have read"),
+    pytest.param("route_plan.cu", "row < rows_before", "row <= rows_before", "plan_together", id="a block counts itself"),
     pytest.param("routing.cu", "other_id < id)", "other_id > id)", "route", id="ties to the higher id"),
     pytest.param("routing.cu", "return;\n" + SYNC, "return;\n", "route", id="counts handed out before the last"),
-    pytest.param(
-        "merging.cu", "__fadd_rn(sum[n], product)", "fmaf(a, to_f32(w[j].value[n]), sum[n])", "merge", id="rounding"
-    ),
+    pytest.param("merging.cu", "__fadd_rn(sum[n], product)", "fmaf(a, to_f32(w[j].value[n]), sum[n])", "merge", id="rounding"),
     pytest.param("combine.cu", "&& r < limit", "&& r <= limit", "combine", id="a row that nobody wrote"),
 ]
 # what `make test` builds: those of other checks than `plan`, and of `plan` the one that the threads in turn do not show

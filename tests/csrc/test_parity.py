@@ -45,9 +45,7 @@ def both(f, *leaves, **kwargs):
 def test_dispatch(T, E, K, dtype):
     idx = choose_experts(T, E, K, "dropped" if T > 12 else "random").to(dtype)
     for view in (idx, idx.t().contiguous().t()):
-        assert all(
-            torch.equal(*pair) for pair in zip(dispatch(view, E, "cuda"), dispatch(view, E, "torch"), strict=True)
-        )
+        assert all(torch.equal(*pair) for pair in zip(dispatch(view, E, "cuda"), dispatch(view, E, "torch"), strict=True))
 
 
 def test_dispatch_of_more_slots_than_a_block_takes():
@@ -98,9 +96,7 @@ def test_route_of_ties_bad_rows_and_any_layout(gate):
 def test_forced_route(gate, tolerance):
     shared = int(gate in SHARED)
     idx = torch.cat([torch.rand(9, 6).argsort(1)[:, :3] + shared, torch.zeros(9, shared, dtype=torch.int64)], 1)
-    pairs = both(
-        lambda x, backend: route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, torch.randn(9, 6)
-    )
+    pairs = both(lambda x, backend: route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, torch.randn(9, 6))
     for want, got in pairs:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -162,9 +158,7 @@ def test_a_kept_mixture_is_merged_again_only_when_alpha_changes(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "T, K, H", [(0, 2, 33), (1, 2, 33), (29, 3, 33), (5, 64, 8), (3, 9, 1032), (4, 0, 5), (4, 3, 0)]
-)
+@pytest.mark.parametrize("T, K, H", [(0, 2, 33), (1, 2, 33), (29, 3, 33), (5, 64, 8), (3, 9, 1032), (4, 0, 5), (4, 3, 0)])
 def test_combine(T, K, H, dtype, tolerance):
     slot_row = torch.randperm(T * K)
     y, weight = torch.randn(T * K, H).to(dtype), torch.rand(T, K)
@@ -241,9 +235,7 @@ def test_what_the_kernels_do_not_take_is_refused():
     with pytest.raises(ValueError, match="want 'torch' for float64"):
         combine(torch.randn(4, 2, dtype=torch.float64), torch.rand(2, 2), torch.arange(4), "cuda")
     with pytest.raises(RuntimeError, match="moert_route_plan failed: the workspace is missing or too small"):
-        cuda.launch(
-            "moert_route_plan", torch.empty(0), *plan_arguments(torch.zeros(9000, dtype=torch.int32)), None, 0, None, 0
-        )
+        cuda.launch("moert_route_plan", torch.empty(0), *plan_arguments(torch.zeros(9000, dtype=torch.int32)), None, 0, None, 0)
     with pytest.raises(RuntimeError, match="moert_tile_map failed: an argument is invalid"):
         cuda_kernels.tile_map(torch.zeros(3, dtype=torch.int32), 4, 1, -1)
 

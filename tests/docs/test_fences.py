@@ -33,10 +33,7 @@ ELSEWHERE = {
     ("docs/esft.md", "yaml"): (1, "tests/methods/esft/test_study.py::test_the_recipe_of_the_docs_is_one"),
     ("docs/upit.md", "python"): (1, "tests/methods/upit/test_study.py::test_the_python_of_the_docs_runs"),
     ("docs/upit.md", "yaml"): (1, "tests/methods/upit/test_study.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/ultrafuser.md", "python"): (
-        3,
-        "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run",
-    ),
+    ("docs/ultrafuser.md", "python"): (3, "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run"),
     ("docs/recipes.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs"),
     ("docs/recipes.md", "yaml"): (1, "tests/experiments/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
     ("docs/evaluation.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_samples_of_the_docs"),
@@ -50,9 +47,7 @@ RUN = [
     if fence.language == "python"
     and ((fence.page, "python") not in ELSEWHERE or (fence.page, fence.options.get("file")) in HERE)
 ]
-LOADED = [
-    fence for fence in ALL if fence.language in ("yaml", "json") and (fence.page, fence.language) not in ELSEWHERE
-]
+LOADED = [fence for fence in ALL if fence.language in ("yaml", "json") and (fence.page, fence.language) not in ELSEWHERE]
 place = {"ids": lambda fence: fence.place}
 
 
@@ -71,9 +66,7 @@ def test_what_is_run_elsewhere_is():
         names = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
         assert name in names, test
         assert Path(page).name in text, f"{path} does not name {page}"
-        assert found[page, language] - here[page, language] == count, (
-            f"{page} has other {language} blocks; who runs them?"
-        )
+        assert found[page, language] - here[page, language] == count, f"{page} has other {language} blocks; who runs them?"
 
 
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.language == "bash"], **place)

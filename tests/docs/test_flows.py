@@ -7,9 +7,7 @@ import pytest
 from tests.support import flows
 from tests.support.fences import PAGES, ROOT, statements
 
-EVERY = [
-    (str(path.relative_to(ROOT)), words) for path in PAGES for _, words in flows.commands(str(path.relative_to(ROOT)))
-]
+EVERY = [(str(path.relative_to(ROOT)), words) for path in PAGES for _, words in flows.commands(str(path.relative_to(ROOT)))]
 
 
 @pytest.mark.slow

@@ -26,9 +26,7 @@ def section(title: str) -> str:
 
 
 def test_each_equation_lives_where_the_table_says():
-    places = re.findall(
-        r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", section("Where each equation lives")
-    )
+    places = re.findall(r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", section("Where each equation lives"))
     assert len(places) >= 15
     for path, names in places:
         text = (ROOT / path).read_text()
@@ -99,16 +97,12 @@ def box_table(page: str, command: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(f"{name}-tables.md", id=name) for name in ("xft", "esft", "upit", "ultrafuser")]
-)
+@pytest.mark.parametrize("page", [pytest.param(f"{name}-tables.md", id=name) for name in ("xft", "esft", "upit", "ultrafuser")])
 def test_the_methods_tables_are_those_that_were_printed(page):
     part = next(part for part in section("The four methods").split("\n### ") if f"docs/{page}" in part)
     command = re.search(r"```bash\n(.*?)\n```", part)[1]
     printed = {row["method"]: row for row in box_table(page, command.removesuffix(" --seeds 3"))}
-    head, _, *rows = (
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", part, re.MULTILINE)
-    )
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", part, re.MULTILINE))
     assert len(rows) >= 5
     for row in rows:
         assert row == [printed[row[0]][column] for column in head]

@@ -76,12 +76,7 @@ def test_text_to_pre_train_on_has_nothing_held_out():
 
 def test_paragraphs_of_two_sources_count_once(monkeypatch):
     text = "One paragraph of plain prose that is long enough. " * 3
-    sources = [
-        ("a.py", text),
-        ("b.py", text.upper().capitalize()),
-        ("held", text),
-        ("held", text.replace("One", "Two")),
-    ]
+    sources = [("a.py", text), ("b.py", text.upper().capitalize()), ("held", text), ("held", text.replace("One", "Two"))]
     monkeypatch.setattr(corpora, "_sources", lambda: iter(sources))
     monkeypatch.setattr(corpora, "is_held_out", lambda name: name == "held")
     train, held_out = corpora._prose.__wrapped__()

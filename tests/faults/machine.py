@@ -60,9 +60,7 @@ class Machine:
             self.shim = folder / "shim.so"
             if not self.shim.exists():
                 new = self.shim.with_suffix(".new")
-                subprocess.run(
-                    [COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"], check=True, capture_output=True
-                )
+                subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"], check=True, capture_output=True)
                 new.rename(self.shim)
         # a socket's path is short
         self.socket = Path(tempfile.gettempdir(), f"faults-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}")

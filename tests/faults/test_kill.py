@@ -117,9 +117,7 @@ def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
     """Return the bytes of what a run makes in `folder`, checkpoints and hidden folders excepted."""
     files = tree(folder) or {}
     kept = {name: value for name, value in files.items() if name.endswith(ends)}
-    return {
-        n: value for n, value in kept.items() if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)
-    }
+    return {n: value for n, value in kept.items() if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)}
 
 
 @pytest.mark.parametrize("name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo", "bench"])

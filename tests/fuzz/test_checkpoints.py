@@ -112,10 +112,7 @@ SPEC = st.fixed_dictionaries(
 
 
 @settings(max_examples=scaled(150, 1500), deadline=None, database=None, derandomize=True)
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "", "é", "__metadata__"]), SPEC | st.none(), max_size=3),
-    st.integers(0, 80),
-)
+@given(st.dictionaries(st.sampled_from(["a", "b", "", "é", "__metadata__"]), SPEC | st.none(), max_size=3), st.integers(0, 80))
 def test_generated_headers(tmp_path_factory, header, size):
     folder = tmp_path_factory.getbasetemp() / "headers"
     folder.mkdir(exist_ok=True)

@@ -152,12 +152,7 @@ def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
     """Run command lines in one process without network; return each one's exit code, naked error and connections tried."""
     read, write = os.pipe()
     env = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "TRITON_INTERPRET")}
-    env |= {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HOME": str(folder / "hf"),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "CUDA_VISIBLE_DEVICES": ""}
     code = RUN.replace("os.write(3,", f"os.write({write},")
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, env=env, cwd=folder,

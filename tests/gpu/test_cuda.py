@@ -151,9 +151,7 @@ STACKS = [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (64, 4096), (5, 1 << 20)
 @pytest.mark.parametrize("shape", STACKS, ids=str)
 def test_merging_equals(shape, dtype, aligned):
     size = torch.Size(shape).numel()
-    weight = (
-        random(size + 1, dtype=dtype)[:-1].view(shape) if aligned else random(size + 1, dtype=dtype)[1:].view(shape)
-    )
+    weight = random(size + 1, dtype=dtype)[:-1].view(shape) if aligned else random(size + 1, dtype=dtype)[1:].view(shape)
     alpha, dout = torch.rand(shape[0], device="cuda"), random(*shape[1:], dtype=dtype)
     poison()
     leaf = alpha.clone().requires_grad_()
@@ -167,9 +165,7 @@ def test_merging_equals(shape, dtype, aligned):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "T, H, K", [(0, 8, 2), (1, 1, 1), (33, 33, 3), (4097, 2048, 6), (512, 4096, 8), (65536, 256, 8)]
-)
+@pytest.mark.parametrize("T, H, K", [(0, 8, 2), (1, 1, 1), (33, 33, 3), (4097, 2048, 6), (512, 4096, 8), (65536, 256, 8)])
 def test_combine_equals(T, H, K, dtype):
     y, weight = random(T * K, H, dtype=dtype), torch.rand(T, K, device="cuda")
     slot_row = torch.randperm(T * K, device="cuda").int()

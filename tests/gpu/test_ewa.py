@@ -17,9 +17,7 @@ def drawn(weight, share):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [0.3, 0.8])
-@pytest.mark.parametrize(
-    "shape", [(8, 2048, 5504), (7, 33, 17), (64, 2048, 1408), (256, 100, 3), (3, 1), (4, 0)], ids=str
-)
+@pytest.mark.parametrize("shape", [(8, 2048, 5504), (7, 33, 17), (64, 2048, 1408), (256, 100, 3), (3, 1), (4, 0)], ids=str)
 def test_parity_with_float64(shape, share, dtype):
     weight = torch.randn(shape, device="cuda").to(dtype)
     want = drawn(weight, share)

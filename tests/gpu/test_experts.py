@@ -53,9 +53,7 @@ def layer_results(module, implementation: str, wide: bool) -> dict[str, torch.Te
     E, H = module.num_experts, module.down_proj.shape[2 if module.is_transposed else 1]
     x = torch.randn(300, H, generator=generator).bfloat16().cuda().to(dtype).requires_grad_()
     idx = torch.rand(300, E, generator=generator).topk(4).indices.cuda()
-    weight = (
-        torch.rand(300, 4, generator=generator).cuda().to(torch.float64 if wide else torch.float32).requires_grad_()
-    )
+    weight = torch.rand(300, 4, generator=generator).cuda().to(torch.float64 if wide else torch.float32).requires_grad_()
     dout = torch.randn(300, H, generator=generator).bfloat16().cuda().to(dtype)
     module.zero_grad()
     out = module(x, idx, weight)

@@ -123,9 +123,7 @@ def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monke
     scale = dw.norm() * weight[0].double().norm()
     assert (dalpha.double() - want).abs().max() < (1e-4 if rough else 1e-6) * scale
     merged = merge_experts(weight, alpha).to(dtype)
-    assert relative_error(dx, dout.double() @ merged.double()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(
-        dtype, 2e-3
-    )
+    assert relative_error(dx, dout.double() @ merged.double()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 2e-3)
 
 
 def test_linear_gives_the_same_bits_in_twenty_runs():
@@ -160,9 +158,7 @@ def test_linear_beyond_two_to_the_31_elements():
 
 def layer_and_input(**kwargs):
     config = MoEConfig(hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs)
-    return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(
-        64, 256, device="cuda", dtype=torch.bfloat16
-    )
+    return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
 
 
 def anew(layer, x):

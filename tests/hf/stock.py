@@ -121,9 +121,7 @@ def _randomized(model: nn.Module) -> nn.Module:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and "bias" in name:
             buffer.normal_(0, 0.1)
-        elif name.endswith(
-            "tid2eid"
-        ):  # DeepSeek-V4: experts by token id, all of them expert 0 before a checkpoint is there
+        elif name.endswith("tid2eid"):  # DeepSeek-V4: experts by token id, all of them expert 0 before a checkpoint is there
             buffer.copy_(torch.stack([torch.randperm(MOE["n_routed_experts"])[: buffer.shape[1]] for _ in buffer]))
     return model
 

@@ -111,17 +111,13 @@ CHANGES = {
     },
     "flint": {"mlp_only_layers": [0]},
     "gemma4": {"global_head_dim": 8},
-    "glm4v_moe": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}
-    },
+    "glm4v_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 4}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "muse_spark": {
-        "audio_config": {"num_hidden_layers": 2, "patch_sizes": [4, 4], "hidden_sizes": [8, 16], "depths": [1, 1]}
-    },
+    "muse_spark": {"audio_config": {"num_hidden_layers": 2, "patch_sizes": [4, 4], "hidden_sizes": [8, 16], "depths": [1, 1]}},
     "qwen4_exp": {
         "hc_lowrank": 8,
         "ple_layer_ids": [1],

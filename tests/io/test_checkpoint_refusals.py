@@ -45,9 +45,7 @@ def test_shard_names_cannot_leave_the_folder(tmp_path, monkeypatch, name):
     index["weight_map"]["layers.3.weight"] = name
     (out / INDEX).write_text(json.dumps(index))
     monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
-    with pytest.raises(
-        ValueError, match=re.escape(f"shard of layers.3.weight in {out / INDEX} is {name!r}; want the plain")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"shard of layers.3.weight in {out / INDEX} is {name!r}; want the plain")):
         Checkpoint(out)
 
 
@@ -177,9 +175,7 @@ def test_header_length_beyond_the_file_is_not_allocated(tmp_path):
 def test_a_folder_without_our_files_says_what_it_holds_and_how_to_convert(tmp_path, names, found):
     for name in names:
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pickled'\ntR.")
-    with pytest.raises(
-        ValueError, match=re.escape(f"path is {tmp_path}, which holds {found}; want {SINGLE} or {INDEX}")
-    ) as e:
+    with pytest.raises(ValueError, match=re.escape(f"path is {tmp_path}, which holds {found}; want {SINGLE} or {INDEX}")) as e:
         Checkpoint(tmp_path)
     assert "only safetensors is read" in str(e.value)
     assert "from_pretrained(path).save_pretrained(new_path)" in str(e.value)

@@ -74,21 +74,14 @@ for line in sys.stdin:
 
 STEPS = ["after 0", "after 1", "after 5", "after 9", "second shard", "shards renamed", "before the move"]
 KILLS = [(moment, False) for moment in [*STEPS, *(f"after ms {i}" for i in (1, 5, 9, 13, 17, 21, 25, 29))]]
-KILLS += [
-    (moment, True) for moment in [*STEPS, "after the exchange", "between the renames", "after ms 6", "after ms 26"]
-]
+KILLS += [(moment, True) for moment in [*STEPS, "after the exchange", "between the renames", "after ms 6", "after ms 26"]]
 
 
 @pytest.fixture(scope="module")
 def killer():
     """Kill a writer of `out` at a moment; returns the signal that ended it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", KILL],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
+        [sys.executable, "-c", KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
     )
 
     def kill(out: Path, moment: str, overwrite: bool) -> int:

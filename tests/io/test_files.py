@@ -197,9 +197,7 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
     if overwrite:
         write(tmp_path / "out", ten_tensors())
     order, sync, move = [], os.fsync, files._move_in
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))
-    )
+    monkeypatch.setattr(os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle)))
     monkeypatch.setattr(files, "_move_in", lambda *args: (order.append("move"), move(*args)))
     write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
     tmp = next(name for name in order if name.rpartition("/")[2].startswith(".out.tmp-")).partition("/model-")[0]
@@ -221,10 +219,7 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.tmp-1-2").mkdir()
-    with (
-        files._locked(tmp_path / ".out.tmp-1-2"),
-        pytest.raises(ValueError, match="another process is writing it"),
-    ):
+    with files._locked(tmp_path / ".out.tmp-1-2"), pytest.raises(ValueError, match="another process is writing it"):
         write(out, ten_tensors(), overwrite=True)
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])

@@ -134,9 +134,7 @@ def test_hold_out_parts_the_rows():
     assert [row["prompt"] for row in data.hold_out(rows, 12)[1]] == held
     with pytest.raises(ValueError, match="held_out_rows is 40, the data has 40 rows; want fewer"):
         data.hold_out(rows, 40)
-    with pytest.raises(
-        ValueError, match="held_out_rows is 1, the data has 3 rows; want fewer, and others that equal none"
-    ):
+    with pytest.raises(ValueError, match="held_out_rows is 1, the data has 3 rows; want fewer, and others that equal none"):
         data.hold_out(rows.select([0, 30, 0]), 1)
 
 
@@ -181,9 +179,7 @@ def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
         data.read_rows(write(tmp_path / "dates.parquet", rows, "parquet"))
 
 
-@pytest.mark.parametrize(
-    "line", ['{"text": ' + "[" * 20_000 + "]" * 20_000 + "}", '{"text": '], ids=["deep", "cut off"]
-)
+@pytest.mark.parametrize("line", ['{"text": ' + "[" * 20_000 + "]" * 20_000 + "}", '{"text": '], ids=["deep", "cut off"])
 def test_a_broken_line_is_named(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' * 5000 + line + "\n")
@@ -290,11 +286,7 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
 
 
 def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
-    rows = [
-        {"prompt": "two and two\n" * 9, "completion": "four"},
-        {"prompt": "", "completion": "four"},
-        {"text": "two"},
-    ]
+    rows = [{"prompt": "two and two\n" * 9, "completion": "four"}, {"prompt": "", "completion": "four"}, {"text": "two"}]
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.bos_token = tokenizer.eos_token = None
     want = [tokenizer.encode(text, add_special_tokens=False) for text in (rows[0]["prompt"], "four", "two")]

@@ -113,17 +113,7 @@ def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
     dense("llama").save_pretrained(tmp_path / "dense")
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "note").write_text("old")
-    arguments = (
-        "xft",
-        "upcycle",
-        tmp_path / "dense",
-        tmp_path / "moe",
-        "--num-experts",
-        4,
-        "--top-k",
-        2,
-        "--overwrite",
-    )
+    arguments = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2, "--overwrite")
     done = stopped("upcycling", 1, signal.SIGINT, *arguments)
     assert done.returncode == 130 and last_line(done) == "interrupted; nothing was written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
@@ -190,22 +180,10 @@ sys.argv = ["moe-runtime", *sys.argv[1:]]
 cli.main()
 """
     folder, out = recipe.parent, tmp_path / "tuned"
-    arguments = [
-        "train",
-        "--model",
-        folder / "base",
-        "--data",
-        folder / "rows.jsonl",
-        "--output_dir",
-        out,
-        "--max_steps",
-        "4",
-    ]
+    arguments = ["train", "--model", folder / "base", "--data", folder / "rows.jsonl", "--output_dir", out, "--max_steps", "4"]
     arguments = [*map(str, arguments), "--json"]
     # a whole start of Python: what other packages would print is settled before they are imported
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 143, done.stderr
     line = f"terminated; {out}/checkpoint-2 is the last checkpoint; rerun with --resume_from_checkpoint true to resume"
     assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr

@@ -56,11 +56,7 @@ def test_amd_compiles_no_fewer_than_it_did(reports):
 
 def test_a_few_compile():
     """One case each of a gather, a matrix product and a step that only moves bytes; `make test-slow` compiles the rest."""
-    wanted = (
-        "combine._combine_fwd_kernel",
-        "grouped_gemm._grouped_gemm_fwd_kernel",
-        "merging._merge_experts_fwd_kernel",
-    )
+    wanted = ("combine._combine_fwd_kernel", "grouped_gemm._grouped_gemm_fwd_kernel", "merging._merge_experts_fwd_kernel")
     few = [next(case for case in CASES if case.kernel == name and 90 in case.capabilities) for name in wanted]
     reports = aot.compile_all([(case, 90) for case in few])
     assert [aot.complaints(case, 90, report) for case, report in zip(few, reports, strict=True)] == [[], [], []]

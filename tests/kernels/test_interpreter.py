@@ -104,11 +104,7 @@ def test_bf16_arithmetic_is_refused():
 
 
 @pytest.mark.parametrize(
-    "x, out, kind",
-    [
-        pytest.param(13, 16, "load", id="load-past-end"),
-        pytest.param(16, 13, "store", id="store-past-end"),
-    ],
+    "x, out, kind", [pytest.param(13, 16, "load", id="load-past-end"), pytest.param(16, 13, "store", id="store-past-end")]
 )
 def test_out_of_bounds_is_caught(x, out, kind):
     # views into larger storage: torch would not notice
@@ -129,9 +125,7 @@ def test_descriptor_is_zero_outside(dtype):
 def test_descriptor_of_more_than_its_tensor_is_caught():
     x = torch.ones(1, 16, 16)[:, :13]
     with pytest.raises(Exception, match="load out of bounds: 48 lane"):
-        _block_kernel[(1,)](
-            TensorDescriptor(x, [1, 16, 16], [256, 16, 1], [1, 16, 16]), torch.empty(16, 16), 0, 0, N=16
-        )
+        _block_kernel[(1,)](TensorDescriptor(x, [1, 16, 16], [256, 16, 1], [1, 16, 16]), torch.empty(16, 16), 0, 0, N=16)
 
 
 def test_int32_offsets_wrap_and_are_caught():
@@ -174,9 +168,7 @@ def test_remembered_types_are_those_described_first():
 
 def replaced(function):
     """Return what tests/support/interp_fast.py put `function` in the place of."""
-    (first,) = [
-        c.cell_contents for c in function.__closure__ if getattr(c.cell_contents, "__name__", "") == function.__name__
-    ]
+    (first,) = [c.cell_contents for c in function.__closure__ if getattr(c.cell_contents, "__name__", "") == function.__name__]
     return first
 
 

@@ -96,10 +96,7 @@ def test_recomputation_draws_the_same_partition(use_reentrant):
     layer = make(bias=True).train()
     other, x = copy.deepcopy(layer), torch.randn(3, 5, 33)
     grads = []
-    for model, run in (
-        (layer, lambda t: layer(t)),
-        (other, lambda t: checkpoint(other, t, use_reentrant=use_reentrant)),
-    ):
+    for model, run in ((layer, lambda t: layer(t)), (other, lambda t: checkpoint(other, t, use_reentrant=use_reentrant))):
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
         (run(leaf) * torch.arange(33)).sum().backward()

@@ -94,10 +94,7 @@ def test_loss_is_the_naive_one(frozen, reduction, joint):
     gate = FuserGate((16,) * 3, joint=joint)
     hidden, heads, labels = sample()
     leaves = [*gate.parameters(), *(t.requires_grad_() for t in (*hidden, *heads) if not frozen)]
-    got, want = (
-        fuser_loss(gate, hidden, heads, labels, reduction=reduction),
-        naive(gate, hidden, heads, labels, reduction),
-    )
+    got, want = (fuser_loss(gate, hidden, heads, labels, reduction=reduction), naive(gate, hidden, heads, labels, reduction))
     torch.testing.assert_close(got.loss, want)
     assert torch.equal(got.weight, gate(hidden)) and not got.weight.requires_grad
     grads = [torch.autograd.grad(loss.sum(), leaves) for loss in (got.loss, want)]

@@ -38,9 +38,7 @@ def fill(layer) -> None:
         b.data.normal_(std=0.3)
 
 
-def make(
-    E=3, rank=2, top_k=2, gate="softmax_topk_renorm", bias=False, dtype=None, targets=TARGETS, **config
-) -> LoRAMoE:
+def make(E=3, rank=2, top_k=2, gate="softmax_topk_renorm", bias=False, dtype=None, targets=TARGETS, **config) -> LoRAMoE:
     config = MoEConfig(
         hidden_size=H, intermediate_size=I, num_experts=E, top_k=top_k, gate=gate, initializer_range=0.5, **config
     )
@@ -87,9 +85,7 @@ def test_layer_is_the_equation(options, tolerance):
 def test_at_first_every_expert_is_the_base():
     base, x = MLP(), torch.randn(5, H)
     want = base(x)
-    layer = LoRAMoE(
-        base, MoEConfig(hidden_size=H, intermediate_size=I, num_experts=3, top_k=2, gate="softmax_topk_renorm")
-    )
+    layer = LoRAMoE(base, MoEConfig(hidden_size=H, intermediate_size=I, num_experts=3, top_k=2, gate="softmax_topk_renorm"))
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-6)
     a = layer.experts.lora_a["down_proj"]
     assert a.abs().max() <= I**-0.5 and a.std().item() == pytest.approx(I**-0.5 / 3**0.5, rel=0.1)
@@ -170,10 +166,7 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
 
     layer, x = make(), torch.randn(4, H)
     linear = getattr(layer.experts.base, target)
-    handle, want = (
-        linear.register_forward_hook(lambda *_: None),
-        rf"{target} of base is torch.nn.* with hooks; want a plain",
-    )
+    handle, want = (linear.register_forward_hook(lambda *_: None), rf"{target} of base is torch.nn.* with hooks; want a plain")
     calls = [
         lambda: layer(x), lambda: LoRAExperts(layer.experts.base, 2), layer.to_moe, lambda: merged_base(layer.experts, 0),
     ]  # fmt: skip
@@ -184,9 +177,7 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
     assert layer(x).isfinite().all()
     setattr(layer.experts.base, target, Wrapped(linear.in_features, linear.out_features, bias=False))
     for call in calls:
-        with pytest.raises(
-            ValueError, match=rf"{target} of base is .*Wrapped; want a plain torch.nn.Linear.*merge adapters"
-        ):
+        with pytest.raises(ValueError, match=rf"{target} of base is .*Wrapped; want a plain torch.nn.Linear.*merge adapters"):
             call()
 
 
@@ -221,12 +212,7 @@ def with_lora(model, rank, targets=TARGETS):
             linear.weight.data.copy_(weight)
         E = model.config.num_local_experts
         config = MoEConfig(
-            hidden_size=H,
-            intermediate_size=I,
-            num_experts=E,
-            top_k=2,
-            gate="softmax_topk_renorm",
-            initializer_range=0.5,
+            hidden_size=H, intermediate_size=I, num_experts=E, top_k=2, gate="softmax_topk_renorm", initializer_range=0.5
         )
         block.mlp = layers[f"model.layers.{i}.mlp"] = LoRAMoE(base, config, rank, alpha=3.0, targets=targets).eval()
         fill(block.mlp)
@@ -288,17 +274,10 @@ def test_peft_reads_one_expert_on_the_dense_base(expert, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=H,
-        intermediate_size=I,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        vocab_size=50, hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
     )
     dense = LlamaForCausalLM(config).eval()
-    layers = {
-        f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)
-    }
+    layers = {f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)}
     for layer in layers.values():
         fill(layer)
     lora_adapters.save_single(layers, tmp_path / "adapter", expert, base_model="base")
@@ -317,17 +296,10 @@ def test_a_lora_that_peft_trained_becomes_an_expert(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=H,
-        intermediate_size=I,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        vocab_size=50, hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
     )
     dense = LlamaForCausalLM(config).eval()
-    layers = {
-        f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)
-    }
+    layers = {f"model.layers.{i}.mlp": LoRAExperts(copy.deepcopy(b.mlp), 3, 2) for i, b in enumerate(dense.model.layers)}
     trained = get_peft_model(copy.deepcopy(dense), LoraConfig(r=2, lora_alpha=16, target_modules=list(TARGETS)))
     for name, p in trained.named_parameters():
         if "lora_B" in name:

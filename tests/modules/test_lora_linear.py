@@ -23,9 +23,7 @@ SETTINGS = {
 
 
 def config_of(**settings) -> MoEConfig:
-    return MoEConfig(
-        **{"hidden_size": H, "intermediate_size": I, "num_experts": E} | SETTINGS["top-2"] | settings,
-    )
+    return MoEConfig(**{"hidden_size": H, "intermediate_size": I, "num_experts": E} | SETTINGS["top-2"] | settings)
 
 
 def linear(bias=False, dtype=None, **settings) -> LoRALinear:
@@ -133,9 +131,7 @@ def test_what_weighs_the_experts_is_not_rounded():
     x = torch.randn(64, H).bfloat16()
     weight = layer._weights(x, x).detach()
     low = torch.nn.functional.linear(x, layer.lora_a.flatten(0, 1)).view(-1, E, RANK)
-    want = (low.double() * weight.double()[:, :, None] * layer.scaling).bfloat16().flatten(1) @ layer.lora_b.flatten(
-        0, 1
-    )
+    want = (low.double() * weight.double()[:, :, None] * layer.scaling).bfloat16().flatten(1) @ layer.lora_b.flatten(0, 1)
     narrow = (low * (weight * layer.scaling).bfloat16()[:, :, None]).flatten(1) @ layer.lora_b.flatten(0, 1)
     got = layer(x)
     assert weight.dtype == torch.float32 and torch.equal(got, layer.base(x) + want)

@@ -12,9 +12,7 @@ from tests.support.oracle import assert_parity, mixing_oracle, mlp
 
 
 def make(E=8, H=33, I=17, soup=False, shared_rate=0.75, dtype=None, **kwargs) -> MergedMLP:
-    config = MoEConfig(
-        hidden_size=H, intermediate_size=I, num_experts=E, top_k=min(E, 2), initializer_range=0.3, **kwargs
-    )
+    config = MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=min(E, 2), initializer_range=0.3, **kwargs)
     layer = MergedMLP(config, shared_rate=shared_rate, soup=soup, dtype=dtype)
     with torch.no_grad():
         for bias in (p for n, p in layer.experts.named_parameters() if n.endswith("_bias")):
@@ -27,14 +25,7 @@ def dense(layer: MergedMLP, alpha: list[float], x: torch.Tensor) -> torch.Tensor
     """act(gate x) * (up x) through down with W = sum_e alpha_e W_e, in float64, token by token."""
     w = {n: sum(a * e for a, e in zip(alpha, p.detach().double())) for n, p in layer.experts.named_parameters()}
     up = layer.experts.up_name
-    args = (
-        w[up],
-        w["down_proj"],
-        w.get(f"{up}_bias"),
-        w.get("down_proj_bias"),
-        layer.config.hidden_act,
-        layer.config.gated,
-    )
+    args = (w[up], w["down_proj"], w.get(f"{up}_bias"), w.get("down_proj_bias"), layer.config.hidden_act, layer.config.gated)
     return torch.stack([mlp(t, *args) for t in x.double()])
 
 
@@ -52,11 +43,7 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_is_the_dense_mlp_with_merged_weights(variant, tolerance):
     layer, x = make(**variant), torch.randn(11, 33)
-    alpha = (
-        mixing_oracle(layer.mixing_logits.tolist(), None if layer.soup else 0.75)
-        if layer.mixing_logits.numel()
-        else [1.0]
-    )
+    alpha = mixing_oracle(layer.mixing_logits.tolist(), None if layer.soup else 0.75) if layer.mixing_logits.numel() else [1.0]
     torch.testing.assert_close(layer.alpha(), torch.tensor(alpha), rtol=1e-6, atol=1e-7)
     assert_parity({"out": layer(x)}, {"out": dense(layer, alpha, x)}, tolerance[torch.float32])
 

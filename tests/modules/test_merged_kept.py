@@ -21,9 +21,7 @@ from tests.support.dist_launch import launch
 from tests.support.oracle import assert_parity
 
 WHY_NOT = {name: backends.why_not(name, "merge_experts", torch.device("cpu")) for name in ("torch", "triton", "cpp")}
-CPU_BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why))) for name, why in WHY_NOT.items()
-]
+CPU_BACKENDS = [pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why))) for name, why in WHY_NOT.items()]
 
 
 @pytest.fixture
@@ -135,9 +133,7 @@ CHANGES = {
     "half precision": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
     "half precision and back": lambda m: m.half().float(),
-    "memory swapped": lambda m: torch.utils.swap_tensors(
-        m.experts.down_proj, make().requires_grad_(False).experts.down_proj
-    ),
+    "memory swapped": lambda m: torch.utils.swap_tensors(m.experts.down_proj, make().requires_grad_(False).experts.down_proj),
 }
 
 

@@ -115,9 +115,7 @@ def test_gradcheck(gate, router):
     def f(x, *values):
         return torch.func.functional_call(layer, dict(zip(names, values)), x)
 
-    assert torch.autograd.gradcheck(
-        f, (torch.randn(2, 4, dtype=torch.float64, requires_grad=True), *values), fast_mode=True
-    )
+    assert torch.autograd.gradcheck(f, (torch.randn(2, 4, dtype=torch.float64, requires_grad=True), *values), fast_mode=True)
 
 
 # XFT
@@ -141,9 +139,7 @@ def dense_forward(layer: MoE, x: torch.Tensor) -> dict:
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [{}, {"bias": True}, {"router": "mlp"}, {"noisy_gate": True}, {"gated": False, "hidden_act": "relu2"}],
-    ids=str,
+    "extra", [{}, {"bias": True}, {"router": "mlp"}, {"noisy_gate": True}, {"gated": False, "hidden_act": "relu2"}], ids=str
 )
 @pytest.mark.parametrize("gate", SUM_ONE)
 def test_upcycled_equals_dense_and_its_gradients_add_up_to_the_dense_ones(gate, extra, tolerance):
@@ -213,9 +209,7 @@ def test_noise_can_be_injected_and_follows_the_formula(tolerance):
     weight, ids = route_oracle(x.double() @ p["gate.weight"].t() + eps.double() * scale, 6, "xft")
     assert got.topk_idx.tolist() == ids
     assert_parity({"w": got.topk_weight}, {"w": weight}, 2 * tolerance[torch.float32])
-    assert_parity(
-        {"logits": got.router_logits}, {"logits": x.double() @ p["gate.weight"].t()}, tolerance[torch.float32]
-    )
+    assert_parity({"logits": got.router_logits}, {"logits": x.double() @ p["gate.weight"].t()}, tolerance[torch.float32])
     assert torch.autograd.grad(got.topk_weight.square().sum(), layer.gate.noise_weight)[0].abs().sum() > 0
 
 
@@ -330,9 +324,7 @@ def test_memory_kept_per_token(dtype, size):
     layer = make(dtype, hidden_size=64, intermediate_size=96)
     x = torch.randn(T, 64, dtype=dtype, requires_grad=True)
     kept, _ = saved_bytes(lambda: layer(x), list(layer.parameters()))
-    assert kept <= T * (size * (64 + 2 * 96 * K) + 12 * K + 4 * (E - 1)) + 4 * (
-        E + 1
-    )  # bf16: 2H + 4IK + 12K, and the logits
+    assert kept <= T * (size * (64 + 2 * 96 * K) + 12 * K + 4 * (E - 1)) + 4 * (E + 1)  # bf16: 2H + 4IK + 12K, and the logits
 
 
 @pytest.mark.parametrize(

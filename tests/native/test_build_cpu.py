@@ -42,9 +42,7 @@ def run(*arguments, **variables):
 def test_the_command_says_where_and_builds_once(tmp_path, small):
     out = tmp_path / "deep" / "lib.so"
     first = run("--csrc", small, "--out", out)
-    assert first.returncode == 0 and re.fullmatch(re.escape(str(out)) + r": built by \S.*\n", first.stdout), (
-        first.stderr
-    )
+    assert first.returncode == 0 and re.fullmatch(re.escape(str(out)) + r": built by \S.*\n", first.stdout), first.stderr
     when = out.stat().st_mtime_ns
     again = run("--csrc", small, "--out", out)
     assert "up to date, built by" in again.stdout and out.stat().st_mtime_ns == when
@@ -92,13 +90,9 @@ def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):
 def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     done = run("--out", tmp_path / "lib.so", PATH=str(tmp_path), CXX="")
     assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr == "error: the compilers g++ and clang++ are missing; install g++ or clang++, or set CXX to one\n"
-    )
+    assert done.stderr == "error: the compilers g++ and clang++ are missing; install g++ or clang++, or set CXX to one\n"
     done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
-    assert (
-        done.stderr == "error: CXX is 'no-such-compiler', which is missing; install g++ or clang++, or set CXX to one\n"
-    )
+    assert done.stderr == "error: CXX is 'no-such-compiler', which is missing; install g++ or clang++, or set CXX to one\n"
 
 
 def test_where_nothing_can_be_written_is_an_error(tmp_path, small):

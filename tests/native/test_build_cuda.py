@@ -41,9 +41,7 @@ def toolkit(tmp_path, monkeypatch):
 
 def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(
-        BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or pip install"
-    ):
+    with pytest.raises(BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or pip install"):
         build.find_toolkit()
 
 
@@ -86,10 +84,7 @@ def test_architectures_become_flags(toolkit):
     *_, flags, names = build.check_cuda(toolkit / "csrc", "80, sm_90a;90+PTX")
     assert names == ["sm_80", "sm_90a", "sm_90", "compute_90"]
     *_, shared, _ = build.check_cuda(toolkit / "csrc", "80;90")
-    assert shared[1::2] == [
-        "arch=compute_80,code=sm_80",
-        "arch=compute_80,code=sm_90",
-    ]  # compiled once, assembled twice
+    assert shared[1::2] == ["arch=compute_80,code=sm_80", "arch=compute_80,code=sm_90"]  # compiled once, assembled twice
     assert flags[1::2] == [
         "arch=compute_80,code=sm_80",
         "arch=compute_90a,code=sm_90a",
@@ -260,9 +255,7 @@ def library(tmp_path_factory):
 def test_machine_code_for_every_architecture(library):
     _, _, _, _, names = build.check_cuda(CSRC)
     machine, ptx = cubins(library[0])
-    assert [f"sm_{number}" for number in machine] == sorted(
-        (n for n in names if n[:3] == "sm_"), key=lambda n: int(n[3:])
-    )
+    assert [f"sm_{number}" for number in machine] == sorted((n for n in names if n[:3] == "sm_"), key=lambda n: int(n[3:]))
     assert [f"compute_{number}" for number in ptx] == [n for n in names if n.startswith("compute_")]
     assert {"80", "86", "89", "90", "100", "120"} == set(machine)
 
@@ -304,9 +297,7 @@ def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
     # the last four are parts of libc before glibc 2.34
     parts = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6"}
     assert {name for name in needed if not name.startswith("ld-linux")} <= parts
-    symbols = subprocess.run(
-        ["readelf", "-W", "--dyn-syms", library[0]], capture_output=True, text=True, check=True
-    ).stdout
+    symbols = subprocess.run(["readelf", "-W", "--dyn-syms", library[0]], capture_output=True, text=True, check=True).stdout
     shown = {line.split()[7] for line in symbols.splitlines() if re.search(r"GLOBAL\s+DEFAULT\s+\d+ ", line)}
     assert shown == set(native.read_header((CSRC / "moert.h").read_text()))
 
@@ -337,6 +328,4 @@ def test_it_loads_without_a_driver(library):
     said, refused, default = json.loads(done.stdout)
     assert said.startswith(f"{library[0]}: nvcc ") and "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
     assert torch.cuda.is_available() or "; " in said  # what the driver, or its absence, says
-    assert (
-        refused == "backend is 'cuda' for dispatch, but the tensor is on the CPU; expected cuda" and default == "torch"
-    )
+    assert refused == "backend is 'cuda' for dispatch, but the tensor is on the CPU; expected cuda" and default == "torch"

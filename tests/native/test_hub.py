@@ -71,9 +71,7 @@ def test_every_import_is_relative_and_nothing_of_ours_is_global(repository):
     for path in repository.rglob("*.py"):
         text = path.read_text()
         assert not re.search(r"^\s*(from|import) moe_runtime", text, re.M), path
-        assert (
-            "torch.ops.moe_runtime" not in text and '"moe_runtime::' not in text and 'Library("moe_runtime"' not in text
-        )
+        assert "torch.ops.moe_runtime" not in text and '"moe_runtime::' not in text and 'Library("moe_runtime"' not in text
     unique = json.loads((repository / "build" / "torch-cpu" / "metadata.json").read_text())["id"]
     text = (repository / "build" / "torch-cpu" / "ops" / "library.py").read_text()
     assert f'Library("{unique}", "DEF")' in text and f'f"{unique}::{{name}}"' in text

@@ -39,13 +39,7 @@ def together(parts: list[dict], stacks: dict) -> dict[str, torch.Tensor]:
     leaves = {key: stack.double().requires_grad_() for key, stack in stacks.items()}
     x, weight = inputs["x"].double().requires_grad_(), inputs["weight"].double().requires_grad_()
     out = moe_mlp_reference(
-        x,
-        leaves["up"],
-        leaves["down"],
-        weight,
-        inputs["idx"],
-        gate_up_bias=leaves["up_bias"],
-        down_bias=leaves["down_bias"],
+        x, leaves["up"], leaves["down"], weight, inputs["idx"], gate_up_bias=leaves["up_bias"], down_bias=leaves["down_bias"]
     )
     out.backward(inputs["dout"].double())
     grads = {key: leaf.grad for key, leaf in leaves.items()} | {"x": x.grad, "weight": weight.grad}

@@ -84,9 +84,7 @@ def test_selection_mask_leaves_the_shared_expert_out(gate):
     config = make_config(gate=gate)
     mask = selection_mask(config, route(logits, config.top_k, gate).topk_idx)
     assert mask.shape == (11, 7) and mask.dtype == torch.bool
-    assert [sorted(row.nonzero().flatten().tolist()) for row in mask] == [
-        sorted(selected(row, 5)) for row in logits.tolist()
-    ]
+    assert [sorted(row.nonzero().flatten().tolist()) for row in mask] == [sorted(selected(row, 5)) for row in logits.tolist()]
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
@@ -216,9 +214,7 @@ def test_nothing_where_there_is_no_loss():
     logits, idx = torch.zeros(0, 7), torch.zeros(0, 6, dtype=torch.int32)
     assert balance_loss(make_config(), torch.randn(3, 7), torch.ones(3, 6, dtype=torch.int32)) is None
     assert balance_loss(make_config(balance_loss="switch", balance_loss_coef=1.0), logits, idx) is None
-    one = MoEConfig(
-        hidden_size=4, intermediate_size=4, num_experts=1, top_k=1, balance_loss="cv2", balance_loss_coef=1.0
-    )
+    one = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=1, top_k=1, balance_loss="cv2", balance_loss_coef=1.0)
     assert balance_loss(one, torch.zeros(3, 0), torch.zeros(3, 1, dtype=torch.int32)) is None
 
 

@@ -242,6 +242,4 @@ def test_unharmed_kernels_pass(tmp_path, device):
 @pytest.mark.parametrize("name", ["e", "key"])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_offset_in_32_bits_is_caught(name, tmp_path):
-    assert far_mismatches(
-        tmp_path, edited(kernels, tmp_path, f"{name}.to(tl.int64) * blocks + b", f"{name} * blocks + b")
-    )
+    assert far_mismatches(tmp_path, edited(kernels, tmp_path, f"{name}.to(tl.int64) * blocks + b", f"{name} * blocks + b"))

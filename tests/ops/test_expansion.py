@@ -79,19 +79,7 @@ def test_gram_of_float64_is_float64s(monkeypatch):
 class Reads(TorchDispatchMode):
     """Counts the elements of `watched` tensors' storages that ops other than views take as input."""
 
-    VIEWS = (
-        "view",
-        "slice",
-        "reshape",
-        "select",
-        "unsqueeze",
-        "expand",
-        "alias",
-        "_unsafe_view",
-        "t",
-        "detach",
-        "split",
-    )
+    VIEWS = ("view", "slice", "reshape", "select", "unsqueeze", "expand", "alias", "_unsafe_view", "t", "detach", "split")
 
     def __init__(self, watched):
         super().__init__()
@@ -198,9 +186,7 @@ def test_philox_is_the_published_one():
 @pytest.mark.parametrize("seed, stream", [(0, 0), (42, 1), (2**63 - 1, stream_of("model.layers.0.mlp.up_proj.weight"))])
 @pytest.mark.parametrize("start", [0, 4, 4000])
 def test_draws_are_philox_of_the_element(start, seed, stream):
-    want = [
-        number for block in range(start // 4, start // 4 + 5) for number in philox([block + 1, 0, 0, 0], [seed, stream])
-    ]
+    want = [number for block in range(start // 4, start // 4 + 5) for number in philox([block + 1, 0, 0, 0], [seed, stream])]
     found = draws(seed, stream, start, 18).tolist()
     assert found == [[number & 0xFFFFFFFF, number >> 32] for number in want[:18]]
 
@@ -327,9 +313,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.moe_runtime.gram, (torch.randn(3, 35), base.reshape(-1), "torch"))
     torch.library.opcheck(torch.ops.moe_runtime.gram, (torch.randn(35, 3).t(), None, "torch"))
     torch.library.opcheck(torch.ops.moe_runtime.dare_merge, (first, second, base, 5, 6, 1 << 31, 0.5, 1.5, "torch"))
-    torch.library.opcheck(
-        torch.ops.moe_runtime.dare_merge, (first.t(), second.t(), None, 5, 6, 1 << 31, 0.5, 1.5, "torch")
-    )
+    torch.library.opcheck(torch.ops.moe_runtime.dare_merge, (first.t(), second.t(), None, 5, 6, 1 << 31, 0.5, 1.5, "torch"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

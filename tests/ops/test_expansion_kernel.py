@@ -74,9 +74,7 @@ def caught(module) -> list[str]:
         want["child"] = thinned(first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, scales)
         with noting(found):
             got = {"gram": module.gram_forward(memory[:, :P], base)}
-            got["child"] = module.dare_merge_forward(
-                first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, *scales
-            )
+            got["child"] = module.dare_merge_forward(first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, *scales)
             found += mismatches(got, want, BOUND)
     return found
 

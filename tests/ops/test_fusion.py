@@ -15,9 +15,7 @@ from tests.support.oracle import assert_parity, mismatches
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
     for name in ("torch", "triton")
-    for why in [
-        backends.why_not(name, "fused_cross_entropy", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    ]
+    for why in [backends.why_not(name, "fused_cross_entropy", torch.device("cuda" if torch.cuda.is_available() else "cpu"))]
 ]
 IGNORED = -100
 
@@ -96,9 +94,7 @@ def test_frozen_specialists(T, sizes, vocabularies, reduction, dtype, backend, d
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(
-    "train", [("hidden",), ("heads",), ("hidden1", "gate"), ("heads0", "hidden2"), ("heads", "gate")]
-)
+@pytest.mark.parametrize("train", [("hidden",), ("heads",), ("hidden1", "gate"), ("heads0", "hidden2"), ("heads", "gate")])
 def test_any_part_trains_alone(train, reduction, backend, device, tolerance):
     case = sample(21, (17, 16, 33), (40, 41, 42), device=device)
     got = run(fused_cross_entropy, case, train=train, reduction=reduction, backend=backend)
@@ -317,11 +313,7 @@ def test_gradients_add_up_over_micro_batches():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "train, reduction, op",
-    [
-        ("hidden heads gate", "mean", "fused_loss"),
-        ("hidden heads gate", "none", "fused_nll"),
-        ("gate", "sum", "fused_nll"),
-    ],
+    [("hidden heads gate", "mean", "fused_loss"), ("hidden heads gate", "none", "fused_nll"), ("gate", "sum", "fused_nll")],
 )
 def test_a_second_gradient_is_refused_by_name(train, reduction, op, backend, device):
     hidden, heads, gate, labels = sample(6, (16, 17), (20, 21), device=device)
@@ -358,9 +350,7 @@ def test_autocast_is_as_for_a_linear_layer(train):
 
 def products(profile) -> int:
     """How many matrix products a profile holds."""
-    return sum(
-        event.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm") for event in profile.function_events
-    )
+    return sum(event.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm") for event in profile.function_events)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -405,9 +395,7 @@ def good():
         pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
         pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is torch.int64 (5,)", id="labels' shape"),
         pytest.param({"labels": torch.zeros(6)}, "labels is torch.float32", id="labels that are no ids"),
-        pytest.param(
-            {"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"
-        ),
+        pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
         pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
         pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
         pytest.param({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel", id="backend"),
@@ -465,12 +453,8 @@ MUTANTS = [
     pytest.param("block.mul_(weight / total)", "block.div_(total)", id="ignored tokens have a gradient"),
     pytest.param("dlogits[rows] = block", "dlogits[rows] = logits[:1]", id="one row's gradient for all"),
     pytest.param("product.mul_(hidden)", "product.mul_(dx)", id="gate's gradient without the state"),
-    pytest.param(
-        "torch.mul(dx, gate[:, None], out=dhidden)", "dhidden.copy_(dx)", id="state's gradient without the weight"
-    ),
-    pytest.param(
-        "torch.mul(hidden, gate[:, None], out=scaled)", "scaled.copy_(hidden)", id="head's gradient without it"
-    ),
+    pytest.param("torch.mul(dx, gate[:, None], out=dhidden)", "dhidden.copy_(dx)", id="state's gradient without the weight"),
+    pytest.param("torch.mul(hidden, gate[:, None], out=scaled)", "scaled.copy_(hidden)", id="head's gradient without it"),
 ]
 
 

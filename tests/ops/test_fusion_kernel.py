@@ -61,9 +61,7 @@ TILES = [
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(
-    "T, sizes, V", [(37, (33, 16, 48), 50), (64, (64, 64), 128), (1, (17,), 130), (90, (16,) * 5, 9)]
-)
+@pytest.mark.parametrize("T, sizes, V", [(37, (33, 16, 48), 50), (64, (64, 64), 128), (1, (17,), 130), (90, (16,) * 5, 9)])
 def test_every_tile(tile, T, sizes, V, device):
     case = sample(T, sizes, [V + s for s in range(len(sizes))], device=device)
     labels = case[3]
@@ -153,12 +151,7 @@ def test_logits_beyond_int32(tmp_path):
     V, T = 1 << 30, 4
     hidden, head = torch.randn(T, 16), torch.randn(32, 16)
     logits = torch.from_numpy(np.memmap(tmp_path / "logits", np.float32, "w+", shape=(T, V)))
-    gate, labels, partial, target = (
-        torch.ones(T, 1),
-        torch.zeros(T, dtype=torch.int64),
-        torch.empty(2, T),
-        torch.empty(T),
-    )
+    gate, labels, partial, target = (torch.ones(T, 1), torch.zeros(T, dtype=torch.int64), torch.empty(2, T), torch.empty(T))
     fusion._fused_logits_fwd_kernel[(1,)](
         (hidden,), (head,), gate, labels, logits, partial, target, T, V, 1, S=1, SIZES=(16,), EXPECT=False,
         **config(16, 32, 16), enable_fp_fusion=True,

@@ -24,9 +24,7 @@ def by_rows(x, weight, expert_offsets, bias=None):
 def by_experts(x, weight, expert_offsets, bias=None):
     """The eager path, in the inputs' dtype."""
     bounds = expert_offsets.tolist()
-    parts = [
-        x[a:b] @ w.t() + (0 if bias is None else bias[e]) for e, (a, b, w) in enumerate(zip(bounds, bounds[1:], weight))
-    ]
+    parts = [x[a:b] @ w.t() + (0 if bias is None else bias[e]) for e, (a, b, w) in enumerate(zip(bounds, bounds[1:], weight))]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])])
 
 
@@ -179,9 +177,7 @@ def split(leaves, layout: str = "plain"):
 def check_apart(backend: str, layout: str, bias: bool, dtype, tolerance, device="cpu"):
     """Expert 1, which trains, and expert 2 have no row."""
     offsets = torch.tensor([0, 5, 5, 5, 9], dtype=torch.int32)
-    leaves = {"x": torch.randn(11, 33), "weight": torch.randn(4, 17, 33)} | (
-        {"bias": torch.randn(4, 17)} if bias else {}
-    )
+    leaves = {"x": torch.randn(11, 33), "weight": torch.randn(4, 17, 33)} | ({"bias": torch.randn(4, 17)} if bias else {})
     leaves, dy = {name: leaf.to(dtype) for name, leaf in leaves.items()}, torch.randn(11, 17).to(dtype)
     want = run(by_rows, {name: leaf.double() for name, leaf in leaves.items()}, offsets, dy)
     want["dweight"] = want["dweight"][[3, 1]]
@@ -189,9 +185,7 @@ def check_apart(backend: str, layout: str, bias: bool, dtype, tolerance, device=
         want["dbias"].masked_fill_((PLACE < 0)[:, None], 0)
     on = {name: leaf.to(device).detach().requires_grad_() for name, leaf in leaves.items()}
     frozen, apart = split({name: leaf.to(device) for name, leaf in leaves.items()}, layout)
-    y = grouped_gemm(
-        on["x"], frozen, offsets.to(device), on.get("bias"), backend, trainable=PLACE.to(device), trained=apart
-    )
+    y = grouped_gemm(on["x"], frozen, offsets.to(device), on.get("bias"), backend, trainable=PLACE.to(device), trained=apart)
     inputs = {"x": on["x"], "weight": apart} | ({"bias": on["bias"]} if bias else {})
     grads = torch.autograd.grad(y, list(inputs.values()), dy.to(device))
     got = {"y": y.detach()} | {f"d{name}": grad for name, grad in zip(inputs, grads)}

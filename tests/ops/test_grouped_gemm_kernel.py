@@ -96,8 +96,7 @@ def test_product(tile, k_last, bias, dtype, rows, device):
 
 
 @pytest.mark.parametrize(
-    "gated, act, bias, need_wh",
-    [(True, "silu", False, True), (True, "gelu_tanh", True, False), (False, "gelu", True, True)],
+    "gated, act, bias, need_wh", [(True, "silu", False, True), (True, "gelu_tanh", True, False), (False, "gelu", True, True)]
 )
 @pytest.mark.parametrize("tile, dtype", TILES)
 def test_dz(tile, gated, act, bias, need_wh, dtype, rows, device):

@@ -29,11 +29,7 @@ from moe_runtime.kernels.tiles import Tile
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter")
 TILE, HALF = Tile(16, 16, 16), torch.float16
 # row * stride is 2^31 - 1 (the elements behind cross over), 2^31, 2^31 + 1, and every factor fits in int32
-FAR = [
-    pytest.param(1, 2**31 - 1, id="2^31 - 1"),
-    pytest.param(2, 2**30, id="2^31"),
-    pytest.param(3, 715827883, id="2^31 + 1"),
-]
+FAR = [pytest.param(1, 2**31 - 1, id="2^31 - 1"), pytest.param(2, 2**30, id="2^31"), pytest.param(3, 715827883, id="2^31 + 1")]
 
 
 # wrong maps and indices
@@ -161,9 +157,7 @@ def test_rows_in_expert_order(row, stride, room):
         assert_rounded_once(dw, weight_rows(a, x, rows, None, 2))
         dw = grouped_gemm_backward.weight_backward(x, a, *order, None, TILE)
         assert_rounded_once(dw, weight_rows(x, a, rows, None, 2))
-        assert_rounded_once(
-            grouped_gemm_backward.bias_backward(a, None, *order, False), bias_rows(a, None, rows, False, 2)
-        )
+        assert_rounded_once(grouped_gemm_backward.bias_backward(a, None, *order, False), bias_rows(a, None, rows, False, 2))
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stack", "trained weights"])
@@ -237,9 +231,7 @@ def test_rows_of_dz(far_rows, unfilled):
     dout, down, weight = torch.randn(6, 20).to(HALF), torch.randn(1, 20, 16).to(HALF), torch.rand(6, 1)
     z = far((FAR_ROWS + 6, 16), (16, 1))
     z[FAR_ROWS:] = torch.randn(6, 16)
-    dz, wh, partial = grouped_gemm_backward.dz_backward(
-        dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE
-    )
+    dz, wh, partial = grouped_gemm_backward.dz_backward(dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE)
     want_dz, want_wh, want_dweight = dz_rows(dout, down, None, weight, z[FAR_ROWS:], rows, "gelu", False)
     assert_rounded_once(dz[FAR_ROWS:], want_dz)
     assert_rounded_once(wh[FAR_ROWS:], want_wh)
@@ -255,9 +247,7 @@ def test_partial_gradients_of_the_weights(unfilled):
     dout, down, weight = torch.randn(2, 20).to(HALF), torch.randn(1, 20, 3).to(HALF), torch.rand(2, 1)
     z = far((row + 2, 3), (3, 1))
     z[row:] = torch.randn(2, 3)
-    dz, _, partial = grouped_gemm_backward.dz_backward(
-        dout, down, None, weight, row_slot, tiles, z, "gelu", False, False, tile
-    )
+    dz, _, partial = grouped_gemm_backward.dz_backward(dout, down, None, weight, row_slot, tiles, z, "gelu", False, False, tile)
     want_dz, _, want_dweight = dz_rows(dout, down, None, weight, z[row:], rows, "gelu", False)
     assert_rounded_once(dz[row:], want_dz)
     torch.testing.assert_close(partial[row:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4)

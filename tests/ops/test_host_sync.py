@@ -114,9 +114,7 @@ def test_no_launcher_asks_for_a_value(step):
 
 def test_every_op_is_asked():
     asked = set(re.findall(r'triton\(\s*"(\w+)"', Path(__file__).read_text()))
-    names = {
-        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_runtime::")
-    }
+    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_runtime::")}
     assert names <= asked
 
 

@@ -50,9 +50,7 @@ def test_parity(shape, options, dtype, backend, device, tolerance):
     case = make_case(*shape, dtype=dtype, **options)
     want = run(case, oracle, torch.float64)
     got = run(case, lora_mlp, device=device, backend=backend)
-    limit = (
-        tolerance[dtype] if dtype == torch.float32 else bounds(run(case, lora_mlp_reference), want, tolerance[dtype])
-    )
+    limit = tolerance[dtype] if dtype == torch.float32 else bounds(run(case, lora_mlp_reference), want, tolerance[dtype])
     assert got["out"].dtype == dtype and got["dtopk_weight"].dtype == torch.float32
     assert_parity(got, want, limit)
 

@@ -130,9 +130,7 @@ def test_rows_beyond_int32(tmp_path):
     block = {"BLOCK_T": 16, "BLOCK_I": 16, "BLOCK_R": 16, "PRECISION": "ieee", "ACT": "silu"}
     plane, stride = T * E * rank, rank * I
     inputs_ = wide["dh"], dq, wide["z"], low, weight, *halves
-    lora._lora_fwd_kernel[(1,)](
-        wide["z"], low, weight, *halves[:2], wide["h"], *sizes, E * rank, plane, stride, 1.5, **block
-    )
+    lora._lora_fwd_kernel[(1,)](wide["z"], low, weight, *halves[:2], wide["h"], *sizes, E * rank, plane, stride, 1.5, **block)
     lora_backward._lora_bwd_z_kernel[(1,)](*inputs_, wide["dz"], *sizes, E * rank, plane, stride, 1.5, **block)
     grads = [wide[name] for name in ("dgate_b", "dup_b", "ddown_a")]
     lora_backward._lora_bwd_w_kernel[(E,)](*inputs_, *grads, *sizes, plane, 1.5, **block)
@@ -168,21 +166,15 @@ MUTANTS = [
     pytest.param("mixed += weigh", "mixed = weigh", id="last expert only"),
     pytest.param("dgate += weigh", "dgate = weigh", id="last expert's gradient"),
     pytest.param("0.0, weight * tile)", "0.0, tile)", id="no weight"),
-    pytest.param(
-        "tl.where(weight == 0, 0.0, weight * tile)", "tl.where(weight != 0, 0.0, tile)", id="the others' weight"
-    ),
-    pytest.param(
-        "(t * E + e), mask=t < T, other=0.0)[:, None]", "(t * E), mask=t < T, other=0.0)[:, None]", id="first weight"
-    ),
+    pytest.param("tl.where(weight == 0, 0.0, weight * tile)", "tl.where(weight != 0, 0.0, tile)", id="the others' weight"),
+    pytest.param("(t * E + e), mask=t < T, other=0.0)[:, None]", "(t * E), mask=t < T, other=0.0)[:, None]", id="first weight"),
     pytest.param("tl.trans(a), q,", "tl.trans(a), None,", id="last columns' q"),
     pytest.param("low_ptr + 2 * plane + low_at", "low_ptr + plane + low_at", id="q over the ranks of up"),
     pytest.param("dweight += tl.sum", "dweight = tl.sum", id="last columns' gradient of the weights"),
     pytest.param("tl.sum(da * value * u, 1)", "tl.sum(da * value, 1)", id="weights' gradient without up"),
     pytest.param("da * u * slope).to(b.dtype)", "da * u).to(b.dtype)", id="no slope in the ranks' gradient"),
     pytest.param("dgate += weigh(weight, da * u * slope)", "dgate += weigh(weight, da * u)", id="no slope"),
-    pytest.param(
-        "dup += weigh(weight, da * value)", "dup += weigh(weight, da * g)", id="the pre-activation for its value"
-    ),
+    pytest.param("dup += weigh(weight, da * value)", "dup += weigh(weight, da * g)", id="the pre-activation for its value"),
     pytest.param("tl.trans(b), dgate,", "tl.trans(b), None,", id="last columns' gradient of the ranks"),
     pytest.param("(scaling * dup).to(dlow", "dup.to(dlow", id="ranks' gradient without the scaling"),
     pytest.param("dlow_ptr + plane + low_at", "dlow_ptr + low_at", id="up's gradient over gate's"),
@@ -192,9 +184,7 @@ MUTANTS = [
     pytest.param("range(0, T, BLOCK_T)", "range(0, BLOCK_T, BLOCK_T)", id="first tokens only"),
     pytest.param("range(0, I, BLOCK_I)", "range(0, BLOCK_I, BLOCK_I)", id="first columns only"),
     pytest.param("rows.to(low.dtype), acc,", "rows.to(low.dtype), None,", id="last tokens only"),
-    pytest.param(
-        "(t < T)[:, None] & (r < R)[None, :]", "(t < T)[:, None] & (r < R - 1)[None, :]", id="last rank left out"
-    ),
+    pytest.param("(t < T)[:, None] & (r < R)[None, :]", "(t < T)[:, None] & (r < R - 1)[None, :]", id="last rank left out"),
     pytest.param("(tl.program_id(0) % E)", "(tl.program_id(0) * 0)", id="first expert for all"),
     pytest.param("dz_ptr + I, dup", "dz_ptr + I, dgate", id="gate's gradient twice"),
 ]
@@ -206,9 +196,7 @@ def test_mutant_is_caught(old, new, tmp_path):
     # where both files have the line, both
     files = [old in Path(module.__file__).read_text() for module in (lora, lora_backward)]
     assert any(files), f"the kernels have no {old!r} any more; plant this mutant elsewhere"
-    modules = [
-        edited(module, tmp_path, old, new) if has else module for module, has in zip((lora, lora_backward), files)
-    ]
+    modules = [edited(module, tmp_path, old, new) if has else module for module, has in zip((lora, lora_backward), files)]
     assert caught(launchers(*modules))
 
 

@@ -154,9 +154,7 @@ def test_mixing_follows_the_formula(n, shared_rate):
 def test_a_constant_changes_nothing_and_the_gradient_sums_to_zero(shared_rate):
     logits = torch.randn(7, requires_grad=True)
     torch.testing.assert_close(mixing(logits, shared_rate), mixing(logits + 5, shared_rate), rtol=1e-5, atol=1e-7)
-    (grad,) = torch.autograd.grad(
-        (mixing(logits, shared_rate) * torch.arange(7 + (shared_rate is not None))).sum(), logits
-    )
+    (grad,) = torch.autograd.grad((mixing(logits, shared_rate) * torch.arange(7 + (shared_rate is not None))).sum(), logits)
     assert grad.abs().max() > 1e-3 and abs(grad.sum().item()) < 1e-6
 
 
@@ -243,17 +241,12 @@ def test_opcheck(layout, dtype):
         "transposed": torch.randn(3, 5, 4).transpose(1, 2),
         "expanded": torch.randn(1, 4, 5).expand(3, 4, 5),
     }
-    weight, alpha = (
-        weight[layout].to(dtype),
-        torch.rand(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
-    )
+    weight, alpha = (weight[layout].to(dtype), torch.rand(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32))
     torch.library.opcheck(
         torch.ops.moe_runtime.merge_experts,
         (weight.detach().requires_grad_(layout != "expanded"), alpha.requires_grad_(), "torch"),
     )
-    torch.library.opcheck(
-        torch.ops.moe_runtime.merge_experts_backward_alpha, (torch.randn(4, 5).to(dtype), weight, "torch")
-    )
+    torch.library.opcheck(torch.ops.moe_runtime.merge_experts_backward_alpha, (torch.randn(4, 5).to(dtype), weight, "torch"))
 
 
 def test_compiles_without_a_graph_break():

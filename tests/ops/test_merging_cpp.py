@@ -33,11 +33,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parity(shape, dtype, variant, tolerance):  # noqa: F811
-    weight, alpha, dout = (
-        torch.randn(shape).to(dtype),
-        torch.rand(shape[0]).softmax(-1),
-        torch.randn(shape[1:]).to(dtype),
-    )
+    weight, alpha, dout = (torch.randn(shape).to(dtype), torch.rand(shape[0]).softmax(-1), torch.randn(shape[1:]).to(dtype))
     got = run(merge_experts, weight, alpha, dout, backend="cpp")
     assert got["out"].dtype == dtype and got["dalpha"].dtype == torch.float32
     assert_parity(got, run(by_experts, weight.double(), alpha.double(), dout.double()), tolerance[dtype])
@@ -63,11 +59,7 @@ def test_layouts_are_read_where_they_lie(stored, view, whole, dtype):
     out = merge_experts(weight, alpha, backend="cpp")
     assert out.is_contiguous() and torch.equal(out, merge_experts(weight.contiguous(), alpha, backend="torch"))
     full = torch.randn(shape).to(dtype)
-    for dout in (
-        full,
-        full.flatten()[0].expand(shape),
-        torch.randn(shape[::-1]).to(dtype).permute(*range(len(shape))[::-1]),
-    ):
+    for dout in (full, full.flatten()[0].expand(shape), torch.randn(shape[::-1]).to(dtype).permute(*range(len(shape))[::-1])):
         want = merging.backward_alpha(dout.contiguous(), weight.contiguous())
         assert_parity({"dalpha": merging.backward_alpha(dout, weight)}, {"dalpha": want}, 1e-5)
     assert (merging._as_stored(weight)[0].data_ptr() == weight.data_ptr()) == whole
@@ -75,11 +67,7 @@ def test_layouts_are_read_where_they_lie(stored, view, whole, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_threads_change_no_bit(dtype, monkeypatch, variant):  # noqa: F811
-    weight, alpha, dout = (
-        torch.randn(9, 11 * BLOCK + 77).to(dtype),
-        torch.randn(9),
-        torch.randn(11 * BLOCK + 77).to(dtype),
-    )
+    weight, alpha, dout = (torch.randn(9, 11 * BLOCK + 77).to(dtype), torch.randn(9), torch.randn(11 * BLOCK + 77).to(dtype))
 
     def results(threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -141,9 +129,7 @@ def test_coefficients_may_lie_apart():
 
 @pytest.mark.parametrize("stride", [2**31 - 1, 2**31 + 1], ids=["2^31 - 1", "2^31 + 1"])
 def test_experts_beyond_int32(stride):
-    memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.int16)).view(
-        torch.bfloat16
-    )  # pages take memory once touched
+    memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.int16)).view(torch.bfloat16)  # pages take memory once touched
     weight = memory.as_strided((2, 5), (stride, 1))
     weight[0], weight[1] = torch.arange(5), torch.arange(5, 10)
     alpha = torch.tensor([0.5, 2.0], requires_grad=True)
@@ -225,9 +211,7 @@ def test_the_mergeable_layer_keeps_its_mixture_and_sees_new_logits(dtype, monkey
 
 def test_dtypes_that_it_lacks_are_refused_and_go_elsewhere_by_default():
     assert backends.pick("merge_experts", torch.zeros(1, dtype=torch.float16)) == "torch"
-    with pytest.raises(
-        ValueError, match="'cpp' for merge_experts, but the tensor is torch.float16; want float32 or bfl"
-    ):
+    with pytest.raises(ValueError, match="'cpp' for merge_experts, but the tensor is torch.float16; want float32 or bfl"):
         merge_experts(torch.zeros(2, 3, dtype=torch.float16), torch.ones(2), backend="cpp")
     with pytest.raises(ValueError, match="want 'torch' for float64"):
         merge_experts(torch.zeros(2, 3, dtype=torch.float64), torch.ones(2), backend="cpp")

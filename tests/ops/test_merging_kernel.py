@@ -67,10 +67,7 @@ def test_config_fits_the_gpu():
 @pytest.mark.parametrize("P", [1, 17, 4096, 2049])
 def test_merge_and_dalpha_of_every_number_of_experts(E, P, device):
     weight, alpha, dout = (torch.randn(shape, device=device) for shape in ((E, P), (E,), (P,)))
-    got = {
-        "out": merging.merge_experts_forward(weight, alpha),
-        "dalpha": merging.merge_experts_backward_alpha(dout, weight),
-    }
+    got = {"out": merging.merge_experts_forward(weight, alpha), "dalpha": merging.merge_experts_backward_alpha(dout, weight)}
     want = {"out": alpha.double() @ weight.double(), "dalpha": weight.double() @ dout.double()}
     assert not mismatches(got, want, BOUND)
 
@@ -119,9 +116,7 @@ def test_rows_beyond_int32(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("a file is the CPU's")
     K, N, T = 1 << 30, 3, 3
-    x, weight = (
-        torch.from_numpy(np.memmap(tmp_path / name, np.float16, "w+", shape=(3, K))) for name in ("x", "weight")
-    )
+    x, weight = (torch.from_numpy(np.memmap(tmp_path / name, np.float16, "w+", shape=(3, K))) for name in ("x", "weight"))
     numbers, dout = torch.randn(2, 3, 16).half(), torch.randn(T, N).half()
     x[:, :16], weight[:, :16] = numbers[0], numbers[1]
     partial = torch.full((1, 1), NAN)

@@ -35,9 +35,7 @@ def whole(v, gate, backend, recompute=False, **options):
 
 
 def experts_of(v, shared="group", **activation):
-    return Experts(
-        v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(**activation), shared=shared
-    )
+    return Experts(v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(**activation), shared=shared)
 
 
 def halves(v, gate, backend, **options):

@@ -164,9 +164,7 @@ def test_gradcheck(act, case_of):
     leaves = [leaf.requires_grad_() for leaf in case.leaves.values()]
 
     def f(x, up, down, topk_weight, up_bias, down_bias):
-        return layer()(
-            x, up, down, topk_weight, case.topk_idx, up_bias=up_bias, down_bias=down_bias, act=act, gated=case.gated
-        )
+        return layer()(x, up, down, topk_weight, case.topk_idx, up_bias=up_bias, down_bias=down_bias, act=act, gated=case.gated)
 
     assert torch.autograd.gradcheck(f, leaves, fast_mode=False)
 
@@ -226,9 +224,7 @@ def check_rows_of_nobody(backend: str, device="cpu"):
     places = torch.tensor([3, -1, 1, -1], dtype=torch.int32, device=device)
     trained = [torch.randn(5, *stack.shape[1:], device=device, requires_grad=True) for stack in (up, down)]
     with filled_memory():
-        out = moe_mlp(
-            x, up, down, weight, case.topk_idx.to(device), trainable=places, trained=tuple(trained), backend=backend
-        )
+        out = moe_mlp(x, up, down, weight, case.topk_idx.to(device), trainable=places, trained=tuple(trained), backend=backend)
         grads = torch.autograd.grad(out.square().sum(), trained)
     for grad in grads:
         assert grad.isfinite().all() and grad.flatten(1).any(1).tolist() == [False, True, False, True, False]
@@ -295,20 +291,14 @@ def _bad(**change):
         pytest.param({"x": torch.randn(6, 32)}, "x (6, 32)", id="another H"),
         pytest.param({"gate_up_proj": torch.randn(4, 33, 34)}, "gate_up_proj is (4, 33, 34)", id="weights in x out"),
         pytest.param({"down_proj": torch.randn(3, 33, 17)}, "down_proj (3, 33, 17)", id="another E"),
-        pytest.param(
-            {"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"
-        ),
+        pytest.param({"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"),
         pytest.param({"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"),
         pytest.param(
-            {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)},
-            "(5, 2)",
-            id="another T",
+            {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)}, "(5, 2)", id="another T"
         ),
         pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx (6, 2) torch.float32", id="float ids"),
         pytest.param(
-            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)},
-            "topk_weight is (6, 2) torch.int64",
-            id="integer weights",
+            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight is (6, 2) torch.int64", id="integer weights"
         ),
         pytest.param({"act": "tanh"}, "act is 'tanh'", id="unknown activation"),
         pytest.param({"gate_up_bias": torch.randn(4, 17)}, "gate_up_bias is (4, 17)", id="bias of another size"),

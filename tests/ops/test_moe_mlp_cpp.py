@@ -49,9 +49,7 @@ def way(request, monkeypatch):
 def no_grad(case, **options):
     v = case.view(case.leaves)
     with torch.no_grad():
-        return layer(**options)(
-            *(v[name] for name in ("x", "up", "down", "topk_weight")), case.topk_idx, **rest(v, case)
-        )
+        return layer(**options)(*(v[name] for name in ("x", "up", "down", "topk_weight")), case.topk_idx, **rest(v, case))
 
 
 def rest(v, case):
@@ -74,12 +72,7 @@ def test_whole_vectors_and_what_is_left(T, H, I, dtype, variant, way, tolerance)
     assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
 
 
-FORMS = [
-    {"limit": 0.5, "up_offset": 1.0, "interleaved": True},
-    {"limit": 0.5},
-    {"interleaved": True},
-    {"up_offset": -0.25},
-]
+FORMS = [{"limit": 0.5, "up_offset": 1.0, "interleaved": True}, {"limit": 0.5}, {"interleaved": True}, {"up_offset": -0.25}]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -129,9 +122,7 @@ def test_threads_change_no_bit(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("threads", [2, 5, 64])
 def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch, variant):
-    case = make_case(
-        1300, 70, 33, 2, 1, dtype, "halves", bias=True
-    )  # fewer panels than threads, tokens enough to share
+    case = make_case(1300, 70, 33, 2, 1, dtype, "halves", bias=True)  # fewer panels than threads, tokens enough to share
     case.topk_idx[:1100] = 0  # two pieces of one expert
     monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
     want = no_grad(case, backend="cpp")
@@ -310,9 +301,7 @@ def test_opcheck(way_of, monkeypatch):
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
     experts = Experts(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
-    torch.library.opcheck(
-        torch.ops.moe_runtime.moe_mlp, (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp")
-    )
+    torch.library.opcheck(torch.ops.moe_runtime.moe_mlp, (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp"))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

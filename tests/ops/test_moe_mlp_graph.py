@@ -29,9 +29,7 @@ def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, g
     x, up, down, weight, up_bias, down_bias = leaves
 
     def step(**options):
-        return moe_mlp(
-            x, up, down, weight, case.topk_idx, gated=gated, gate_up_bias=up_bias, down_bias=down_bias, **options
-        )
+        return moe_mlp(x, up, down, weight, case.topk_idx, gated=gated, gate_up_bias=up_bias, down_bias=down_bias, **options)
 
     Z = up.shape[1]
     kept, out = saved_bytes(step, [up, down, up_bias, down_bias])
@@ -98,9 +96,7 @@ def test_opcheck(sizes, options, backend):
     experts = Experts(*weights, *biases, trainable, *apart, form(case)).pack()
     op = torch.ops.moe_runtime.moe_mlp
     opcheck(op, (v["x"], v["topk_weight"], case.topk_idx, *experts, save, backend), is_traced)
-    x, weight, *experts = (
-        t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts)
-    )
+    x, weight, *experts = (t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts))
     _, *kept = op(x, weight, case.topk_idx, *experts, save, backend)
     every = [True] * 4 + [bias is not None for bias in biases]
     for needs in (every, [True, False, False, True, False, False], [False] * 6):

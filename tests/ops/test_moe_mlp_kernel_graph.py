@@ -9,17 +9,7 @@ from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
 from tests.support import layouts
 from tests.support.layer import moe_layer
-from tests.support.oracle import (
-    assert_parity,
-    bounds,
-    make_case,
-    mlp,
-    moe_eager,
-    moe_mismatches,
-    moe_oracle,
-    run,
-    saved_bytes,
-)
+from tests.support.oracle import assert_parity, bounds, make_case, mlp, moe_eager, moe_mismatches, moe_oracle, run, saved_bytes
 
 pytest.importorskip("triton")
 from moe_runtime.kernels import tiles
@@ -178,9 +168,7 @@ def test_equal_experts_are_the_dense_ffn(shared, device):
     x, up, down = torch.randn(T, H), torch.randn(1, 2 * I, H) / H**0.5, torch.randn(1, H, I) / I**0.5
     weight, idx, *_ = route(torch.randn(T, E - 1), K, "xft")
     args = [t.to(device) for t in (x, up, down, weight, idx)]
-    out = moe_mlp(
-        args[0], args[1].expand(E, -1, -1), args[2].expand(E, -1, -1), *args[3:], shared=shared, backend="triton"
-    )
+    out = moe_mlp(args[0], args[1].expand(E, -1, -1), args[2].expand(E, -1, -1), *args[3:], shared=shared, backend="triton")
     want = torch.stack([mlp(row, up[0].double(), down[0].double()) for row in x.double()])
     assert_parity({"out": out.cpu()}, {"out": want}, 1e-6)
 
@@ -216,9 +204,7 @@ def test_opcheck(sizes, options, device):
     with one_tile():
         forward = torch.ops.moe_runtime.moe_mlp
         torch.library.opcheck(forward, (v["x"], v["topk_weight"], idx, *experts, save, "triton"))
-        x, weight, *experts = (
-            t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts)
-        )
+        x, weight, *experts = (t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts))
         _, *kept = forward(x, weight, idx, *experts, save, "triton")
         every = [True] * 4 + [bias is not None for bias in biases]
         for needs in (every, [True, False, False, True, False, False])[: 1 + (sizes == {"bias": True})]:

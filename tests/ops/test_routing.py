@@ -40,9 +40,7 @@ def test_equals_the_equation(gate, T, R, k, dtype, tolerance):
 def test_gradcheck(gate, T, R, k):
     # apart from ties, where the choice jumps
     T = min(T, 3)
-    logits = (
-        torch.stack([torch.randperm(R) for _ in range(T)]).double() / 4 + torch.rand(T, R, dtype=torch.float64) / 10
-    )
+    logits = torch.stack([torch.randperm(R) for _ in range(T)]).double() / 4 + torch.rand(T, R, dtype=torch.float64) / 10
     noise = torch.rand(T, R, dtype=torch.float64) / 20
 
     def weight(logits, noise):
@@ -109,9 +107,7 @@ def test_ties_go_to_the_lower_id(gate, R):
         pytest.param([1.0, float("nan"), 0.0, float("nan"), 2.0, -1.0], id="some NaN"),
         pytest.param([-float("inf")] * 6, id="all experts masked"),
         pytest.param([float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0], id="overflown logits"),
-        pytest.param(
-            [-float("inf"), 1.0, -float("inf"), -float("inf"), -float("inf"), -float("inf")], id="one expert left"
-        ),
+        pytest.param([-float("inf"), 1.0, -float("inf"), -float("inf"), -float("inf"), -float("inf")], id="one expert left"),
     ],
 )
 def test_bad_rows_keep_distinct_valid_ids_and_harm_no_other_row(gate, row):
@@ -249,8 +245,7 @@ def test_layout_of_the_logits_does_not_matter(gate, view):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     dweight = torch.randn(9, 4)
     assert torch.equal(
-        torch.autograd.grad(got.topk_weight, logits, dweight)[0],
-        torch.autograd.grad(want.topk_weight, plain, dweight)[0],
+        torch.autograd.grad(got.topk_weight, logits, dweight)[0], torch.autograd.grad(want.topk_weight, plain, dweight)[0]
     )
 
 

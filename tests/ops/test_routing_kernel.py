@@ -14,9 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WHY = backends.why_not("triton", "route", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 pytestmark = [
     pytest.mark.skipif(WHY is not None, reason=str(WHY)),
-    pytest.mark.filterwarnings(
-        "ignore:(invalid|divide by zero|overflow):RuntimeWarning"
-    ),  # numpy's, of NaN and inf rows
+    pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning"),  # numpy's, of NaN and inf rows
 ]
 
 
@@ -135,10 +133,7 @@ def test_layouts(gate, view, device):
     logits = view(torch.randn(19, 7, device=device))
     k = slots(gate, min(2, logits.shape[1]))
     plain = logits.clone(memory_format=torch.contiguous_format)
-    for dweight in (
-        torch.randn(logits.shape[0], k, device=device),
-        torch.randn(1, 1, device=device).expand(len(logits), k),
-    ):
+    for dweight in (torch.randn(logits.shape[0], k, device=device), torch.randn(1, 1, device=device).expand(len(logits), k)):
         got = forward_backward(triton, logits, k, gate, dweight)
         assert same(got, forward_backward(triton, plain, k, gate, dweight.contiguous()))
         assert got["dlogits"].is_contiguous()
@@ -169,9 +164,7 @@ def bad_rows(device) -> torch.Tensor:
 
 def close(got: dict, want: dict) -> list[str]:
     """Where `got` is not `want` up to the rounding of float32: the ids equal, NaN at the same places."""
-    bad = (
-        [] if torch.equal(got["idx"], want["idx"]) else [f"ids are {got['idx'].tolist()}, want {want['idx'].tolist()}"]
-    )
+    bad = [] if torch.equal(got["idx"], want["idx"]) else [f"ids are {got['idx'].tolist()}, want {want['idx'].tolist()}"]
     return bad + [
         f"{name} is {got[name].tolist()}, want {want[name].tolist()}"
         for name in ("weight", "dlogits")
@@ -244,9 +237,7 @@ def test_second_gradient(gate, device):
 
 def test_float64_is_never_computed_in_float32(monkeypatch, device):
     logits = torch.randn(5, 7, dtype=torch.float64, device=device)
-    with pytest.raises(
-        ValueError, match="backend is 'triton' for route, but the tensor is torch.float64; want 'torch'"
-    ):
+    with pytest.raises(ValueError, match="backend is 'triton' for route, but the tensor is torch.float64; want 'torch'"):
         triton(logits, 3, "xft")
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
     got, want = route(logits, 3, "xft"), route_reference(logits, 3, "xft")

@@ -83,9 +83,7 @@ SHAPE = (3, 1 << 18)
 def test_a_lease_is_a_plain_tensor():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         tensor = workspace.lease(SHAPE, LIKE.to(dtype))
-        assert (
-            tensor.shape == SHAPE and tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
-        )
+        assert tensor.shape == SHAPE and tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
         tensor.normal_()
         for other in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), tensor.clone()):
             assert torch.equal(other, tensor) and other.data_ptr() != tensor.data_ptr()
@@ -114,13 +112,7 @@ def test_two_live_leases_never_share():
 
 @pytest.mark.parametrize(
     "part",
-    [
-        lambda t: t[2, 5:],
-        lambda t: t.detach(),
-        lambda t: t.view(-1)[::7],
-        lambda t: t.numpy(),
-        lambda t: t.untyped_storage(),
-    ],
+    [lambda t: t[2, 5:], lambda t: t.detach(), lambda t: t.view(-1)[::7], lambda t: t.numpy(), lambda t: t.untyped_storage()],
 )
 def test_a_view_keeps_the_memory(part):
     tensor = workspace.lease(SHAPE, LIKE).fill_(7)

@@ -84,9 +84,7 @@ print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brough
     [
         pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
         pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
-        pytest.param(
-            "import moe_runtime.cli", {"moe_runtime", "typer", "annotated_doc", "shellingham"}, id="command line"
-        ),
+        pytest.param("import moe_runtime.cli", {"moe_runtime", "typer", "annotated_doc", "shellingham"}, id="command line"),
         pytest.param("import moe_runtime; dir(moe_runtime), moe_runtime.__version__", {"moe_runtime"}, id="names"),
     ],
 )

@@ -58,9 +58,7 @@ def backend(request, monkeypatch):
     ],
 )
 def test_a_layer(settings, dtype, backend, device):
-    config = MoEConfig(
-        **{"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K} | settings,
-    )
+    config = MoEConfig(**{"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K} | settings)
     layer = MoE(config).to(device, dtype)
     x = torch.randn(T, H, dtype=dtype, device=device, requires_grad=True)
     kept, _ = saved_bytes(lambda: layer(x), list(layer.parameters()))

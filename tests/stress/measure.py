@@ -75,9 +75,7 @@ def _with_gradients(outputs: Tensors, leaves: Tensors, upstream: Tensors) -> Ten
         return found
     into = [upstream[n].to(t.dtype) for n, t in roots.items()]
     grads = torch.autograd.grad([*roots.values()], [*floats.values()], into, allow_unused=True)
-    return found | {
-        f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(floats.items(), grads, strict=True)
-    }
+    return found | {f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(floats.items(), grads, strict=True)}
 
 
 def run(case: Case, backend: str, upstream: Tensors | None = None) -> Tensors:

@@ -402,14 +402,7 @@ def dare_merge_case(d: Draw) -> Case:
         def part(start, stop):
             mine = [v[name].reshape(-1)[start:stop] for name in names]
             return dare_merge(
-                *mine,
-                weights=weights,
-                drop=drop,
-                rescale=rescale,
-                seed=seed,
-                tensor=tensor,
-                start=start,
-                backend=backend,
+                *mine, weights=weights, drop=drop, rescale=rescale, seed=seed, tensor=tensor, start=start, backend=backend
             )
 
         if cut == 0:

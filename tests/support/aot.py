@@ -69,9 +69,7 @@ class Case(NamedTuple):
         c = self.constants
         if all(name in c for name in BLOCKS):
             return "x".join(str(c[name]) for name in BLOCKS) + " persistent" * bool(c.get("PERSISTENT"))
-        return " ".join(
-            f"{name}={value}" for name, value in c.items() if name.startswith("BLOCK") or name.endswith("PAD")
-        )
+        return " ".join(f"{name}={value}" for name, value in c.items() if name.startswith("BLOCK") or name.endswith("PAD"))
 
 
 class Report(NamedTuple):

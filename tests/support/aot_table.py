@@ -87,11 +87,7 @@ def row(case: Case, target: int | str, report: Report) -> str:
     if report.error:
         return f"| {' | '.join(plan(case))} | does not compile ||||"
     tensor = [name for name in ("tcgen05", "wgmma", "mma.sync", "mfma") if name in report.features]
-    loads = [
-        word
-        for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes"))
-        if name in report.features
-    ]
+    loads = [word for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes")) if name in report.features]
     last = str(report.stack) if target == AMD else ", ".join(loads) or "-"
     facts = [str(report.registers), f"{report.shared / 1024:.1f}", ", ".join(tensor) or "-", last]
     return f"| {' | '.join(plan(case) + facts)} |"
@@ -117,9 +113,7 @@ def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
     """From the file: the Triton version, and for each GPU the columns that need no compiler."""
     version = re.search(r"with Triton ([\d.]+);", text)[1]
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
-    rows = {
-        gpu: [line.split(" | ") for line in part.split("\n") if " | " in line][1:] for gpu, part in sections.items()
-    }
+    rows = {gpu: [line.split(" | ") for line in part.split("\n") if " | " in line][1:] for gpu, part in sections.items()}
     return version, {gpu: [[cell.strip("| ") for cell in line[:5]] for line in lines] for gpu, lines in rows.items()}
 
 
@@ -127,9 +121,7 @@ def main(words: list[str]) -> None:
     cases = all_cases()
     work = listed(cases)
     if words:
-        work = [
-            (i, t) for i, t in jobs(cases) if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)
-        ]
+        work = [(i, t) for i, t in jobs(cases) if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)]
     reports = dict(zip(work, compile_all([(cases[i], target) for i, target in work])))
     for (i, target), report in reports.items():
         bad = "; ".join(complaints(cases[i], target, report))

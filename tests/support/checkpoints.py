@@ -49,9 +49,7 @@ def raw_file(path: Path, header: dict | bytes, data: bytes = b"", length: int | 
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    return {
-        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.rglob("*") if f.is_file()
-    }
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.rglob("*") if f.is_file()}
 
 
 def siblings(folder: Path) -> list[str]:

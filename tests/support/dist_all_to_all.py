@@ -22,16 +22,7 @@ TOKENS = {  # tokens of rank r, by case
     "all_dropped": lambda rank: 4,
 }
 DRAWN = scaled(3, 150)  # cases of drawn sizes and routings, their names seeds
-TOWARDS = (
-    "anywhere",
-    "one rank",
-    "one expert",
-    "the last rank",
-    "nowhere",
-    "some nowhere",
-    "by rank",
-    "half of the ranks",
-)
+TOWARDS = ("anywhere", "one rank", "one expert", "the last rank", "nowhere", "some nowhere", "by rank", "half of the ranks")
 
 
 class Drawn(random.Random):
@@ -144,9 +135,7 @@ def refusals(mesh) -> dict[str, str]:
         "columns": [DTensor.from_local(part, mesh, [Shard(1)]) for part in parts],
         "mixed": [sharded[0], DTensor.from_local(parts[1], mesh, [Replicate()])],
         "half": [sharded[0], parts[1]],
-        "ragged": [
-            DTensor.from_local(torch.zeros(1 + dist.get_rank(), 2), mesh, [Shard(0)], shape=(3, 2), stride=(2, 1))
-        ],
+        "ragged": [DTensor.from_local(torch.zeros(1 + dist.get_rank(), 2), mesh, [Shard(0)], shape=(3, 2), stride=(2, 1))],
     }
     for name, tensors in tries.items():
         try:
@@ -161,9 +150,7 @@ def refusals(mesh) -> dict[str, str]:
 def main(out: str) -> None:
     n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n,))
-    results = {
-        (name, 1, gradients): run_case(name, mesh, gradients) for name in TOKENS for gradients in ("mean", "sum")
-    }
+    results = {(name, 1, gradients): run_case(name, mesh, gradients) for name in TOKENS for gradients in ("mean", "sum")}
     results["float32"] = run_case("ragged", mesh, "mean", torch.float32)
     results["bfloat16"] = run_case("ragged", mesh, "mean", torch.bfloat16)
     for seed in range(DRAWN):
@@ -173,7 +160,5 @@ def main(out: str) -> None:
     results["refusals"] = refusals(mesh) if n == 2 else {}
     if n == 4:
         both = init_device_mesh("cpu", (2, 2))
-        results |= {
-            (name, 2, gradients): run_case(name, both, gradients) for name in TOKENS for gradients in ("mean", "sum")
-        }
+        results |= {(name, 2, gradients): run_case(name, both, gradients) for name in TOKENS for gradients in ("mean", "sum")}
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")

@@ -53,9 +53,7 @@ def save_spread(out: str) -> None:
 
 def train(out: str) -> None:
     """A trainer of both ranks, its checkpoint, and its adapter at the end."""
-    trainer = trainer_of(
-        MoETrainer, f"{out}/run", per_device_train_batch_size=1, max_steps=4, save_steps=2, optim="sgd"
-    )
+    trainer = trainer_of(MoETrainer, f"{out}/run", per_device_train_batch_size=1, max_steps=4, save_steps=2, optim="sgd")
     trainer.train()
     esft.save_adapter(trainer.model, f"{out}/adapter")
     trainer.save_model(f"{out}/last")

@@ -70,9 +70,7 @@ def make(family: str):
         config._attn_implementation = "eager"
         model = transformers.GptOssForCausalLM(config)
     else:
-        config = transformers.Qwen3MoeConfig(
-            **FIELDS, moe_intermediate_size=24, num_experts=8, tie_word_embeddings=True
-        )
+        config = transformers.Qwen3MoeConfig(**FIELDS, moe_intermediate_size=24, num_experts=8, tie_word_embeddings=True)
         model = transformers.Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -170,9 +168,7 @@ def run(scenario: Scenario, folder: str) -> dict:
     weights = {name: whole(p) for name, p in model.named_parameters()}
     assert dist.get_rank() or all(torch.equal(states[name], weight) for name, weight in weights.items())
     experts = {
-        name: tuple(p.to_local().shape)
-        for name, p in model.named_parameters()
-        if "experts" in name and hasattr(p, "to_local")
+        name: tuple(p.to_local().shape) for name, p in model.named_parameters() if "experts" in name and hasattr(p, "to_local")
     }
     return result | {"weights": weights, "logits": logits, "counts": counts, "experts": experts}
 
@@ -249,10 +245,7 @@ def run_lora(folder: str) -> dict:
 def run_overflow(folder: str) -> dict:
     """A gradient of one expert, on the last rank alone, is infinite."""
     model = sharded(make("qwen3_moe"))
-    scaler, optimizers = (
-        torch.amp.GradScaler("cpu"),
-        [torch.optim.SGD([group], lr=10) for group in parameter_groups(model)],
-    )
+    scaler, optimizers = (torch.amp.GradScaler("cpu"), [torch.optim.SGD([group], lr=10) for group in parameter_groups(model)])
     before, ids = {name: whole(p) for name, p in model.named_parameters()}, batch(dist.get_rank())
     scale = scaler.get_scale()
     scaler.scale(DistributedDataParallel(model)(ids, labels=ids).loss).backward()

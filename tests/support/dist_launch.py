@@ -85,9 +85,7 @@ def killed(code: str, *args, when: Callable[[], object], seconds: float = 240) -
     with tempfile.TemporaryDirectory() as folder:
         script, log = Path(folder, "script.py"), Path(folder, "log")
         script.write_text(code)
-        process = _forks().Process(
-            target=_run, args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log)
-        )
+        process = _forks().Process(target=_run, args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log))
         process.start()
         try:
             deadline = time.monotonic() + seconds
@@ -126,13 +124,7 @@ def _forks():
 
 
 def _run(
-    script: str,
-    args: list[str],
-    env: dict[str, str],
-    folder: str,
-    out: Path,
-    errors: Path,
-    rendezvous: str | None = None,
+    script: str, args: list[str], env: dict[str, str], folder: str, out: Path, errors: Path, rendezvous: str | None = None
 ) -> None:
     """Be a process of its own: environment, working directory, output, arguments; a rank, if there is a `rendezvous`."""
     for number, path in ((1, out), (2, errors)):

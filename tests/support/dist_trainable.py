@@ -48,20 +48,12 @@ SCENARIOS = {
     "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", spread=True),
 }
 # two on the second rank and one on the first, then none on one of them
-EXPERTS = {
-    "qwen3_moe": {0: [6, 1, 7], 1: [2]},
-    "gpt_oss": {0: [3, 0, 2], 1: [3]},
-    "ours": {0: [3], 1: [2, 1]},
-}
+EXPERTS = {"qwen3_moe": {0: [6, 1, 7], 1: [2]}, "gpt_oss": {0: [3, 0, 2], 1: [3]}, "ours": {0: [3], 1: [2, 1]}}
 
 
 def freeze(model, scenario: Scenario):
     return freeze_for_esft(
-        model,
-        EXPERTS[scenario.family],
-        scenario.everything,
-        scenario.everything,
-        dtype=torch.float32 if scenario.low else None,
+        model, EXPERTS[scenario.family], scenario.everything, scenario.everything, dtype=torch.float32 if scenario.low else None
     )
 
 

@@ -36,9 +36,7 @@ def batches(plan: dict, ranks: int) -> list[torch.Tensor]:
 
 def run(family: str, plan: dict, folder: str) -> dict:
     config, ids = DistributedConfig(**plan), batches(plan, dist.get_world_size())[dist.get_rank()]
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation="moe_runtime", distributed_config=config
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_runtime", distributed_config=config)
     with torch.no_grad():
         logits = whole(model.eval()(ids).logits)
     loss = model.train()(ids, labels=ids).loss
@@ -46,13 +44,7 @@ def run(family: str, plan: dict, folder: str) -> dict:
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     experts = {name: len(local(p)) for name, p in model.named_parameters() if name.endswith("down_proj")}
     implementations = {module.config._experts_implementation for module in model.modules() if is_experts(module)}
-    return {
-        "logits": logits,
-        "loss": whole(loss).item(),
-        "gradients": gradients,
-        "experts": experts,
-        "ours": implementations,
-    }
+    return {"logits": logits, "loss": whole(loss).item(), "gradients": gradients, "experts": experts, "ours": implementations}
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

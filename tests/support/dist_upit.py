@@ -28,7 +28,5 @@ def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
 
 
 def main(out: str, experts: str, adapters: str) -> None:
-    folders = [
-        sorted(Path(folder).glob(pattern)) for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))
-    ]
+    folders = [sorted(Path(folder).glob(pattern)) for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))]
     torch.save(run(Path(out), *folders), f"{out}/rank{dist.get_rank()}.pt")

@@ -15,12 +15,7 @@ def task_rows() -> dict[str, list[dict]]:
     """Rows of the two tasks and of general text, all different."""
     sums = [{"prompt": f"{i} and {j} make ", "completion": str(i + j)} for i in range(8) for j in range(6)]
     words = [
-        {
-            "messages": [
-                {"role": "user", "content": f"turn {word} {i}"},
-                {"role": "assistant", "content": word[::-1] * 2},
-            ]
-        }
+        {"messages": [{"role": "user", "content": f"turn {word} {i}"}, {"role": "assistant", "content": word[::-1] * 2}]}
         for word in WORDS
         for i in range(6)
     ]

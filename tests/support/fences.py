@@ -132,9 +132,7 @@ def parse_make(arguments: list[str], page: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
     for argument in arguments:
         variable = argument.partition("=")[0]
-        known = (
-            re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text) if "=" in argument else variable in targets
-        )
+        known = re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text) if "=" in argument else variable in targets
         assert known, f"{page}: make knows no {argument}"
 
 
@@ -149,9 +147,7 @@ def parse_python(arguments: list[str], page: str) -> None:
         else:
             parse_main(module, rest)
     else:
-        assert any(fence.options.get("file") == arguments[0] for fence in ALL), (
-            f"{page}: nothing is called {arguments[0]}"
-        )
+        assert any(fence.options.get("file") == arguments[0] for fence in ALL), f"{page}: nothing is called {arguments[0]}"
 
 
 def parse_main(module: str, arguments: list[str]) -> None:
@@ -182,9 +178,7 @@ def parse_pip(arguments: list[str], page: str) -> None:
     action, *rest = arguments
     options, wanted = create_command(action).parser.parse_args(rest)
     extras = set(
-        re.findall(
-            r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1], re.M
-        )
+        re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1], re.M)
     )
     for target in [*wanted, *getattr(options, "editables", [])]:
         name, _, asked = target.partition("[")

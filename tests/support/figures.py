@@ -31,10 +31,7 @@ def newest() -> Path:
 def tables(path: Path) -> dict[Path, list[str]]:
     """Return each page's tables, as the file has them."""
     rows = report.rows_of(path)
-    return {
-        README: [report.cpu_table(rows), report.steps_table(rows)],
-        PAGE: [goals.goals(rows, goals.CPU_GOALS)],
-    }
+    return {README: [report.cpu_table(rows), report.steps_table(rows)], PAGE: [goals.goals(rows, goals.CPU_GOALS)]}
 
 
 def pictures(path: Path, folder: str) -> dict[str, str]:
@@ -50,10 +47,7 @@ def put_table(text: str, table: str) -> str:
     """Replace the table of the same first columns, and the list of what missed its goal; ValueError where there is none."""
     start = " | ".join(table.split("\n")[0].split(" | ")[:2])
     changed, count = re.subn(
-        rf"^{re.escape(start)}.*\n(?:\|.*\n)+(?:\n(?:\* .* off\n)+)?",
-        lambda _: table.strip() + "\n",
-        text,
-        flags=re.MULTILINE,
+        rf"^{re.escape(start)}.*\n(?:\|.*\n)+(?:\n(?:\* .* off\n)+)?", lambda _: table.strip() + "\n", text, flags=re.MULTILINE
     )
     if count != 1:
         raise ValueError(f"the page has {count} tables that begin with {start!r}; want one")
@@ -85,9 +79,7 @@ def main() -> None:
             text = put_pictures(text, "## Pictures", list(more.values()))
         with atomic_file(page) as beside:
             beside.write_text(text)
-        print(
-            f"{page.relative_to(ROOT)}: {len(found)} tables; the name of the file and what is said of it are yours to write"
-        )
+        print(f"{page.relative_to(ROOT)}: {len(found)} tables; the name of the file and what is said of it are yours to write")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ NOT_RUN = {
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
     "make wheel": NotRun("fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"),
     "make wheel-cuda": NotRun(
-        "fills a .venv, and compiles for minutes",
-        "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library",
+        "fills a .venv, and compiles for minutes", "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library"
     ),
     "pip wheel": NotRun(NETWORK, "tests/test_packaging.py::test_cuda_is_never_built_in_silence"),
     "pip install": NotRun(NETWORK),
@@ -56,9 +55,7 @@ NOT_RUN = {
     ".ci/run": NotRun("calls make lint and make test"),
     ".venv/bin/pre-commit": NotRun("changes the clone's git hooks"),
     "bash bench/gpu.sh": NotRun("wants a GPU"),
-    "accelerate launch": NotRun(
-        "wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
-    ),
+    "accelerate launch": NotRun("wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
     "python -m moe_runtime.native.build cuda": NotRun(
         "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),

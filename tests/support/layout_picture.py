@@ -93,9 +93,7 @@ def draw(root: Path) -> str:
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="white"/>',
     ]
     for a, b in sorted(pairs):
-        lines.append(
-            f'<path d="{path(at[a], at[b])}" fill="none" stroke="#555" stroke-width="1.2" marker-end="url(#tip)"/>'
-        )
+        lines.append(f'<path d="{path(at[a], at[b])}" fill="none" stroke="#555" stroke-width="1.2" marker-end="url(#tip)"/>')
     for folder, (x, y, width) in at.items():
         colour, label = COLOURS[folder.split(".")[0]], LABELS.get(folder, folder.replace(".", "/"))
         lines.append(

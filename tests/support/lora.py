@@ -60,10 +60,7 @@ def arguments(case: Case, leaves: dict, dtype: torch.dtype | None, device: str) 
     pairs = {name: LoRA(leaves[f"{name}_a"], leaves[f"{name}_b"]) for name in NAMES if f"{name}_a" in leaves}
     weights = [base.pop(f"{name}_proj") for name in NAMES]
     idx = None if case.topk_idx is None else case.topk_idx.to(device)
-    return (leaves["x"], *weights, leaves["topk_weight"], idx), pairs | base | {
-        "scaling": case.scaling,
-        "act": case.act,
-    }
+    return (leaves["x"], *weights, leaves["topk_weight"], idx), pairs | base | {"scaling": case.scaling, "act": case.act}
 
 
 def run(case: Case, layer, dtype: torch.dtype | None = None, device: str = "cpu", **options) -> dict[str, torch.Tensor]:
@@ -73,9 +70,7 @@ def run(case: Case, layer, dtype: torch.dtype | None = None, device: str = "cpu"
     args, kwargs = arguments(case, leaves, dtype, device)
     out = layer(*args, **kwargs, **case.options, **options)
     grads = torch.autograd.grad(out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True)
-    grads = [
-        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
-    ]
+    grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)]
     return {"out": out.detach().cpu()} | {f"d{name}": grad.cpu() for name, grad in zip(leaves, grads)}
 
 

@@ -27,9 +27,7 @@ def shake(model) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 2)
 
 
-def adapters(
-    folder: Path, count: int = 3, rank: int = 2, alpha: float = 5.0, targets=None, model=None, **extra
-) -> list[Path]:
+def adapters(folder: Path, count: int = 3, rank: int = 2, alpha: float = 5.0, targets=None, model=None, **extra) -> list[Path]:
     """Adapter folders of the tiny Llama, by PEFT itself; `extra` are LoraConfig's fields, in place of the MLPs alone."""
     folders = []
     for e in range(count):

@@ -231,14 +231,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.matrix", description=__doc__.splitlines()[0])
     names = [cell.name for cell in CELLS]
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(names)}; all by default")
-    parser.add_argument(
-        "--again", action="store_true", help="run cells that have a result once more, in a new environment"
-    )
+    parser.add_argument("--again", action="store_true", help="run cells that have a result once more, in a new environment")
     parser.add_argument("--keep", action="store_true", help="leave the environments of cells that passed")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")
-    parser.add_argument(
-        "--tests", nargs="+", default=list(SELECTION), help="run these, whatever is known, and keep no result"
-    )
+    parser.add_argument("--tests", nargs="+", default=list(SELECTION), help="run these, whatever is known, and keep no result")
     given = parser.parse_args()
     if unknown := set(given.cells) - set(names):
         parser.error(f"CELL is {', '.join(sorted(unknown))}; want of {', '.join(names)}")

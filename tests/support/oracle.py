@@ -65,9 +65,7 @@ def mismatches(got: dict, want: dict, bound: dict | float) -> list[str]:
         error, angle = relative_error(got[name], want[name]), cosine(got[name], want[name])
         piece = worst_slice(got[name], want[name])
         if not (error <= limit and 1 - angle <= max(limit, 1e-12) and piece <= 4 * limit):
-            bad.append(
-                f"{name}: relative error {error:.2e}, cosine {angle:.6f}, worst slice {piece:.2e}; want {limit:.2e}"
-            )
+            bad.append(f"{name}: relative error {error:.2e}, cosine {angle:.6f}, worst slice {piece:.2e}; want {limit:.2e}")
     return bad
 
 
@@ -140,8 +138,7 @@ def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: s
     It runs on `device`; what it gives comes back to the CPU.
     """
     leaves = {
-        name: leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_()
-        for name, leaf in case.leaves.items()
+        name: leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()
     }
     v = case.view(leaves)
     out = layer(
@@ -150,10 +147,7 @@ def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: s
     )  # fmt: skip
     grads = torch.autograd.grad(out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
-    grads = {
-        f"d{name}": (zero if grad is None else grad).cpu()
-        for name, zero, grad in zip(leaves, zeros, grads, strict=True)
-    }
+    grads = {f"d{name}": (zero if grad is None else grad).cpu() for name, zero, grad in zip(leaves, zeros, grads, strict=True)}
     return {"out": out.detach().cpu(), **grads}
 
 
@@ -264,9 +258,7 @@ def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Ten
             w = [1 / (1 + torch.exp(-row[r])) for r in chosen]
         else:
             w = s
-        if (
-            gate in SHARED
-        ):  # s[0] is the largest probability; no routed experts at all leave everything to the shared one
+        if gate in SHARED:  # s[0] is the largest probability; no routed experts at all leave everything to the shared one
             w, chosen = [*w, 1 - s[0] if s else 1 + row.sum()], [*(r + 1 for r in chosen), 0]
         weights.append(torch.stack(w))
         ids.append(chosen)

@@ -18,12 +18,8 @@ LOST, DIED = 99, "the process died"
 
 def pytest_addoption(parser):
     # bench/conftest.py has options of the same names for its own records
-    parser.addoption(
-        "--results", type=Path, help="JSON lines: each outcome is written as it comes, and no test run twice"
-    )
-    parser.addoption(
-        "--restarted", action="store_true", help="the last run died in the test that it began last: not again"
-    )
+    parser.addoption("--results", type=Path, help="JSON lines: each outcome is written as it comes, and no test run twice")
+    parser.addoption("--restarted", action="store_true", help="the last run died in the test that it began last: not again")
 
 
 def pytest_configure(config):
@@ -93,7 +89,5 @@ def _why(report) -> str:
     from moe_runtime.bench.machine import public
 
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = (
-        report.longrepr[2] if isinstance(report.longrepr, tuple) else str(crash.message if crash else report.longrepr)
-    )
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(crash.message if crash else report.longrepr)
     return public(text)[-1000:]

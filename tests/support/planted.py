@@ -148,25 +148,18 @@ def place(root: Path, bug: Bug) -> Path:
     named = root / bug.file
     if named.is_file() and named.read_text().count(bug.old) == 1:
         return named
-    files = [
-        path for top in ("moe_runtime", "kernels", "csrc") for kind in SOURCES for path in (root / top).rglob(kind)
-    ]
+    files = [path for top in ("moe_runtime", "kernels", "csrc") for kind in SOURCES for path in (root / top).rglob(kind)]
     links = root / "moe_runtime" / "kernels"
     found = [path for path in files if links not in path.parents and path.read_text().count(bug.old) == 1]
     if len(found) != 1:
-        raise LookupError(
-            f"{bug.file} has no {bug.old!r} any more, nor has one other file; plant {bug.what!r} elsewhere"
-        )
+        raise LookupError(f"{bug.file} has no {bug.old!r} any more, nor has one other file; plant {bug.what!r} elsewhere")
     return found[0]
 
 
 def copy_tree(folder: Path) -> Path:
     """Copy the files that git knows, and new ones that it does not ignore, to `folder`."""
     names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
     ).stdout.decode()
     for name in filter(None, names.split("\0")):
         target = folder / name
@@ -179,19 +172,7 @@ def copy_tree(folder: Path) -> Path:
 def failures(root: Path, tests: list[str], options: list[str], timeout: float | None = None) -> list[str]:
     """Run pytest as `make test` selects; return the tests that failed, RuntimeError where it could not run."""
     env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        *options,
-        *tests,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", "not slow", *options, *tests]
     try:
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -212,9 +193,7 @@ def main() -> int:
     bugs = [bug for bug in BUGS if args.only in f"{bug.file} {bug.what}"]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         root, missed = ROOT if args.check else copy_tree(Path(folder)), []
-        files = {
-            str(Path("tests", name)) for bug in bugs for name in bug.tests.split() if (root / "tests" / name).is_file()
-        }
+        files = {str(Path("tests", name)) for bug in bugs for name in bug.tests.split() if (root / "tests" / name).is_file()}
         # what fails without a bug sees none
         broken = [] if args.check else failures(root, [] if args.all else sorted(files), [])
         for name in broken:

@@ -21,8 +21,7 @@ class TrainedLayer:
 def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
     """Return the layers whose experts train, and their parameters themselves: under FSDP2 and expert parallelism DTensors."""
     return {
-        number: TrainedLayer(split.ids, trained_parameters(module))
-        for number, (module, split) in _split_modules(model).items()
+        number: TrainedLayer(split.ids, trained_parameters(module)) for number, (module, split) in _split_modules(model).items()
     }
 
 

@@ -97,9 +97,7 @@ GONE = importlib.metadata.PackageNotFoundError("gone")
         pytest.param("torch", "2.9.1", "torch is 2.9.1; want >=2.11; pip install -U 'torch>=2.11'", id="old torch"),
         pytest.param("triton", "4.0", "triton is 4.0; want >=3.6,<4; pip install -U 'triton>=3.6,<4'", id="new triton"),
         pytest.param("triton", GONE, "triton is missing; pip install 'triton>=3.6,<4'", id="no triton"),
-        pytest.param(
-            "numpy", None, "numpy is unreadable (no version); pip install --force-reinstall 'numpy'", id="none"
-        ),
+        pytest.param("numpy", None, "numpy is unreadable (no version); pip install --force-reinstall 'numpy'", id="none"),
         pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'); pip", id="metadata"),
     ],
 )
@@ -225,9 +223,7 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     assert build.find_compiler()[0] == [str(mine), "-O1"]
     monkeypatch.setenv("CXX", "none-such")
     says = doctor.report()["system"]["compiler"]
-    assert says.startswith(
-        "none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only "
-    )
+    assert says.startswith("none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only ")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.report()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")

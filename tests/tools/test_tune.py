@@ -82,8 +82,7 @@ def test_the_fastest_config_is_written_and_picked_up(clock):
     x = torch.randn(16, 40)
     assert tiles.choose("down", x, 40, 32, 32, 3) == TALL and tiles.choose("down", x, 40, 32, 60, 3) == BUILT_IN
     assert (
-        str(steps[0])
-        == "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, 7.000 ms; built in 10.000 ms (measured)"
+        str(steps[0]) == "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, 7.000 ms; built in 10.000 ms (measured)"
     )
 
 
@@ -166,9 +165,7 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
     assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [BUILT_IN, PERSISTENT, TMA]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}']
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}'])
 def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
     tiles.tuned_path().parent.mkdir(parents=True)
     tiles.tuned_path().write_text(text)

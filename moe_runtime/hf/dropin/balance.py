@@ -17,15 +17,7 @@ from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice, check_number
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.dropin.layers import (
-    OpenCall,
-    RoutedLayer,
-    block_of,
-    forget_compiled,
-    ids_of,
-    routed_layers,
-    token_mask,
-)
+from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, routed_layers, token_mask
 from moe_runtime.hf.models import modeling
 from moe_runtime.ops import balance
 
@@ -213,9 +205,7 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
         get = getattr(inner, "get_base_model", None)
         inner = get() if get is not None else next((part for part in parts if isinstance(part, nn.Module)), None)
         if inner is None:
-            raise ValueError(
-                f"model is {type(model).__name__}; want a model of transformers, or PEFT or DDP around one"
-            )
+            raise ValueError(f"model is {type(model).__name__}; want a model of transformers, or PEFT or DDP around one")
     return inner
 
 

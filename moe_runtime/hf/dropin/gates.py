@@ -142,9 +142,7 @@ def _first_equal(wanted, candidates: dict):
         # both parts of a gate in both signs and in no order, and so far out that a clamp shows
         generator = torch.Generator(device="cpu").manual_seed(0)
         z = torch.randn(96, 16, dtype=torch.float64, device="cpu", generator=generator)
-        z *= torch.tensor([0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu").repeat_interleave(16)[
-            :, None
-        ]
+        z *= torch.tensor([0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu").repeat_interleave(16)[:, None]
         try:
             values = wanted(z.clone())
         except Exception:  # a class that needs more than numbers; it runs through its own code

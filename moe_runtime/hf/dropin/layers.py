@@ -21,14 +21,7 @@ from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import MoE, Router
 
 # what DDP, torch.compile, FSDP and PEFT put into a module's path
-_WRAPPERS = {
-    "module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
-    "original_module",
-}
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module"}
 _TRAINED_COPY = re.compile(r"\.modules_to_save\.[^.]+")
 
 

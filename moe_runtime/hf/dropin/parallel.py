@@ -101,9 +101,7 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
     elif ADAPTED.intersection(name.split(".")):
         problem = "lies in PEFT's adapters; want adapters of other modules: spread experts cannot have any"
     elif getattr(module, "_is_expert_parallel", False):
-        problem = (
-            "holds a part of its experts already; want shard_experts or transformers' expert-parallel plan, not both"
-        )
+        problem = "holds a part of its experts already; want shard_experts or transformers' expert-parallel plan, not both"
     for part, stack in stacks if problem is None else ():
         spread = isinstance(stack, DTensor)
         if stack.shape[0] % n:
@@ -209,9 +207,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if any(trainable.split_of(module) is not None for module in model.modules()):
-        raise ValueError(
-            "the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved"
-        )
+        raise ValueError("the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved")
     writes, gathered = dist.get_rank() == 0, {}
     # the parameters themselves: of tied ones one copy, which transformers then recognises
     tensors = model.state_dict(keep_vars=True)

@@ -26,15 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_runtime.hf.dropin.layers import (
-    OpenCall,
-    RoutedLayer,
-    block_of,
-    forget_compiled,
-    ids_of,
-    plain_name,
-    routed_layers,
-)
+from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, plain_name, routed_layers
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors
 from moe_runtime.io.files import atomic_file
 
@@ -85,9 +77,7 @@ class RoutingRecord:
                 low, high = map(int, ids.aminmax()) if fits and ids.numel() else (0, 0)
                 if not fits or low < 0 or high >= E:
                     got = f"{tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
-                    raise ValueError(
-                        f"ids of {layer}, call {call}, are {got}; want [T, K] integers from 0 to {E}, exclusive"
-                    )
+                    raise ValueError(f"ids of {layer}, call {call}, are {got}; want [T, K] integers from 0 to {E}, exclusive")
 
 
 @contextlib.contextmanager
@@ -136,9 +126,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         yield
         for replay in replays:
             replay.finish()
-        recomputes = any(
-            getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules()
-        )
+        recomputes = any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
         if recomputes and calls.with_gradient and not any(replay.repetitions for replay in replays):
             warnings.warn(
                 "gradient checkpointing has not run its layers again; a backward pass outside of replay_routing would "

@@ -160,9 +160,7 @@ def stock_config(config, base: type):
 def moe_config(hf_config) -> MoEConfig:
     """Return the layers' MoEConfig of an upcycled model's config; raises ValueError unless upcycling wrote its block."""
     block = getattr(hf_config, "moe_runtime", None)
-    known = (
-        isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES and "config" in block
-    )
+    known = isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES and "config" in block
     layers, count = block.get("layers") if known else None, hf_config.num_hidden_layers
     if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
         raise ValueError(
@@ -192,10 +190,7 @@ class ConfigMixin:
         """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""
         values = super().to_diff_dict()
         stem = type(self).__name__.removesuffix("Config")
-        values["auto_map"] = {
-            "AutoConfig": f"{SHIM}.{stem}Config",
-            "AutoModelForCausalLM": f"{SHIM}.{stem}ForCausalLM",
-        }
+        values["auto_map"] = {"AutoConfig": f"{SHIM}.{stem}Config", "AutoModelForCausalLM": f"{SHIM}.{stem}ForCausalLM"}
         return values | legacy_rope(values)
 
     def save_pretrained(self, save_directory, *args, **kwargs):

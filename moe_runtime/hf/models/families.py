@@ -58,9 +58,7 @@ FAMILIES = {
         Family(model_type="smollm3", bias="mlp_bias"),
         Family(model_type="olmo2"),
         Family(model_type="granite", bias="mlp_bias"),
-        Family(
-            model_type="gpt_neox", path="gpt_neox.layers.{}.mlp", up=("dense_h_to_4h",), down="dense_4h_to_h", **_PLAIN
-        ),
+        Family(model_type="gpt_neox", path="gpt_neox.layers.{}.mlp", up=("dense_h_to_4h",), down="dense_4h_to_h", **_PLAIN),
         Family(model_type="phi", up=("fc1",), down="fc2", **_PLAIN | {"act": "activation_fn"}),
         Family(model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}),
     )

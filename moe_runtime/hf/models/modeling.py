@@ -286,9 +286,7 @@ def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
     for module in (model, model.base_model):
         if vars(module).pop("forward", None) is not None:
             # accelerate's autocast and TRL's head are such: bound to the old class, whose super() fails from here on
-            warnings.warn(
-                f"forward had been replaced on this object; {type(module).__name__}'s own is back", stacklevel=3
-            )
+            warnings.warn(f"forward had been replaced on this object; {type(module).__name__}'s own is back", stacklevel=3)
     for cls in {causal_lm, inner} - _INTRODUCED:
         # transformers notes what a class can record (hidden states) when an object of it is made, and `__class__ =`
         # makes none; so make one, without parts

@@ -169,13 +169,7 @@ def _optimizer_bytes(optimizer) -> int:
 
 
 def check_training(
-    *,
-    batch_size: int,
-    per_device_batch_size: int | None,
-    optimizer: str,
-    steps: int | None,
-    warmup_steps: int | None,
-    **_,
+    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None, **_
 ) -> None:
     """Raise ValueError for settings of `train` that cannot work here, as far as can be said without the rows."""
     split_batch(batch_size, per_device_batch_size)

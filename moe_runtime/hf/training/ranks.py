@@ -130,9 +130,7 @@ def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict
     """
     narrow = getattr(torch, dtype)
     if state_dict is not None:
-        state_dict = {
-            name: value.to(narrow) if value.is_floating_point() else value for name, value in state_dict.items()
-        }
+        state_dict = {name: value.to(narrow) if value.is_floating_point() else value for name, value in state_dict.items()}
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
     values = read_json(folder / "config.json")

@@ -82,9 +82,7 @@ class Best:
         except Exception as error:  # torch.load raises anything for a file that is none of its own
             kept, reason = {}, str(error).strip().partition("\n")[0][:200] or type(error).__name__
         for name, weight in self._weights().items() if reason is None else ():
-            found = (
-                kept["weights"].get(name) if isinstance(kept, dict) and isinstance(kept.get("weights"), dict) else None
-            )
+            found = kept["weights"].get(name) if isinstance(kept, dict) and isinstance(kept.get("weights"), dict) else None
             if not torch.is_tensor(found) or found.shape != weight.shape or found.dtype != weight.dtype:
                 reason = f"{name} is not {list(weight.shape)}, {weight.dtype}"
         if reason is not None:

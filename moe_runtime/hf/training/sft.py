@@ -65,9 +65,7 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
     others = parser.add_argument_group("beside them")
     hidden = {"action": _TakenBefore, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     others.add_argument("--config", metavar="FILE", help="a YAML file of these options; those given here win", **hidden)
-    others.add_argument(
-        "--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden
-    )
+    others.add_argument("--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
     if not torch.accelerator.is_available():
@@ -255,9 +253,7 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
     elif not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
-        reason = (
-            f"output_dir is {args.output_dir}, the folder of the model, which would be replaced; want another folder"
-        )
+        reason = f"output_dir is {args.output_dir}, the folder of the model, which would be replaced; want another folder"
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
         reason = "data is None; want a file, a folder or the id of a data set; pass --data"
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":

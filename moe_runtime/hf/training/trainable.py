@@ -73,9 +73,7 @@ def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_expert
     return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
 
 
-def checked_experts(
-    layers: dict[int, ExpertsLayer], experts: Mapping, dtype: torch.dtype | None
-) -> dict[int, tuple[int, ...]]:
+def checked_experts(layers: dict[int, ExpertsLayer], experts: Mapping, dtype: torch.dtype | None) -> dict[int, tuple[int, ...]]:
     """Return `experts` without layers of none; raise ValueError for what cannot be trained."""
     checked, reason = {}, None
     if dtype is not None and dtype not in FLOATS:
@@ -104,17 +102,13 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
         return f"{layer.name} lies in PEFT's adapters; want adapters of other modules, or none"
     if getattr(layer.module, "_is_expert_parallel", False):
         return f"{layer.name} holds a part of its experts; want shard_experts in place of transformers' expert-parallel plan"
-    owners = {
-        id(other.module._parameters.get(name)): n for n, other in layers.items() if n != number for name in other.names
-    }
+    owners = {id(other.module._parameters.get(name)): n for n, other in layers.items() if n != number for name in other.names}
     for name in layer.names:
         stack, path = layer.module._parameters.get(name), f"{layer.name}.{name}"
         if stack is None or not stack.is_floating_point():
             got = "no parameter" if stack is None else str(stack.dtype)
             return f"{path} is {got}; want one of floats, neither quantized nor held by an engine"
-        if (
-            stack.is_meta and not is_fsdp_enabled()
-        ):  # whose other ranks load nothing and wait for the first one's weights
+        if stack.is_meta and not is_fsdp_enabled():  # whose other ranks load nothing and wait for the first one's weights
             return f"{path} is on the meta device; want weights that stay where they are; load the model without offloading"
         if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
             return f"{path} is sharded; want train_rows before FSDP2, and after shard_experts"
@@ -127,13 +121,10 @@ def check_unwrapped(model: nn.Module) -> None:
     """Raise ValueError for a model whose parameters others hold: DDP, FSDP2, transformers' tensor parallelism."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import; nobody holds anything without it
     held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
-        (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1
-        for m in model.modules()
+        (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1 for m in model.modules()
     )
     if held:
-        raise ValueError(
-            f"model is {type(model).__name__}, whose parameters an engine holds; want it as it was before that"
-        )
+        raise ValueError(f"model is {type(model).__name__}, whose parameters an engine holds; want it as it was before that")
 
 
 # MLPs that every token goes through, beside the experts; the gate in front of one is a gate
@@ -165,9 +156,7 @@ class TrainableReceipt:
         return self.trainable_parameters / self.total_parameters
 
 
-def train_rows(
-    model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
-) -> TrainableReceipt:
+def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None) -> TrainableReceipt:
     """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the others of these layers.
 
     Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
@@ -230,9 +219,7 @@ def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
     """Return the experts modules whose rows lie apart, by number."""
     _state_of(model)
-    found = {
-        number: (layer.module, trainable.split_of(layer.module)) for number, layer in layers_of(model, False).items()
-    }
+    found = {number: (layer.module, trainable.split_of(layer.module)) for number, layer in layers_of(model, False).items()}
     return {number: (module, split) for number, (module, split) in found.items() if split is not None}
 
 

@@ -353,9 +353,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
                 "selection in expert_cfg.json"
             )
         elif other := [name for name in want if own[name] != want[name]]:
-            reason = (
-                f"{other[0]} in {folder} is {list(own[other[0]])}; want {list(want[other[0]])}, as the model has it"
-            )
+            reason = f"{other[0]} in {folder} is {list(own[other[0]])}; want {list(want[other[0]])}, as the model has it"
     if reason is not None:
         raise ValueError(reason)
     if training.check is not None:
@@ -377,9 +375,7 @@ def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
     return tensors | {name: parameters[name].detach() for name in training.others}
 
 
-def _take_names(
-    layout: Layout, module: nn.Module, state_dict, prefix: str, _metadata, _strict, _missing, _unexpected, errors
-):
+def _take_names(layout: Layout, module: nn.Module, state_dict, prefix: str, _metadata, _strict, _missing, _unexpected, errors):
     """Hook of load_state_dict: make an experts module's rows from the tensors of an adapter's file, if they are there."""
     split = split_of(module)
     parts = {name: state_dict[name] for name in state_dict if name.startswith(prefix) and parse_name(name)}
@@ -389,9 +385,7 @@ def _take_names(
     want = {f"{prefix}{e}.{name}" for names in stacks.values() for name in names for e in ids}
     if parts.keys() != want:
         there = sorted({parse_name(name).expert for name in parts})
-        errors.append(
-            f"{prefix[:-1]}: the file has experts {there}; want those that train, {sorted(ids)}, and all of them"
-        )
+        errors.append(f"{prefix[:-1]}: the file has experts {there}; want those that train, {sorted(ids)}, and all of them")
         return
     for stack, names in stacks.items():
         rows = [join_row(layout, stack, {name: parts[f"{prefix}{e}.{name}"] for name in names}) for e in ids]

@@ -162,9 +162,7 @@ class _MoETrainer(WholeSaves):
         """Save as transformers does, but never weights that are not finite: they would push out good checkpoints."""
         if self.stop_on_nan:
             named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            own = (
-                (name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named
-            )  # of what FSDP2 has split
+            own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)  # of what FSDP2 has split
             bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
             if bad is not None:
                 raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
@@ -176,9 +174,7 @@ class _MoETrainer(WholeSaves):
         Raises ValueError, with nothing written, for those in the folder of a whole model: their file has its name.
         """
         self._check_place(self.args.output_dir if output_dir is None else output_dir)
-        if trained_files.training_of(self.model) is None or not (
-            self.is_fsdp_enabled or trained_files.is_split(self.model)
-        ):
+        if trained_files.training_of(self.model) is None or not (self.is_fsdp_enabled or trained_files.is_split(self.model)):
             super().save_model(output_dir, _internal_call)
             return
         # Trainer's own would write the parts, or gather the whole model, or wait on one rank for the others
@@ -328,14 +324,8 @@ def _size(model) -> int | None:
 def _largest(rows) -> int | None:
     """Return the largest id of rows that are there; None where there is none to be seen."""
     if isinstance(rows, list | tuple):
-        found = (
-            _most(row["input_ids"]) for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None
-        )
-    elif (
-        isinstance(rows, IterableDataset)
-        or not hasattr(rows, "with_format")
-        or "input_ids" not in (rows.column_names or ())
-    ):
+        found = (_most(row["input_ids"]) for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None)
+    elif isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (rows.column_names or ()):
         found = ()
     else:  # a batch at a time, from the disk: rows may be more than memory holds
         batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)

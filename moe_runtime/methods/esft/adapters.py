@@ -27,15 +27,7 @@ from torch import nn
 
 from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training import trained_files
-from moe_runtime.hf.training.trained_files import (
-    Layout,
-    experts_path,
-    join_row,
-    layout_of,
-    parse_name,
-    split_row,
-    stack_parts,
-)
+from moe_runtime.hf.training.trained_files import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.io.files import atomic_folder, read_json
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.moe import FLOATS
@@ -66,9 +58,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def sample_weights(
-    tensors: Mapping[str, Any], read: Callable[[str], torch.Tensor] | None = None
-) -> dict[str, list[float]]:
+def sample_weights(tensors: Mapping[str, Any], read: Callable[[str], torch.Tensor] | None = None) -> dict[str, list[float]]:
     """Return the first weights of the middle row of each matrix, by name; `read` gets the row of a name, flat."""
     sample = {}
     for name, tensor in tensors.items():
@@ -85,9 +75,7 @@ def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Those that are split over processes or offloaded are left out.
     """
     stacks = {
-        id(p)
-        for layer in numbered_layers(model).values()
-        for p in experts_module(model, layer).parameters(recurse=False)
+        id(p) for layer in numbered_layers(model).values() for p in experts_module(model, layer).parameters(recurse=False)
     }
     return {
         plain_name(name): parameter
@@ -298,18 +286,12 @@ def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
     for name, tensor in adapter.others.items():
         shape = list(parameters[name].shape) if name in parameters else None
         if shape != list(tensor.shape):
-            raise ValueError(
-                f"{adapter.source} has {name} {list(tensor.shape)}; the model has {shape or 'no such tensor'}"
-            )
+            raise ValueError(f"{adapter.source} has {name} {list(tensor.shape)}; the model has {shape or 'no such tensor'}")
         yield Change(name, parameters[name])
 
 
 def _stack_changes(
-    adapter: Adapter,
-    number: int,
-    layer: RoutedLayer,
-    module: nn.Module,
-    experts: Mapping[int, Mapping[str, torch.Tensor]],
+    adapter: Adapter, number: int, layer: RoutedLayer, module: nn.Module, experts: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> Iterator[Change]:
     layout, path = layout_of(module), experts_path(layer)
     stacks, want = stack_parts(layout), {}

@@ -161,9 +161,7 @@ def sample_sizes(
     for task, both in halves.items():
         least = min(sum(len(row["input_ids"] if isinstance(row, Mapping) else row) for row in half) for half in both)
         if least < sizes[-1]:
-            raise ValueError(
-                f"sizes has {sizes[-1]}, half of the rows of {task!r} have {least} tokens; want at least as many"
-            )
+            raise ValueError(f"sizes has {sizes[-1]}, half of the rows of {task!r} have {least} tokens; want at least as many")
     shared = []
     for both in halves.values():
         found = []

@@ -54,17 +54,13 @@ def overlap(found: Overlap, title: str | None = None):
 
 def sample_sizes(found: SampleSizes, title: str | None = None):
     """Draw the mean shared top experts over the size of the two samples, a line per task (Fig. 8)."""
-    figure, axes = _figure(
-        (7.2, 4.4), title or f"Shared top-{found.top} experts of two samples, by {found.score} score"
-    )
+    figure, axes = _figure((7.2, 4.4), title or f"Shared top-{found.top} experts of two samples, by {found.score} score")
     for task, shared, colour, marker in zip(found.tasks, found.shared, *_styles(len(found.tasks)), strict=True):
         axes.plot(found.sizes, shared, color=colour, marker=marker, label=task)
     axes.set_xscale("log", base=2)
     axes.set_xticks(found.sizes, [f"{size:,}" for size in found.sizes], rotation=30, ha="right")
     axes.minorticks_off()
-    axes.set(
-        xlabel="tokens of a sample", ylabel=f"experts of {found.top}, mean over the layers", ylim=(0, found.top * 1.03)
-    )
+    axes.set(xlabel="tokens of a sample", ylabel=f"experts of {found.top}, mean over the layers", ylim=(0, found.top * 1.03))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9)
     return figure
@@ -86,15 +82,7 @@ def _heat_map(values, rows, columns, title: str, label: str, *, top: float, form
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             colour = "white" if value > DARK * top else "black"
-            axes.text(
-                x,
-                y,
-                "" if math.isnan(value) else form.format(value),
-                ha="center",
-                va="center",
-                color=colour,
-                fontsize=8,
-            )
+            axes.text(x, y, "" if math.isnan(value) else form.format(value), ha="center", va="center", color=colour, fontsize=8)
     turned = {"rotation": 30, "ha": "right"} if any(isinstance(name, str) for name in columns) else {}
     axes.set_xticks(range(len(columns)), columns, **turned)
     axes.set_yticks(range(len(rows)), rows)
@@ -173,9 +161,7 @@ def _counts(process: Run) -> dict:
         return name, p, f"{mean:.1f}", min(map(min, rows)), max(map(max, rows)), f"{share:.1%}", reach
 
     names = found[0].tasks
-    table = [
-        ("task, score", "p", "experts per layer", "fewest", "most", "of all", "experts with half of the gate values")
-    ]
+    table = [("task, score", "p", "experts per layer", "fewest", "most", "of all", "experts with half of the gate values")]
     table += [line(place, name) for place, name in enumerate(names)]
     note = f"{found[0].num_experts} routed experts in each of {len(found[0].layers)} layers."
 
@@ -213,9 +199,7 @@ def _overlap(process: Run, top: int, score: str) -> dict:
     note = f"Of the top {top} experts by {score} score, those that two samples share, mean over the layers."
 
     def summary(report: Study) -> list[str]:
-        within, between = (
-            [getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between")
-        )
+        within, between = ([getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between"))
         apart = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
         return [
             f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{apart}; by chance {found[0].chance:.2f}."

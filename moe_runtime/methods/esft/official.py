@@ -89,9 +89,7 @@ def read_logs(
 
 def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Path]]:
     """List the logs by layer, a path per rank; raise ValueError where a layer has none."""
-    ranks = sorted(
-        (path for path in folder.glob("rank_*") if path.is_dir()), key=lambda path: (len(path.name), path.name)
-    )
+    ranks = sorted((path for path in folder.glob("rank_*") if path.is_dir()), key=lambda path: (len(path.name), path.name))
     folders = [place for place in (folder, *ranks) if any(_LOG.fullmatch(path.name) for path in place.glob("*.txt"))]
     names = {int(match[1]) for place in folders for path in place.iterdir() if (match := _LOG.fullmatch(path.name))}
     wanted = sorted(set(layers)) if layers is not None else _evenly_spaced(sorted(names))
@@ -149,9 +147,7 @@ def _sum_lines(lines, K: int, E: int | None, pairs: bool, paths: list[Path]) -> 
     """Sum up one layer: count, gate and their means by line, [E] each, then pairs [E, E]; and the tokens of each line."""
     bad = next((i for i, (ids, _) in enumerate(lines) if len(ids) % K or not _distinct(ids, K)), None)
     if bad is not None:
-        raise ValueError(
-            f"top_k is {K}, line {bad + 1} of {_listed(paths)} does not fit; expected the experts per token"
-        )
+        raise ValueError(f"top_k is {K}, line {bad + 1} of {_listed(paths)} does not fit; expected the experts per token")
     E = max(int(ids.max()) for ids, _ in lines) + 1 if E is None else E
     sums = torch.zeros(4, E, dtype=torch.float64)
     both = torch.zeros(E, E, dtype=torch.float64)

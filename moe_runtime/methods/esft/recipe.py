@@ -91,9 +91,7 @@ def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float 
             ids, labels = [], []
     if any(label != -100 for label in labels[1:]):
         joined.append((ids, labels))
-    return data.require("datasets").Dataset.from_dict(
-        {"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]}
-    )
+    return data.require("datasets").Dataset.from_dict({"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]})
 
 
 def mixed(rows, general, ratio: float):
@@ -101,9 +99,7 @@ def mixed(rows, general, ratio: float):
     count = round(ratio * len(rows))
     if not count:
         return rows
-    return data.require("datasets").concatenate_datasets(
-        [rows, general.select([i % len(general) for i in range(count)])]
-    )
+    return data.require("datasets").concatenate_datasets([rows, general.select([i % len(general) for i in range(count)])])
 
 
 def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[[], tuple]:

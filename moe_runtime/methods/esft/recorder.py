@@ -23,15 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.hf.dropin.layers import (
-    OpenCall,
-    RoutedLayer,
-    block_of,
-    forget_compiled,
-    ids_of,
-    numbered_layers,
-    token_mask,
-)
+from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, numbered_layers, token_mask
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -157,9 +149,7 @@ class GateRecorder:
         E, numbers = self.num_experts, list(self.layers)
         device = self._state[numbers[0]][0].device
         # float64 holds whole numbers up to 2^53
-        flat = torch.stack(
-            [torch.cat([part.double().flatten().to(device) for part in self._state[n]]) for n in numbers]
-        )
+        flat = torch.stack([torch.cat([part.double().flatten().to(device) for part in self._state[n]]) for n in numbers])
         slots = torch.tensor([self._slots.get(number, 0) for number in numbers], device=device)
         if reset:
             for number in numbers:
@@ -345,9 +335,7 @@ def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
         table = table.to(logits.device)
         gates, scale = logits.float().softmax(-1), getattr(router, "routed_scaling_factor", 1.0)
         # compared in the first call only, since reading the result waits for the device
-        is_known = bool(seen) or torch.allclose(
-            gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6
-        )
+        is_known = bool(seen) or torch.allclose(gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6)
     if not is_known:
         raise ValueError(
             f"{type(router).__name__} does not return logits, ids and weights that are the logits' softmax; expected a "

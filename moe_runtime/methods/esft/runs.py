@@ -215,9 +215,7 @@ def check_folder(
 def _load(source: str | Path, prompt: str):
     """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer, with the chat template of `prompt`."""
     config = folders.read_config(source)
-    dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32).removeprefix(
-        "torch."
-    )
+    dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32).removeprefix("torch.")
     tokenizer = ranks.load_tokenizer(source)
     if prompt == "deepseek":
         tokenizer.chat_template = DEEPSEEK_CHAT

@@ -115,9 +115,7 @@ class ExpertScores:
         return values
 
     @classmethod
-    def from_dict(
-        cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary"
-    ) -> "ExpertScores":
+    def from_dict(cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary") -> "ExpertScores":
         """Read `to_dict`'s or an official summary; raises ValueError naming `source` and the key that is wrong.
 
         An official one does not say its variant: it is head where columns sum to 1 and rows do not, else v1, unless

@@ -85,9 +85,7 @@ class ExpertSelection:
         try:
             return cls(**values)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
-            raise ValueError(
-                f"{source}: {str(error)[:300]}; expected experts, and some of {', '.join(_KEYS)}"
-            ) from error
+            raise ValueError(f"{source}: {str(error)[:300]}; expected experts, and some of {', '.join(_KEYS)}") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `to_dict` as JSON, atomically."""

@@ -233,9 +233,7 @@ class Stages(KeptStages):
         """Load the base."""
         return self._load(self.base().folder)
 
-    def selection(
-        self, task: str, score: str, p: float | None = None, group_size: int = 1, **flags
-    ) -> esft.ExpertSelection:
+    def selection(self, task: str, score: str, p: float | None = None, group_size: int = 1, **flags) -> esft.ExpertSelection:
         """Return the experts of a task that reach `p`, the recipe's unless given; `flags` are the selection's own."""
         p = getattr(self.recipe.p, score) if p is None else p
         scores = self.scores(task, group_size).scores
@@ -372,12 +370,7 @@ class Stages(KeptStages):
         return self._tuned("lora", task, settings.training, make, save, load, mix, more=more)
 
     def esft(
-        self,
-        task: str,
-        selection: esft.ExpertSelection,
-        mix: float | None = None,
-        group_size: int = 1,
-        scored: bool = True,
+        self, task: str, selection: esft.ExpertSelection, mix: float | None = None, group_size: int = 1, scored: bool = True
     ) -> Tuned:
         """Return an adapter with the experts of `selection`, tuned on a task; `scored` counts the seconds of their scores.
 
@@ -448,9 +441,7 @@ def run(recipe: EsftRecipe | str | Path, out: str | Path, seed: int | None = Non
     recipe = stages.recipe
     base = stages.base()
     tuned = {task: stages.esft(task, stages.selection(task, recipe.score)) for task in recipe.tasks}
-    stages.say(
-        f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}"
-    )
+    stages.say(f"{'task':16s}{'base':>9s}{'tuned':>9s}{'general':>9s}{'then':>9s}{'trained':>14s}{'of all':>8s}{'train s':>9s}")
     for task, one in tuned.items():
         losses = f"{base.tasks[task].loss:9.4f}{one.loss:9.4f}{base.general_loss:9.4f}{one.general_loss:9.4f}"
         share = one.trained_parameters / one.parameters

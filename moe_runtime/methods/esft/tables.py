@@ -21,18 +21,7 @@ from functools import cached_property
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import LEVEL, compare
-from moe_runtime.experiments.tables import (
-    Command,
-    Entry,
-    Report,
-    Run,
-    best,
-    compared,
-    different,
-    each,
-    finite,
-    over_seeds,
-)
+from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, compared, different, each, finite, over_seeds
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import figures
@@ -321,16 +310,11 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
             )
         return said
 
-    extra = {
-        "x": {name: mix for (_, mix), name in names.items()},
-        "x_label": "rows of general text per row of the task",
-    }
+    extra = {"x": {name: mix for (_, mix), name in names.items()}, "x_label": "rows of general text per row of the task"}
     return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}
 
 
-def _check_sweep(
-    recipe: EsftRecipe, ps: Sequence[float] = PS, score: str = "both", ranks: Sequence[int] | None = None
-) -> dict:
+def _check_sweep(recipe: EsftRecipe, ps: Sequence[float] = PS, score: str = "both", ranks: Sequence[int] | None = None) -> dict:
     check_choice("score", score, (*SCORES, "both"))
     if ranks is None:
         ranks = sorted({1, recipe.lora.rank, 4 * recipe.lora.rank})
@@ -364,9 +348,7 @@ def _check_mix(recipe: EsftRecipe, ratios: Sequence[float] = RATIOS) -> dict:
     return {"ratios": different("mix", map(float, ratios), lambda mix: check_number("mix", mix))}
 
 
-def _losses(
-    title: str, source: str, make: Callable, draw: Callable = plots.dots, check: Callable | None = None
-) -> Command:
+def _losses(title: str, source: str, make: Callable, draw: Callable = plots.dots, check: Callable | None = None) -> Command:
     return Command(title, f"ESFT, {source}", make, draw, check or (lambda recipe: {}), EsftReport)
 
 

@@ -232,12 +232,7 @@ def to_moe(model: nn.Module) -> nn.Module:
 
 
 def save_adapters(
-    model: nn.Module,
-    folder: str | Path,
-    base_model: str | Path,
-    *,
-    upcycled: str | Path | None = None,
-    overwrite: bool = False,
+    model: nn.Module, folder: str | Path, base_model: str | Path, *, upcycled: str | Path | None = None, overwrite: bool = False
 ) -> list[Path]:
     """Write each expert as a PEFT adapter of the dense base to FOLDER/expert-<e>, atomically; return the folders.
 
@@ -263,9 +258,7 @@ def save_adapters(
         for e, name in enumerate(names):
             save_single(pairs, new / name, e, base_model=str(base_model))
         if upcycled is not None:
-            save_stacked(
-                {path.format(layer): m for layer, m in layers.items()}, new / "stacked", base_model=str(upcycled)
-            )
+            save_stacked({path.format(layer): m for layer, m in layers.items()}, new / "stacked", base_model=str(upcycled))
     return [Path(folder) / name for name in names]
 
 
@@ -279,14 +272,8 @@ def _check_upcycled(folder: Path, block: dict) -> None:
     )
     other = [name for name in ours if found[name] != ours[name]]
     if other or not is_upcycled:
-        what = (
-            f"whose {other[0]} is {found[other[0]]!r}, the model's is {ours[other[0]]!r}"
-            if other
-            else "no upcycled model"
-        )
-        raise ValueError(
-            f"upcycled is {folder}, {what}; expected the base, upcycled by xft.upcycle with the same settings"
-        )
+        what = f"whose {other[0]} is {found[other[0]]!r}, the model's is {ours[other[0]]!r}" if other else "no upcycled model"
+        raise ValueError(f"upcycled is {folder}, {what}; expected the base, upcycled by xft.upcycle with the same settings")
 
 
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -314,9 +301,7 @@ def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Itera
     layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]
     count = layers[0].config.num_experts if layers else 0
     if not layers or ids.dim() != 1 or ids.is_floating_point() or any(not 0 <= e < count for e in ids.tolist()):
-        raise ValueError(
-            f"ids is {ids.tolist()}; expected one of the model's {count} LoRA experts for each row of the batch"
-        )
+        raise ValueError(f"ids is {ids.tolist()}; expected one of the model's {count} LoRA experts for each row of the batch")
     ids = ids.to(layers[0].gate.weight.device)
     before = [layer.forced for layer in layers]
     for layer in layers:

@@ -107,9 +107,7 @@ def _stacked_tensors(layers: Mapping[str, LoRAExperts | LoRAMoE]) -> dict[str, t
 def _places(name: str, layer: LoRAExperts) -> dict[str, tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Return where the file has each stack's pair, and the pair (a [E, r, in], b [E, r, out]), by the stack's name."""
     pairs = _stacked(layer)
-    return {
-        key: (f"{PREFIX}{name}.experts{PLACES[key] if len(pairs) == 2 else ''}", pair) for key, pair in pairs.items()
-    }
+    return {key: (f"{PREFIX}{name}.experts{PLACES[key] if len(pairs) == 2 else ''}", pair) for key, pair in pairs.items()}
 
 
 @torch.no_grad()
@@ -391,9 +389,7 @@ def _check_backbone(model: nn.Module, paths: Sequence[str], backbone: str | None
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     changes_tied = backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths)
     if changes_tied or (paths and backbone is None):
-        what = (
-            "the head, whose weights are the embeddings'" if changes_tied else f"{paths[0]} and {len(paths) - 1} more"
-        )
+        what = "the head, whose weights are the embeddings'" if changes_tied else f"{paths[0]} and {len(paths) - 1} more"
         how = "" if changes_tied else "backbone='mean' to add the experts' mean change there, or "
         raise ValueError(
             f"backbone is {backbone}, {folder} changes {what} outside of the MLPs; use {how}backbone='base' to leave it out"

@@ -158,9 +158,7 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     gate, parts = values.get("gate"), values.get("specialists")
     texts = {"name": str, "path": str, "dtype": str, "template": str | None, "weights": str | None}
     fits = isinstance(gate, dict) and {"kind", "joint"} <= gate.keys() and "loss_reduction" in values
-    fits = (
-        fits and isinstance(parts, list) and all(isinstance(one, dict) and texts.keys() <= one.keys() for one in parts)
-    )
+    fits = fits and isinstance(parts, list) and all(isinstance(one, dict) and texts.keys() <= one.keys() for one in parts)
     fits = fits and all(isinstance(one[key], kind) for one in parts for key, kind in texts.items())
     if values.get("format") != FORMAT or not fits or not all(is_plain_name(one["name"]) for one in parts):
         raise ValueError(
@@ -187,9 +185,7 @@ def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str |
                 f"specialist {name!r} of {str(folder)!r} is {path}, which is no model's folder; put it there, or pass "
                 f"specialists={{{name!r}: its folder}}"
             )
-        kept = next(
-            (p for p in (copied, Path(folder, TOKENIZERS, name)) if (p / "tokenizer_config.json").is_file()), None
-        )
+        kept = next((p for p in (copied, Path(folder, TOKENIZERS, name)) if (p / "tokenizer_config.json").is_file()), None)
         parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], kept))
     return parts
 
@@ -342,9 +338,7 @@ def link(path: str | Path, target: str | Path) -> None:
     os.replace(beside, path)
 
 
-def answer(
-    folder: str | Path, prompts: Sequence[str], *, system: str | None = None, seed: int = 0, **settings
-) -> list[str]:
+def answer(folder: str | Path, prompts: Sequence[str], *, system: str | None = None, seed: int = 0, **settings) -> list[str]:
     """Return the answers of a folder's fused model to prompts; `settings` are generate()'s."""
     fuser = load(folder, device=ranks.state().device)
     torch.manual_seed(seed)

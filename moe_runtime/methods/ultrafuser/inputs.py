@@ -71,9 +71,7 @@ class Encoder:
         """
         messages = _messages(prompt, system)
         pairs = zip(self.tokenizers, self.templates, strict=True)
-        ids = [
-            _chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages) for t, template in pairs
-        ]
+        ids = [_chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages) for t, template in pairs]
         if not all(ids):
             raise ValueError(f"prompt is {prompt!r}, of which specialist {ids.index([])} sees no token; pass some text")
         return ids

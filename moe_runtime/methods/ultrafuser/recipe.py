@@ -20,17 +20,7 @@ from pydantic import model_validator
 from moe_runtime.config import check_choice
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments.corpora import Domain
-from moe_runtime.experiments.recipe import (
-    AnyNumber,
-    Count,
-    Dtype,
-    Node,
-    Pretrain,
-    Schedule,
-    Steps,
-    Training,
-    check_names,
-)
+from moe_runtime.experiments.recipe import AnyNumber, Count, Dtype, Node, Pretrain, Schedule, Steps, Training, check_names
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
 from moe_runtime.methods.ultrafuser.model import REDUCTIONS
@@ -81,9 +71,7 @@ class FuserRecipe(Node):
     two_stage: bool = True  # False: stage 2 alone, on a gate that is drawn at random
     balanced: bool = True
     replacement: bool = False  # of the rows that the balanced sampler draws
-    reduction: Literal[REDUCTIONS] = (
-        "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples
-    )
+    reduction: Literal[REDUCTIONS] = "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples
     evaluations: Count = 4  # times that a training takes the held-out loss
     seed: int = 0
 
@@ -106,9 +94,7 @@ class FuserRecipe(Node):
         given = [name for name in ("base_model", "pretrain", "specialist") if getattr(self, name) is not None]
         bases = len(given) - (self.specialist is not None)
         if bases != bool(made) or bool(made) != (self.specialist is not None):
-            want = (
-                "one of base_model and pretrain, and specialist" if made else "none of base_model, pretrain, specialist"
-            )
+            want = "one of base_model and pretrain, and specialist" if made else "none of base_model, pretrain, specialist"
             raise ValueError(
                 f"specialists without a model are {', '.join(made) or 'none'}, given is {', '.join(given) or 'no base'}; "
                 f"want {want}"
@@ -141,9 +127,7 @@ def check_engine() -> None:
     """Raise ValueError where accelerate would split a model, or wrap it in anything but DDP."""
     engine = ranks.engine()
     if engine != "NO" and not engine.startswith("MULTI_"):
-        raise ValueError(
-            f"accelerate's distributed_type is {engine}; want NO or MULTI_GPU (DDP): fused models are not sharded"
-        )
+        raise ValueError(f"accelerate's distributed_type is {engine}; want NO or MULTI_GPU (DDP): fused models are not sharded")
 
 
 def check_models(recipe: FuserRecipe) -> None:
@@ -151,9 +135,7 @@ def check_models(recipe: FuserRecipe) -> None:
 
     A tokenizer that is trained here is checked when it is there, before any model is trained.
     """
-    given = {
-        f"specialists.{name}.model": one.model for name, one in recipe.specialists.items() if one.model is not None
-    }
+    given = {f"specialists.{name}.model": one.model for name, one in recipe.specialists.items() if one.model is not None}
     named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
     for name, source in named.items():
         check_source(name, source)

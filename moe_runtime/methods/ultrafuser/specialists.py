@@ -33,9 +33,7 @@ def check_specialists(specialists: Sequence) -> None:
 
 def paths_of(specialists: Sequence) -> list[str | None]:
     """Return where each specialist was loaded from, if from anywhere."""
-    paths = [
-        getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one) for one in specialists
-    ]
+    paths = [getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one) for one in specialists]
     return [os.path.abspath(path) if path and os.path.isdir(path) else path or None for path in paths]
 
 
@@ -156,9 +154,7 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
         names = found if unique else [f"specialist-{s}" for s in range(len(found))]
     names = tuple(names)
     if len(names) != len(specialists) or len(set(names)) < len(names) or not all(map(is_plain_name, names)):
-        raise ValueError(
-            f"names is {names}, with {len(specialists)} specialists; expected different words, one for each"
-        )
+        raise ValueError(f"names is {names}, with {len(specialists)} specialists; expected different words, one for each")
     return names
 
 

@@ -163,9 +163,7 @@ class Stages(KeptStages):
             parts = [self._single(part, number) for part in ("train", "held_out")]
             sampler = self._sampler(training, self.recipe.balanced)
             trainer = partial(fuser_training.SampledTrainer, sampler=sampler)
-            return self._tuned(
-                f"{name}, further", parent.source, number, tmp, folder, training, *parts, trainer=trainer
-            )
+            return self._tuned(f"{name}, further", parent.source, number, tmp, folder, training, *parts, trainer=trainer)
 
         settings = self._settings(training) | {"number": number} | self._drawn(self.recipe.balanced)
         return self._made("further", f"{name}, further", settings, [parent], make)
@@ -181,9 +179,7 @@ class Stages(KeptStages):
 
         return self._made("gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make)
 
-    def fused(
-        self, two_stage: bool | None = None, balanced: bool | None = None, checkpoints: Sequence[int] = ()
-    ) -> Judged:
+    def fused(self, two_stage: bool | None = None, balanced: bool | None = None, checkpoints: Sequence[int] = ()) -> Judged:
         """Return the fused model, all of it trained: stage 2, after stage 1 or, without `two_stage`, directly.
 
         It trains in float32, in which small steps count, and is saved in the recipe's dtype. With `checkpoints` it is

@@ -59,9 +59,7 @@ class Stability(Finding):
         """Return what the table's numbers are, in a line."""
         steps = [step for step, _ in next(iter(self.course.values()))[0]]
         over = f", the mean over {len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
-        return (
-            f"held-out loss: mean ± sd over {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]} of stage 2{over}."
-        )
+        return f"held-out loss: mean ± sd over {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]} of stage 2{over}."
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""

@@ -43,13 +43,7 @@ class BalancedSampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        domains: Sequence,
-        *,
-        rounds: int | None = None,
-        epoch: str = "largest",
-        replacement: bool = False,
-        seed: int = 0,
+        self, domains: Sequence, *, rounds: int | None = None, epoch: str = "largest", replacement: bool = False, seed: int = 0
     ):
         places: dict = {}
         for place, domain in enumerate(domains):
@@ -177,13 +171,7 @@ def single_rows(rows, specialist: int):
 
 
 def sampler_for(
-    domains: Sequence[str],
-    *,
-    steps: int,
-    batch_size: int,
-    balanced: bool = True,
-    replacement: bool = False,
-    seed: int = 0,
+    domains: Sequence[str], *, steps: int, batch_size: int, balanced: bool = True, replacement: bool = False, seed: int = 0
 ) -> Sampler[int]:
     """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike.
 
@@ -232,9 +220,7 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
     }
 
 
-def fuser_losses(
-    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
-) -> tuple[list[float], list[int]]:
+def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
     """Return the mean loss per response token of each row, and its number of response tokens; as `fit.row_losses`."""
 
     def take(model, batch: dict) -> list[tuple[float, int]]:
@@ -243,9 +229,7 @@ def fuser_losses(
     return means_of(each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16))
 
 
-def gate_weights(
-    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
-) -> list[list[list[float]]]:
+def gate_weights(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> list[list[list[float]]]:
     """Return the gate's weights [R, S] for the response tokens of each row; every process must call."""
 
     def take(model, batch: dict) -> list[list[list[float]]]:

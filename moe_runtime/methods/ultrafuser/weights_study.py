@@ -118,9 +118,7 @@ def _cycle(count: int) -> list[str]:
 # Okabe and Ito, 2008, as plots.COLOURS; lighter on a dark page
 ON_LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
 ON_DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
-_NOTE = (
-    "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
-)
+_NOTE = "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +156,7 @@ def page(
     S = len(specialists)
     whole = [[float(s == own) for s in range(S)] for own in range(S)]
     scale = " ".join(_token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True))
-    sections = "\n".join(
-        plots.section(domain, [_block(specialists, one) for one in found]) for domain, found in texts.items()
-    )
+    sections = "\n".join(plots.section(domain, [_block(specialists, one) for one in found]) for domain, found in texts.items())
     return plots.page(
         title, f"{_NOTE} {note}".strip(), f"Specialists: {scale}", sections, light=_variables(ON_LIGHT, S),
         dark=_variables(ON_DARK, S), background="rgba(var(--c), calc(0.6 * var(--s)))",

@@ -79,9 +79,7 @@ def assemble(
             raise ValueError(f"experts are [{found}]; expected at least one folder, adapters alone or none")
         config = opened[0].config
         moe = folders.config_for_folder(config, **settings)
-        rows = (
-            None if vectors is None else _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
-        )
+        rows = None if vectors is None else _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
         if kinds == {"lora"}:
             return _assemble_adapters(opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite)
         _check_alike(opened)
@@ -113,10 +111,7 @@ def _assemble_whole(
 def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
     """Return vectors [n, L, H] float32; raises ValueError for other shapes and for values that are not finite."""
     vectors = [vector.detach().float().cpu() for vector in vectors]
-    shapes, bad = (
-        [tuple(vector.shape) for vector in vectors],
-        [i for i, v in enumerate(vectors) if not v.isfinite().all()],
-    )
+    shapes, bad = ([tuple(vector.shape) for vector in vectors], [i for i, v in enumerate(vectors) if not v.isfinite().all()])
     if shapes != [(L, H)] * n or bad:
         found = f"of the experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
         raise ValueError(f"vectors {found}; expected finite values [{L}, {H}] for each of the {n} experts")
@@ -158,12 +153,7 @@ class _Made:
     """The target's tensors for each of the experts' keys."""
 
     def __init__(
-        self,
-        opened: Sequence[Expert],
-        vectors: torch.Tensor | None,
-        moe: MoEConfig,
-        source: Checkpoint | None,
-        seed: int,
+        self, opened: Sequence[Expert], vectors: torch.Tensor | None, moe: MoEConfig, source: Checkpoint | None, seed: int
     ):
         self.opened, self.vectors, self.moe, self.source, self.seed = opened, vectors, moe, source, seed
         self.family, self.specs = opened[0].family, opened[0].specs()
@@ -247,13 +237,7 @@ def _assemble_adapters(
     layers = sorted({place.layer for place in map(opened[0].locate, opened[0].keys()) if place is not None})
     rows = None if vectors is None else vectors[:, layers].transpose(0, 1).contiguous()
     to_lora_moe(
-        model,
-        moe,
-        experts=[expert.path for expert in opened],
-        backbone=backbone,
-        vectors=rows,
-        method="upit",
-        seed=seed,
+        model, moe, experts=[expert.path for expert in opened], backbone=backbone, vectors=rows, method="upit", seed=seed
     )
     with atomic_folder(out, overwrite) as tmp:
         source = model_folder(opened[0].base, ("config.json",))

@@ -29,9 +29,7 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
     check_number("share", share, positive=True)
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):
-        raise ValueError(
-            f"share is {share}, at_least is {at_least}, the data has {len(rows)} rows; expected a share of them"
-        )
+        raise ValueError(f"share is {share}, at_least is {at_least}, the data has {len(rows)} rows; expected a share of them")
     return rows.shuffle(seed=seed).select(range(count))
 
 

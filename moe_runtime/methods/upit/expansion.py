@@ -82,9 +82,7 @@ def expand_experts(
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
-        raise ValueError(
-            f"count is {count}, experts are {len(paths)}; expected at least as many, and two parents for a child"
-        )
+        raise ValueError(f"count is {count}, experts are {len(paths)}; expected at least as many, and two parents for a child")
     parse_size(max_shard_size)
     _check_out(out, paths, count)
     children = []
@@ -99,9 +97,7 @@ def expand_experts(
             table = distances(products, metric)
             pair, mixed = _draw(seed, number, number)
             pair = pair if parents == "random" else farthest_pair(table)
-            mix = Mix(
-                pair, mixed if weights is None else tuple(map(float, weights)), drop, rescale, _seed(seed, number)
-            )
+            mix = Mix(pair, mixed if weights is None else tuple(map(float, weights)), drop, rescale, _seed(seed, number))
             folder = out / f"{CHILD}{number}"
             products = _grow(products, _make(pool, folder, mix, max_shard_size, overwrite))
             pool.add(folder)
@@ -217,13 +213,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
             return products
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
     base = str(parents[0].base or pool.base_folder)
-    record = {
-        "format": FORMAT,
-        "kind": kind,
-        "base": base,
-        "base_hash": parents[0].record.get("base_hash"),
-        "child": child,
-    }
+    record = {"format": FORMAT, "kind": kind, "base": base, "base_hash": parents[0].record.get("base_hash"), "child": child}
     tensors = pool.child(mix, products)
 
     def record_text(**more: Any) -> str:

@@ -148,9 +148,7 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
             reason = f"{name} has other weights than its base"
         except ValueError as error:
             reason = str(error).partition(";")[0]
-    raise ValueError(
-        f"expert is {str(path)!r}, a delta, {reason}; pass base=, the folder of the model it was trained from"
-    )
+    raise ValueError(f"expert is {str(path)!r}, a delta, {reason}; pass base=, the folder of the model it was trained from")
 
 
 def saved_experts(folder: str | Path) -> list[Path]:
@@ -172,9 +170,7 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
         found = [path for _, path in sorted(zip(map(int, steps), found, strict=True), key=lambda pair: pair[0])]
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
-        raise ValueError(
-            f"count is {count}, checkpoints{where} are {len(found)}; expected 1 to as many; save more often"
-        )
+        raise ValueError(f"count is {count}, checkpoints{where} are {len(found)}; expected 1 to as many; save more often")
     if which == "uniform":
         return [found[(i + 1) * len(found) // count - 1] for i in range(count)]
     return found[:count] if which == "front" else found[-count:]

@@ -128,9 +128,7 @@ def assemble_folders(
         return assembly.assemble(experts, None, out, **settings)
     listed = read_json(Path(routers) / SUMMARY).get("experts")
     if not isinstance(listed, list) or not listed:
-        raise ValueError(
-            f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; expected what upit init-routers wrote"
-        )
+        raise ValueError(f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; expected what upit init-routers wrote")
     routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(len(listed))]
     return assembly.assemble([one.folder for one in routed], [one.vectors for one in routed], out, **settings)
 
@@ -227,9 +225,7 @@ def export_mixtral(
         specs = {key: spec for key, spec in source.specs().items() if not key.endswith("rotary_emb.inv_freq")}
         tied = set(names.model.all_tied_weights_keys)
         want = {key: TensorSpec(shape, specs[key].dtype) for key, shape in names.specs.items() if key in specs}
-        want |= {
-            key: TensorSpec(shape, target.dtype) for key, shape in names.specs.items() if key not in {*specs, *tied}
-        }
+        want |= {key: TensorSpec(shape, target.dtype) for key, shape in names.specs.items() if key not in {*specs, *tied}}
         check_keys(specs, want, source=source.path)
         total = sum(spec.nbytes for spec in specs.values())
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:

@@ -34,11 +34,7 @@ def load(expert, *, dtype: str | None = None, device: torch.device | str | None 
 
 
 def load_adapters(
-    experts: Sequence,
-    *,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
-    trainable: bool = False,
+    experts: Sequence, *, dtype: str | None = None, device: torch.device | str | None = None, trainable: bool = False
 ):
     """Return peft's model of the experts' base with the adapters of all, by `names`; the first is active.
 
@@ -47,9 +43,7 @@ def load_adapters(
     peft = require("peft")
     model = load_base(experts, dtype, device)
     with quiet_peft():
-        adapted = peft.PeftModel.from_pretrained(
-            model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable
-        )
+        adapted = peft.PeftModel.from_pretrained(model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable)
         for expert, name in zip(experts[1:], names(len(experts))[1:], strict=True):
             adapted.load_adapter(str(expert.path), adapter_name=name, is_trainable=trainable)
     # which may have moved since

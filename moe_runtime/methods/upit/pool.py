@@ -57,13 +57,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        base: str | Path,
-        *,
-        weights_alone: bool = False,
-        wide: bool = False,
-        backend: str | None = None,
-        device=None,
+        self, base: str | Path, *, weights_alone: bool = False, wide: bool = False, backend: str | None = None, device=None
     ):
         self.base_folder, self.weights_alone, self.wide = base, weights_alone, wide
         self.backend, self.device = backend, device
@@ -98,9 +92,7 @@ class Pool:
             )
         bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
         if bad is not None:
-            raise ValueError(
-                f"{bad} in {expert.path} is {expert.spec(bad).dtype}; expected weights of a floating dtype"
-            )
+            raise ValueError(f"{bad} in {expert.path} is {expert.spec(bad).dtype}; expected weights of a floating dtype")
         self.experts.append(expert)
         self.prints.append(expert.fingerprint())
 
@@ -110,9 +102,7 @@ class Pool:
         is_dora = first.kind == "lora" and first.adapter.get("use_dora")
         if not self.ffn or is_dora:
             what = "whose use_dora is True" if is_dora else "which has no tensor of an MLP"
-            raise ValueError(
-                f"expert is {first.path}, {what}; expected experts that differ in MLPs, adapters of plain LoRA"
-            )
+            raise ValueError(f"expert is {first.path}, {what}; expected experts that differ in MLPs, adapters of plain LoRA")
         if first.kind == "lora":
             self.wide = True
             return

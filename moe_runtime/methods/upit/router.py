@@ -198,9 +198,7 @@ def init_routers(
     """
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
-        raise ValueError(
-            f"buckets have {sizes} rows, experts are {len(experts)}; expected a bucket with rows for each expert"
-        )
+        raise ValueError(f"buckets have {sizes} rows, experts are {len(experts)}; expected a bucket with rows for each expert")
     routed = []
     for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
         place = Path(folder) / f"expert-{i}"
@@ -252,9 +250,7 @@ def _check_vectors(std: float | None, learning_rate: float | None) -> None:
             check_number(name, value)
 
 
-def _save(
-    routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None
-) -> None:
+def _save(routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None) -> None:
     """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait for it."""
     with ranks.leading() as main, contextlib.ExitStack() as stack:
         if main:

@@ -48,9 +48,7 @@ def check_named(known: Sequence[str]) -> Callable:
         strategies = different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
         n, m = recipe.experts.num_experts, recipe.checkpoints.count
         if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
-            raise ValueError(
-                f"checkpoints.count is {m}, the tuning saves {saved}; want fewer: there is nothing to choose"
-            )
+            raise ValueError(f"checkpoints.count is {m}, the tuning saves {saved}; want fewer: there is nothing to choose")
         if known is EXPANSIONS and m >= n:
             raise ValueError(f"checkpoints.count is {m}, num_experts is {n}; want fewer: there is nothing to expand")
         if known is EXPANSIONS and "none" in strategies:
@@ -69,9 +67,7 @@ def check_experts(
     sizes = different("experts", sizes, lambda size: check_positive("experts", size))
     active = different("active", active, lambda one: check_positive("active", one))
     if min(active) > max(sizes):
-        raise ValueError(
-            f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are"
-        )
+        raise ValueError(f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are")
     if max(sizes) > m == 1:
         raise ValueError(f"experts is {max(sizes)}, checkpoints.count is 1; want two checkpoints to grow others from")
     return {"form": _form(recipe, form), "sizes": sizes, "active": active}
@@ -92,9 +88,7 @@ def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Se
             raise ValueError(f"epochs is {','.join(map(str, pair))}; want two numbers, such as 2,6")
         for epochs in pair:
             check_number("epochs", epochs, positive=True)
-        check_saved(
-            recipe.change(**{f"{form}__sft__epochs": pair[0]}), form, recipe.checkpoints.count, "checkpoints.count"
-        )
+        check_saved(recipe.change(**{f"{form}__sft__epochs": pair[0]}), form, recipe.checkpoints.count, "checkpoints.count")
 
     return {"form": form, "pairs": different("epochs", [tuple(map(float, pair)) for pair in pairs], check)}
 
@@ -305,9 +299,7 @@ def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
 
 def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> dict:
     others = [DENSE[form], *(_copies_name(form, start) for start in STARTS)]
-    names = {
-        (method, pair): f"{method}, {pair[0]:g} + {pair[1]:g}" for pair in pairs for method in (*others, _upit(form))
-    }
+    names = {(method, pair): f"{method}, {pair[0]:g} + {pair[1]:g}" for pair in pairs for method in (*others, _upit(form))}
     changes = {pair: {f"{form}__sft__epochs": pair[0], f"{form}__post__epochs": pair[1]} for pair in pairs}
     for pair in pairs:
         _check(process, form, **changes[pair])
@@ -329,9 +321,7 @@ def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> di
     return {"entries": process.collect(plan), "reference": names[_upit(form), pairs[0]], "summary": summary}
 
 
-def _losses(
-    title: str, source: str, make: Callable, check: Callable | None = None, draw: Callable = plots.dots
-) -> Command:
+def _losses(title: str, source: str, make: Callable, check: Callable | None = None, draw: Callable = plots.dots) -> Command:
     return Command(title, f"UpIT, {source}", make, draw, check or (lambda recipe: {}), UpitReport)
 
 

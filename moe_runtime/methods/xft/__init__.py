@@ -69,12 +69,7 @@ def config_for(model: nn.Module, **settings) -> MoEConfig:
 
 
 def upcycle(
-    model: nn.Module,
-    config: MoEConfig | None = None,
-    *,
-    layers: Sequence[int] | None = None,
-    seed: int = 42,
-    **settings,
+    model: nn.Module, config: MoEConfig | None = None, *, layers: Sequence[int] | None = None, seed: int = 42, **settings
 ) -> UpcycleReceipt:
     """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what changed.
 
@@ -183,9 +178,7 @@ def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: 
 
 
 @torch.no_grad()
-def merged_weights(
-    layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
-) -> dict:
+def merged_weights(layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None) -> dict:
     """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's name and in its dtype.
 
     `alpha` [E] stands for the layer's own coefficients, or for the INIT mixture of `shared_rate`. XFT, Eq. (3); no gradient.

@@ -102,12 +102,7 @@ BASELINES = {
 
 
 def to_ewa(
-    model: nn.Module,
-    *,
-    num_experts: int = 8,
-    partition: str = "random",
-    layers: Sequence[int] | None = None,
-    seed: int = 42,
+    model: nn.Module, *, num_experts: int = 8, partition: str = "random", layers: Sequence[int] | None = None, seed: int = 42
 ) -> xft.UpcycleReceipt:
     """Replace the MLPs of a dense transformers model by EWA's experts, in place, and measure what changed.
 

@@ -66,8 +66,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
             "upcycled_error": moe.upcycled_error,
             "alpha": merged.alpha,
             "expert_slots": stats.counts.tolist(),
-            "held_out_curves": {name: found[name].history for name in ("base", "SFT", "MoE")}
-            | {"mixing": merged.history},
+            "held_out_curves": {name: found[name].history for name in ("base", "SFT", "MoE")} | {"mixing": merged.history},
             "torch": torch.__version__,
         }
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -93,9 +92,7 @@ def _routed(stages: Stages, moe: Result) -> RouterStats:
     """Count which experts held-out rows go to."""
     model = ranks.load_model(moe.folder, stages.recipe.dtype, ranks.state().device)
     rows = stages.held_out.select(range(min(ROUTED, len(stages.held_out))))
-    return collect_router_stats(
-        model, ({"input_ids": torch.tensor([ids], device=model.device)} for ids in rows["input_ids"])
-    )
+    return collect_router_stats(model, ({"input_ids": torch.tensor([ids], device=model.device)} for ids in rows["input_ids"]))
 
 
 def _picture(results: dict, stats: RouterStats):
@@ -145,9 +142,7 @@ def verdict(results: dict) -> str:
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     sft, merged = losses["SFT"], losses["merged"]
     gain = sft - merged
-    gained = (
-        f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
-    )
+    gained = f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
     text = f"The merged model has the size and the speed of SFT's, and a held-out loss that is {gained}."
     step, best = min(results["held_out_curves"]["SFT"], key=lambda point: point[1])
     if best < min(sft, merged):

@@ -12,15 +12,7 @@ import torch
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import families, folders, swap
-from moe_runtime.hf.models.folders import (
-    SHARD,
-    Conversion,
-    FolderReceipt,
-    Progress,
-    expert_rows,
-    mixture_of,
-    open_upcycled,
-)
+from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.xft import check_rate
@@ -91,9 +83,7 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
     if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.aminmax()).isfinite().all():
         raise ValueError(f"{key} of {job.source.path} has NaN or infinity; want finite weights")
     # expanded, not repeated: the writer copies it once
-    job.add(
-        families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape)
-    )
+    job.add(families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape))
     if place.name == "down_proj":
         path = family.path.format(place.layer)
         for name, router in swap.draw_router(moe, seed, place.layer).items():

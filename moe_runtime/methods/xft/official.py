@@ -28,15 +28,7 @@ import torch
 from moe_runtime.config import MoEConfig, check_positive
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
-from moe_runtime.hf.models.folders import (
-    SHARD,
-    Conversion,
-    FolderReceipt,
-    Progress,
-    expert_rows,
-    mixture_of,
-    open_upcycled,
-)
+from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
 from moe_runtime.io.checkpoint import INDEX as SAFE_INDEX
 from moe_runtime.io.checkpoint import SINGLE, Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.io.files import check_out_dir, is_plain_name, read_json

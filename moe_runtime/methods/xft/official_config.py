@@ -87,9 +87,7 @@ def read_values(source: str | Path) -> dict:
     model_type = values.get("model_type")
     if "moe_runtime" in values or model_type not in (MODEL_TYPE, "llama"):
         found = (
-            f"model_type of {path} is {shown(model_type)}"
-            if values
-            else f"source is {str(source)!r}, which has no config.json"
+            f"model_type of {path} is {shown(model_type)}" if values else f"source is {str(source)!r}, which has no config.json"
         )
         raise ValueError(
             f"{found}; want {MODEL_TYPE!r}, or 'llama' of a weighted model, in a folder of the released XFT code; a folder of "
@@ -198,9 +196,7 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
         known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
         known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
         if not known or scaling["factor"] <= 1:
-            raise ValueError(
-                f"rope_scaling is {shown(scaling)}; want null, or type linear or dynamic and a factor above 1"
-            )
+            raise ValueError(f"rope_scaling is {shown(scaling)}; want null, or type linear or dynamic and a factor above 1")
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
     kept = values.get("rope_parameters")
     same = isinstance(kept, dict) and {key: value for key, value in kept.items() if key != "type"} == rope
@@ -259,19 +255,9 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
             ("balance_loss", moe.balance_loss, moe.balance_loss != "switch", "'cv2' or 'none'"),
             ("bias", moe.bias, not moe.bias, "False"),
             ("head_dim", stock.get("head_dim"), stock.get("head_dim") in (None, head_dim), str(head_dim)),
-            (
-                "rope_type",
-                rope["rope_type"],
-                rope["rope_type"] in ("default", "linear", "dynamic"),
-                "linear or dynamic",
-            ),
+            ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "linear", "dynamic"), "linear or dynamic"),
             ("rope factor", rope.get("factor"), rope["rope_type"] == "default" or rope.get("factor", 0) > 1, "above 1"),
-            (
-                "rope_parameters",
-                rope,
-                set(rope) <= {"rope_theta", "rope_type", "factor", "type"},
-                "a base, a type, a factor",
-            ),
+            ("rope_parameters", rope, set(rope) <= {"rope_theta", "rope_type", "factor", "type"}, "a base, a type, a factor"),
             ("attention_bias", True, not (is_moe and stock.get("attention_bias")), "False in an MoE's attention"),
             (
                 "rope_theta",

@@ -152,9 +152,7 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
         found[name] = list(_first(((bos + row)[:length] for row in ids), tokens))
     for name, pieces in found.items():
         if len(pieces) < 2:  # the distance between two halves is what a text is judged by
-            raise ValueError(
-                f"tokens is {tokens}, of {name!r} that is {len(pieces)} piece; want two: more tokens or text"
-            )
+            raise ValueError(f"tokens is {tokens}, of {name!r} that is {len(pieces)} piece; want two: more tokens or text")
     return found
 
 

@@ -90,9 +90,7 @@ class Stages(KeptStages):
 
         return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
 
-    def mix(
-        self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None
-    ) -> Result:
+    def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
         """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""
         training = _for_steps(self.recipe.mix, steps)
         rate = self.recipe.shared_rate if shared_rate is None else shared_rate
@@ -196,9 +194,7 @@ class Stages(KeptStages):
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data.train}")
         train, held_out = (
-            data.tokenize_pairs(
-                tokenizer, (put_prompt(row, r.data.prompt) for row in rows), r.data.max_length, limit=limit
-            )
+            data.tokenize_pairs(tokenizer, (put_prompt(row, r.data.prompt) for row in rows), r.data.max_length, limit=limit)
             for rows, limit in zip(
                 stage_rows.split_rows(r.data, {data.BUILT_IN: standard_library_pairs}),
                 (r.data.limit, r.data.held_out_rows),

@@ -36,9 +36,7 @@ def shares(report):
     for axes, layer in zip(all_axes, layers):
         for i, (name, colour) in enumerate(zip(report.tokens, _cycle(len(report.tokens)))):
             places = [expert + (i - (len(report.tokens) - 1) / 2) * width for expert in range(R)]
-            axes.bar(
-                places, share[i, layer].tolist(), width, color=colour, label=name, edgecolor="white", linewidth=0.4
-            )
+            axes.bar(places, share[i, layer].tolist(), width, color=colour, label=name, edgecolor="white", linewidth=0.4)
         axes.axhline(1 / R, color="black", linestyle="--", linewidth=1)
         axes.set_xticks(range(R), range(1, R + 1))
         axes.set(ylabel=f"layer {report.layers[layer]}\nshare of tokens")
@@ -156,9 +154,7 @@ def _budget(process: Run) -> dict:
     # one number of steps for all seeds, from the mean times of both
     per_step = same.seconds / same.results[0].steps
     steps = max(round(merged.seconds / per_step), 1)
-    process.say(
-        f"XFT took {merged.seconds:.1f} s, an SFT step {per_step:.4f} s: {steps} steps of SFT for the same time"
-    )
+    process.say(f"XFT took {merged.seconds:.1f} s, an SFT step {per_step:.4f} s: {steps} steps of SFT for the same time")
     (longer,) = process.collect(lambda stages: iter([("SFT, same time", stages.sft(steps=steps))]))
 
     def summary(report: Report) -> list[str]:
@@ -253,12 +249,7 @@ COMMANDS = {
     "budget": Command("The price of training", "XFT, Table 8, long version", _budget, plots.times, _check_shared),
     "ewa-schedule": Command("EWA's share rate", "XFT, Figure 3", _ewa_schedule, plots.curves),
     "routing-stats": Command(
-        "Tokens per expert",
-        "XFT, Figure 4",
-        _routing_stats,
-        shares,
-        routing_study.check,
-        routing_study.Routing,
+        "Tokens per expert", "XFT, Figure 4", _routing_stats, shares, routing_study.check, routing_study.Routing
     ),
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

@@ -87,10 +87,7 @@ LAYOUTS = [
     pytest.param({"has_bias": True, "is_transposed": True}, {}, True, id="biased-transposed"),
     pytest.param({"has_bias": True, "has_gate": False}, {"hidden_act": "gelu"}, True, id="biased-not-gated"),
     pytest.param(
-        {"apply_gate": _clamped, "has_bias": True, "is_transposed": True, "is_concatenated": False},
-        {},
-        True,
-        id="gpt_oss",
+        {"apply_gate": _clamped, "has_bias": True, "is_transposed": True, "is_concatenated": False}, {}, True, id="gpt_oss"
     ),
     pytest.param({"apply_gate": _clamped, "is_concatenated": False}, {}, True, id="interleaved"),
     pytest.param({"apply_gate": _deepseek}, {}, True, id="deepseek_v4"),
@@ -101,9 +98,7 @@ LAYOUTS = [
     pytest.param({"has_post_expert_norm": True}, {}, False, id="muse_spark"),
 ]
 # a decorator of an older transformers does not take them all
-LAYOUTS = [
-    p for p in LAYOUTS if {*p.values[0]} - {"apply_gate"} <= {*inspect.signature(use_experts_implementation).parameters}
-]
+LAYOUTS = [p for p in LAYOUTS if {*p.values[0]} - {"apply_gate"} <= {*inspect.signature(use_experts_implementation).parameters}]
 
 
 @pytest.fixture(autouse=True)
@@ -172,9 +167,7 @@ def test_a_gate_that_only_looks_like_a_known_one_runs_its_own_code():
         return self.act_fn(gate) * up * (1 + 1e-3)
 
     module, x, (idx, weight) = module_of({"apply_gate": almost}, {}), torch.randn(T, H), slots()
-    assert (
-        distance(run(module, x, idx, weight, "moe_runtime")["out"], run(module, x, idx, weight, "eager")["out"]) < 2e-6
-    )
+    assert distance(run(module, x, idx, weight, "moe_runtime")["out"], run(module, x, idx, weight, "eager")["out"]) < 2e-6
 
 
 def test_an_activation_is_known_by_what_it_computes():
@@ -251,9 +244,7 @@ def test_autocast(weights):
     assert 1e-5 < distance(out, want) < 2e-2
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"apply_gate": _deepseek}, {"apply_gate": _softcapped}], ids=["plain", "clamped", "own"]
-)
+@pytest.mark.parametrize("flags", [{}, {"apply_gate": _deepseek}, {"apply_gate": _softcapped}], ids=["plain", "clamped", "own"])
 def test_compiles_without_a_break(flags):
     torch._dynamo.reset()
     gates._form_of_gate.cache_clear()

@@ -72,9 +72,7 @@ def shapes(value):
 
 @torch.no_grad()
 def test_logits_calls_and_hooks(model, logits):
-    inside = {
-        id(part) for module in stock.experts_of(model).values() for part in module.modules() if part is not module
-    }
+    inside = {id(part) for module in stock.experts_of(model).values() for part in module.modules() if part is not module}
     watched = {module: name for name, module in model.named_modules() if id(module) not in inside}
     seen = {"eager": [], "moe_runtime": []}
     for implementation, log in seen.items():
@@ -146,9 +144,7 @@ def test_generate(family, model):
 def test_saved_and_loaded(model, logits, tmp_path):
     model.set_experts_implementation("moe_runtime")
     model.save_pretrained(tmp_path)
-    loaded, report = type(model).from_pretrained(
-        tmp_path, experts_implementation="moe_runtime", output_loading_info=True
-    )
+    loaded, report = type(model).from_pretrained(tmp_path, experts_implementation="moe_runtime", output_loading_info=True)
     assert not any(report.values()), report
     with called() as modules:
         torch.manual_seed(0)
@@ -167,9 +163,7 @@ def test_router_logits_and_auxiliary_loss(family, model):
     got = stock.run(model, "moe_runtime", output_router_logits=True, **labels)
     assert got.keys() == want.keys()
     losses = [key for key in ("loss", "aux_loss") if isinstance(want.get(key), torch.Tensor)]
-    assert all(want[key] > 0 and distance(got[key], want[key]) < 2e-6 for key in losses) and (
-        "loss" in losses or not labels
-    )
+    assert all(want[key] > 0 and distance(got[key], want[key]) < 2e-6 for key in losses) and ("loss" in losses or not labels)
     for ours, theirs in zip(got.get("router_logits") or (), want.get("router_logits") or (), strict=True):
         assert theirs.numel() and distance(ours, theirs) < 2e-6
 

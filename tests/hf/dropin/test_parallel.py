@@ -63,9 +63,7 @@ def test_each_rank_holds_its_share(name, results):
             assert shape[0] == whole[parameter][0] // scenario.mesh[1] // replicas and shape[1:] == whole[parameter][1:]
 
 
-COUNTED = [
-    name for name, scenario in worker.SCENARIOS.items() if scenario.family != "ours" and not scenario.checkpointing
-]
+COUNTED = [name for name, scenario in worker.SCENARIOS.items() if scenario.family != "ours" and not scenario.checkpointing]
 
 
 @pytest.mark.slow
@@ -148,10 +146,7 @@ def test_refuses(three):
         (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "model is Linear, without experts"),
         (lambda: shard_experts(DistributedDataParallel(model), mesh), "model is wrapped in DistributedDataParallel"),
         (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp is of LoRA experts, without stacks; want whole"),
-        (
-            lambda: shard_experts(lora_model(form="linear"), mesh),
-            "gate_proj is of LoRA experts, without stacks; want whole",
-        ),
+        (lambda: shard_experts(lora_model(form="linear"), mesh), "gate_proj is of LoRA experts, without stacks; want whole"),
     ]:
         with pytest.raises(ValueError, match=says):
             make()

@@ -137,9 +137,7 @@ def test_noise_on_the_router_by_a_hook_does_not_move_tokens(noise):
         if noise == "input":
             layer.mlp.gate.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn_like(args[0]),))
         else:
-            layer.mlp.gate.register_forward_hook(
-                lambda m, args, out: (out[0], out[1] * torch.rand_like(out[1]), out[2])
-            )
+            layer.mlp.gate.register_forward_hook(lambda m, args, out: (out[0], out[1] * torch.rand_like(out[1]), out[2]))
     with record_routing(model) as free:
         model(**inputs)
     with record_routing(model) as again, replay_routing(model, record):
@@ -237,10 +235,7 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace():
             model(**case)
             if twice:
                 model(**case)
-    with (
-        pytest.raises(ValueError, match="outside of a call of the model"),
-        replay_routing(model, record),
-    ):
+    with pytest.raises(ValueError, match="outside of a call of the model"), replay_routing(model, record):
         model.model.layers[0].mlp(torch.randn(2, 9, 32))
     assert torch.equal(model(**inputs).logits, want)
     assert len(torch.overrides._get_current_function_mode_stack()) == 0

@@ -185,11 +185,7 @@ else:
 @pytest.mark.parametrize(
     ("imports", "flags", "said"),
     [
-        (
-            "from moe_runtime.hf.models.modeling import register_auto_classes as r; r()",
-            {},
-            "MoeRuntimeLlamaForCausalLM True",
-        ),
+        ("from moe_runtime.hf.models.modeling import register_auto_classes as r; r()", {}, "MoeRuntimeLlamaForCausalLM True"),
         ("", {"trust_remote_code": True}, "MoeRuntimeLlamaForCausalLM True"),
         ("", {"trust_remote_code": False}, "refused: .*contains custom code"),
     ],
@@ -349,9 +345,7 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     through.train()
     resumed = trainer(4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(
-        not torch.equal(a, b) for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True)
-    )
+    assert all(not torch.equal(a, b) for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(tiny.logits(loaded), tiny.logits(resumed.model))
     assert tiny.distance(tiny.logits(resumed.model), tiny.logits(through.model)) < 1e-5

@@ -179,9 +179,7 @@ def offload(model):
         pytest.param(scale_method, "layers.1.mlp differs from .* by 1.0e-02 relative", id="patched-by-method"),
         pytest.param(lambda m: m.model.layers[1].mlp.to("meta"), "layers.1.mlp is on the meta device", id="meta"),
         pytest.param(offload, "layers.0.mlp carries accelerate's hooks", id="offloaded"),
-        pytest.param(
-            lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), "want .*'hidden_act': 'gelu'", id="act"
-        ),
+        pytest.param(lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), "want .*'hidden_act': 'gelu'", id="act"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -90,9 +90,7 @@ def test_adafactor_runs_without_its_relative_step(train):
 
 
 def test_clipping_is_off_at_minus_one(train):
-    free, clipped, tight = (
-        train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0] for n in (-1.0, 1e9, 1e-3)
-    )
+    free, clipped, tight = (train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0] for n in (-1.0, 1e9, 1e-3))
     for name, weight in free.state_dict().items():
         assert torch.equal(clipped.state_dict()[name], weight)
     assert any(not torch.equal(tight.state_dict()[name], weight) for name, weight in free.state_dict().items())
@@ -113,9 +111,7 @@ def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
         ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
         assert losses[place] == pytest.approx(model(input_ids=ids, labels=labels).loss.item(), rel=1e-5)
         assert tokens[place] == int((labels[:, 1:] != -100).sum())
-    assert fit.mean_loss(losses, tokens) == pytest.approx(
-        fit.mean_loss(*fit.row_losses(model, rows, tokenizer)), rel=1e-6
-    )
+    assert fit.mean_loss(losses, tokens) == pytest.approx(fit.mean_loss(*fit.row_losses(model, rows, tokenizer)), rel=1e-6)
 
 
 class Weights(TrainerCallback):

@@ -99,11 +99,7 @@ def kinds_of(model) -> dict[str, str]:
 def test_table_3(which, shared, rest, name):
     """What is said to train moves, all else is the same bit by bit after steps of AdamW with weight decay."""
     model, ids = model_of(name), batch(name)
-    before, kinds, paths = (
-        {n: p.detach().clone() for n, p in model.named_parameters()},
-        kinds_of(model),
-        paths_of(model),
-    )
+    before, kinds, paths = ({n: p.detach().clone() for n, p in model.named_parameters()}, kinds_of(model), paths_of(model))
     experts = selected(model, which)
     receipt = freeze_for_esft(model, experts, shared, rest)
     rows = {number: list(ids) for number, ids in receipt.experts.items()}
@@ -157,9 +153,7 @@ def test_the_others_stay_for_50_steps_and_the_optimizer_knows_none(name):
     receipt = freeze_for_esft(model, two_each(model))
     optimizer = train(model, ids, 50)
     states = [state for state in optimizer.state.values()]
-    assert (
-        sum(state[key].numel() for state in states for key in ("exp_avg", "exp_avg_sq")) == 2 * receipt.row_parameters
-    )
+    assert sum(state[key].numel() for state in states for key in ("exp_avg", "exp_avg_sq")) == 2 * receipt.row_parameters
     assert (
         receipt.row_parameters
         == receipt.trainable_parameters

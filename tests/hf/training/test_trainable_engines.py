@@ -105,6 +105,4 @@ def test_the_other_order_is_refused(results):
     _, ranks = results("order")
     for got in ranks:
         assert got["same"]
-        assert (
-            "layers.1.mlp.experts has rows that train outside of its stacks; want shard_experts before" in got["error"]
-        )
+        assert "layers.1.mlp.experts has rows that train outside of its stacks; want shard_experts before" in got["error"]

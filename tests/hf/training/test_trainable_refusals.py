@@ -51,20 +51,14 @@ def state_of(model) -> list:
 
 def test_refuses_models_that_it_cannot_change():
     model = model_of("ours")
-    check_untouched(
-        model, lambda: freeze_for_esft(model, {0: [0, 1]}), r"experts of layer 0 are \[0, 1\], of which 0 is the"
-    )
+    check_untouched(model, lambda: freeze_for_esft(model, {0: [0, 1]}), r"experts of layer 0 are \[0, 1\], of which 0 is the")
     for undo in (fold_rows, drop_rows):
-        check_untouched(
-            model, lambda undo=undo: undo(model), "of which no rows train; want one that train_rows has changed"
-        )
+        check_untouched(model, lambda undo=undo: undo(model), "of which no rows train; want one that train_rows has changed")
     check_untouched(tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "without a router; want MoE layers")
     trained = model_of("qwen2_moe")
     train_rows(trained, {0: [1]})
     for again in (train_rows, freeze_for_esft):
-        with pytest.raises(
-            ValueError, match=r"trains rows already; want fold_rows\(model\) or drop_rows\(model\) first"
-        ):
+        with pytest.raises(ValueError, match=r"trains rows already; want fold_rows\(model\) or drop_rows\(model\) first"):
             again(trained, {1: [1]})
     quantized = model_of("qwen2_moe")
     experts = experts_module(quantized, numbered_layers(quantized)[0])
@@ -93,9 +87,7 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
     with torch.no_grad():
         trained_rows(model)[0].stacks["down_proj"].mul_(2)
     for part in (model, model.model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(
-            ValueError, match="train apart, and from_pretrained would read what they were; want fold_rows"
-        ):
+        with pytest.raises(ValueError, match="train apart, and from_pretrained would read what they were; want fold_rows"):
             part.save_pretrained(tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
     undo(model)
@@ -108,9 +100,7 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     def train(save: str, kind=MoETrainer) -> None:
-        made = TrainingArguments(
-            str(tmp_path), max_steps=1, save_strategy=save, use_cpu=True, report_to=[], disable_tqdm=True
-        )
+        made = TrainingArguments(str(tmp_path), max_steps=1, save_strategy=save, use_cpu=True, report_to=[], disable_tqdm=True)
         row = {"input_ids": batch("qwen2_moe")[0], "labels": batch("qwen2_moe")[0]}
         kind(model, made, train_dataset=[row] * 8).train()
 

@@ -74,9 +74,7 @@ def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monk
     freeze_for_esft(model, {numbers[-1]: [1, 2]})
     needed, seen = [], {}
     op = torch.ops.moe_runtime.moe_mlp_backward
-    monkeypatch.setattr(
-        torch.ops.moe_runtime, "moe_mlp_backward", lambda *args: (needed.append(args[-2]), op(*args))[1]
-    )
+    monkeypatch.setattr(torch.ops.moe_runtime, "moe_mlp_backward", lambda *args: (needed.append(args[-2]), op(*args))[1])
 
     def note(number, module, args, out):
         seen[number] = out.requires_grad

@@ -59,12 +59,8 @@ def trainer_of(kind, model, folder, places=None, train=None, eval_set=None, call
     train = rows(places) if train is None else train
     parts = (parts or {}) | {"callbacks": callbacks}
     if kind == "sft":
-        args = SFTConfig(
-            str(folder), **{"bf16": False, "gradient_checkpointing": False, "max_length": 64} | COMMON | settings
-        )
-        return MoESFTTrainer(
-            model, args, train_dataset=train, eval_dataset=eval_set, processing_class=TOKENIZER, **parts
-        )
+        args = SFTConfig(str(folder), **{"bf16": False, "gradient_checkpointing": False, "max_length": 64} | COMMON | settings)
+        return MoESFTTrainer(model, args, train_dataset=train, eval_dataset=eval_set, processing_class=TOKENIZER, **parts)
     train = tokenize_pairs(TOKENIZER, train, 64, row_ids=True)
     eval_set = eval_set and tokenize_pairs(TOKENIZER, eval_set, 64)
     cls = MoETrainer if kind == "trainer" else Trainer
@@ -86,9 +82,7 @@ class Gradients(TrainerCallback):
     """Keeps the gradients of the first step, as the optimizer sees them."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.__dict__.setdefault(
-            "grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        self.__dict__.setdefault("grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
 def gradients(kind, model, folder, **settings):
@@ -185,13 +179,7 @@ def test_checkpointing_changes_neither_losses_nor_counts(kind, tmp_path):
 @KINDS
 def test_reentrant_checkpointing_is_refused_with_a_balance_loss(kind, tmp_path):
     with pytest.raises(ValueError, match="use_reentrant"):
-        run(
-            kind,
-            upcycled(),
-            tmp_path,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": True},
-        )
+        run(kind, upcycled(), tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
 @KINDS
@@ -289,9 +277,7 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
 
 @KINDS
 def test_router_statistics_change_no_loss(kind, tmp_path):
-    on, off = (
-        run(kind, upcycled(noisy_gate=True), tmp_path / str(s), parts={"router_stats": s}) for s in (True, False)
-    )
+    on, off = (run(kind, upcycled(noisy_gate=True), tmp_path / str(s), parts={"router_stats": s}) for s in (True, False))
     assert logged(on) == logged(off) and len(logged(on)) == 3
     assert all(torch.equal(a, b) for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True))
     assert not logged(off, "router/max_violation") and not (tmp_path / "False" / "router_stats.csv").exists()
@@ -406,9 +392,7 @@ def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
     use_balance_loss(model, "per_layer", 0.1)
     with torch.no_grad():
         want = model(**batch)
-    args = SFTConfig(
-        str(tmp_path), bf16=False, gradient_checkpointing=False, max_length=64, **COMMON | {"max_steps": 1}
-    )
+    args = SFTConfig(str(tmp_path), bf16=False, gradient_checkpointing=False, max_length=64, **COMMON | {"max_steps": 1})
     trainer = SFTTrainer(model, args, train_dataset=rows([0, 7]), processing_class=TOKENIZER)
     trainer.train()
     assert logged(trainer)[0] == pytest.approx(want.loss.item(), rel=1e-5)
@@ -475,14 +459,7 @@ def folder(tmp_path_factory):
 
 def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     (tmp_path / "train.yaml").write_text("max_steps: 3\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-2\n")
-    argv = [
-        "--model",
-        str(folder / "moe"),
-        "--data",
-        str(folder / "rows.jsonl"),
-        "--config",
-        str(tmp_path / "train.yaml"),
-    ]
+    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--config", str(tmp_path / "train.yaml")]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
     code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
     done = forked(code, *argv)
@@ -491,9 +468,7 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "moe")
     assert type(model) is type(start)
-    moved = [
-        name for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)
-    ]
+    moved = [name for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)]
     assert any(".gate.weight" in name for name in moved) and any(".experts.down_proj" in name for name in moved)
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "balance_loss" in entry] == [1, 2]

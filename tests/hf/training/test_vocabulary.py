@@ -30,9 +30,7 @@ def small():
         pytest.param(Dataset.from_dict({"input_ids": [[1, 2], [], [V - 1, 3]]}), id="dataset"),
         pytest.param({"a": Dataset.from_dict({"input_ids": [[V - 1]]})}, id="datasets by name"),
         pytest.param([{"input_ids": [1]}, {"input_ids": [4, V - 1]}], id="list"),
-        pytest.param(
-            [{"input_ids": torch.tensor([4, V - 1])}, {"input_ids": torch.tensor([], dtype=int)}], id="tensors"
-        ),
+        pytest.param([{"input_ids": torch.tensor([4, V - 1])}, {"input_ids": torch.tensor([], dtype=int)}], id="tensors"),
         pytest.param([{"input_ids": np.array([[4], [V - 1]])}], id="arrays"),
         pytest.param([{"input_ids": [[], [1], [4, V - 1]]}, {"input_ids": [[]]}], id="lists of lists"),
         pytest.param(Dataset.from_dict({"input_ids": [[[1], []], [[], [4, V - 1]]]}), id="dataset of lists of lists"),

@@ -31,10 +31,7 @@ def batch(name: str) -> torch.Tensor:
 
 def two_each(model) -> dict[int, list[int]]:
     """Two routed experts of each layer, the later one first."""
-    return {
-        number: [layer.num_experts - 1 - number % 2, layer.num_shared]
-        for number, layer in numbered_layers(model).items()
-    }
+    return {number: [layer.num_experts - 1 - number % 2, layer.num_shared] for number, layer in numbered_layers(model).items()}
 
 
 def paths_of(model) -> dict[int, str]:

@@ -10,15 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_runtime.hf.dropin.experts import register
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trained_files import (
-    Layout,
-    experts_path,
-    join_row,
-    layout_of,
-    parse_name,
-    split_row,
-    stack_parts,
-)
+from moe_runtime.hf.training.trained_files import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.methods.esft.adapters import Adapter, apply, load_adapter, remove
 from moe_runtime.methods.esft.selection import ExpertSelection
 from tests.hf import stock as every
@@ -131,18 +123,14 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag(tmp_path):
     model = upcycled("llama", gate="xft")
     adapter = random_adapter(model, others=True)
     tensors = dict(adapter.tensors) | {
-        name.replace("experts.1.", "experts.0."): tensor + 1
-        for name, tensor in adapter.tensors.items()
-        if "experts.1." in name
+        name.replace("experts.1.", "experts.0."): tensor + 1 for name, tensor in adapter.tensors.items() if "experts.1." in name
     }
     before = weights(model)
     apply(model, replace(adapter, tensors=tensors))
     remove(model)
     assert same(before, weights(model))
     for wrong in (0, 2):  # never selected, and no shared one
-        renamed = {
-            n.replace("experts.1.", f"experts.{wrong}."): t for n, t in adapter.tensors.items()
-        } | adapter.tensors
+        renamed = {n.replace("experts.1.", f"experts.{wrong}."): t for n, t in adapter.tensors.items()} | adapter.tensors
         selection = replace(adapter.selection, shared_experts=wrong != 0)
         with pytest.raises(ValueError, match=f"expert {wrong} of layer 0, which its selection lacks"):
             apply(model, replace(adapter, tensors=renamed, selection=selection))
@@ -236,9 +224,7 @@ BAD = {
         lambda a: _edit(
             a,
             selection=ExpertSelection(experts={2: (1,)}),
-            tensors={
-                n.replace("layers.1.", "layers.2."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n
-            },
+            tensors={n.replace("layers.1.", "layers.2."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n},
         ),
         r"selection has experts \[1\] of layer 2",
     ),
@@ -246,9 +232,7 @@ BAD = {
         lambda a: _edit(
             a,
             selection=ExpertSelection(experts={1: (9,)}),
-            tensors={
-                n.replace("experts.1.", "experts.9."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n
-            },
+            tensors={n.replace("experts.1.", "experts.9."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n},
         ),
         r"selection has experts \[9\] of layer 1; .* 0 to 7",
     ),
@@ -270,9 +254,7 @@ BAD = {
     ),
     "unknown parameter": (
         lambda a: _edit(
-            a,
-            tensors=dict(a.tensors) | {"model.n": torch.ones(1)},
-            selection=replace(a.selection, non_expert_modules=True),
+            a, tensors=dict(a.tensors) | {"model.n": torch.ones(1)}, selection=replace(a.selection, non_expert_modules=True)
         ),
         r"has model.n \[1\]; the model has no such tensor",
     ),

@@ -24,9 +24,7 @@ def real() -> dict[str, ExpertScores]:
 
 
 def same_after_json(result) -> None:
-    assert type(result)(**json.loads(json.dumps(result.to_dict()))).to_dict() == json.loads(
-        json.dumps(result.to_dict())
-    )
+    assert type(result)(**json.loads(json.dumps(result.to_dict()))).to_dict() == json.loads(json.dumps(result.to_dict()))
 
 
 # Fig. 2

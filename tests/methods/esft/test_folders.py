@@ -99,9 +99,7 @@ def _other_config(base, adapter):
 def _quantized(base, adapter):
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     whole = load_file(base / "model.safetensors")
-    save_file(
-        whole | {name: whole[name].to(torch.float8_e4m3fn)}, base / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file(whole | {name: whole[name].to(torch.float8_e4m3fn)}, base / "model.safetensors", metadata={"format": "pt"})
     return adapter
 
 

@@ -75,11 +75,7 @@ def test_logs_that_were_written_give_the_scores(kind, padding, tmp_path):
         ({"layer1": LOG, "layer2": LOG, "layer4": LOG}, {}, "with no log expert_weights_3.txt in"),
         ({"layer1": LOG, "layer2": "", "layer1000000000000": LOG}, {}, "with no log expert_weights_2.txt in"),
         ({"layer1": LOG}, {"layers": (1, 5)}, "with no log expert_weights_5.txt in"),
-        (
-            {"layer1": LOG, "layer2": LOG.splitlines()[0]},
-            {},
-            "has 2 tokens in 1 lines, the log of the first layer 3 in 2",
-        ),
+        ({"layer1": LOG, "layer2": LOG.splitlines()[0]}, {}, "has 2 tokens in 1 lines, the log of the first layer 3 in 2"),
         ({"layer1": "0\t1\t0.5\t0.5\n"}, {}, "expert_weights_1.txt, line 1, is .*expected ids .* two tabs"),
         ({"layer1": LOG + "0\t1\t\t0.5\n"}, {}, "expert_weights_1.txt, line 3, is"),
         ({"layer1": LOG + "\n"}, {}, "line 3, is"),

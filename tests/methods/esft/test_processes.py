@@ -55,8 +55,7 @@ def _is_saved_by_the_trainer_that_can(folder) -> None:
         assert found["is_guarded"]
     assert not any(path.is_file() for path in (folder / "none").rglob("*"))
     saved, last, half = (
-        dict(esft.load_adapter(folder / name).tensors)
-        for name in ("spread-saved", "spread-last", "spread-run/checkpoint-1")
+        dict(esft.load_adapter(folder / name).tensors) for name in ("spread-saved", "spread-last", "spread-run/checkpoint-1")
     )
     assert same(saved, last) and half.keys() == saved.keys() and not same(half, saved)
     assert (folder / "spread-last" / "training_args.bin").is_file()

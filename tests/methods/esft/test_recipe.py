@@ -26,9 +26,7 @@ def test_a_shipped_study_survives_its_dict(name):
     assert name in shipped_recipes("esft")
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.method == "esft" and len(recipe.tasks) == 2
-    assert (
-        EsftRecipe.from_dict(recipe.to_dict()) == recipe == load_recipe(METHODS / "esft" / "recipes" / f"{name}.yaml")
-    )
+    assert EsftRecipe.from_dict(recipe.to_dict()) == recipe == load_recipe(METHODS / "esft" / "recipes" / f"{name}.yaml")
     assert EsftRecipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
@@ -112,11 +110,7 @@ def test_an_error_of_a_file_names_it(tmp_path):
 
 def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
     assert recipe_path("tiny", "xft", "esft") == METHODS / "xft" / "recipes" / "tiny.yaml"
-    assert (
-        recipe_path("esft/tiny", "xft", "esft")
-        == recipe_path("tiny", "esft")
-        == METHODS / "esft" / "recipes" / "tiny.yaml"
-    )
+    assert recipe_path("esft/tiny", "xft", "esft") == recipe_path("tiny", "esft") == METHODS / "esft" / "recipes" / "tiny.yaml"
     assert recipe_path("deepseek-v2-lite", "xft", "esft").parents[1].name == "esft"
     assert (
         method_of(METHODS / "esft" / "recipes" / "tiny.yaml") == "esft"

@@ -196,9 +196,7 @@ def test_bad_models_are_named():
     with pytest.raises(ValueError, match="routed no token"):
         record(model, {"input_ids": ids(), "attention_mask": torch.zeros(2, 12, dtype=torch.long)})
     numbered_layers(model)[1].module.num_experts = 3
-    with pytest.raises(
-        ValueError, match="num_experts is 4 in layer 0 and 3 in layer 1; every layer must have the same"
-    ):
+    with pytest.raises(ValueError, match="num_experts is 4 in layer 0 and 3 in layer 1; every layer must have the same"):
         GateRecorder(model)
     model = stock("mixtral", "eager")
     numbered_layers(model)[0].module._is_expert_parallel = True

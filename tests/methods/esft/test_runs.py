@@ -33,9 +33,7 @@ def home(tmp_path_factory) -> Path:
     stock("deepseek_v2", vocab_size=len(tokenizer)).save_pretrained(home / "base")
     tokenizer.save_pretrained(home / "base")
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    scores = esft_runs.score_folder(
-        home / "base", home / "rows.jsonl", home / "summary.json", n_tokens=256, max_length=32
-    )
+    scores = esft_runs.score_folder(home / "base", home / "rows.jsonl", home / "summary.json", n_tokens=256, max_length=32)
     esft.select_experts(scores, 0.4).save(home / "config.json")
     return home
 

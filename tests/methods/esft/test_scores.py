@@ -193,9 +193,7 @@ def test_a_rounded_summary_is_the_official_one(tmp_path):
     assert torch.equal(loaded.gate, scores.scores("gate", round=4))
     with pytest.raises(ValueError, match="variant is 'paper', the scores are 'v1' without the sums"):
         loaded.scores("gate", "paper")
-    torch.testing.assert_close(
-        loaded.scores("gate", "normalized"), scores.scores("gate", "normalized"), atol=2e-4, rtol=0
-    )
+    torch.testing.assert_close(loaded.scores("gate", "normalized"), scores.scores("gate", "normalized"), atol=2e-4, rtol=0)
 
 
 # over processes
@@ -226,9 +224,7 @@ def test_two_processes_score_as_one(tmp_path):
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank_0", "rank_1"]
     assert torch.equal(logs.sums.count, want.sums.count) and logs.n_tokens == 84 and logs.sums.n_samples == 7
     torch.testing.assert_close(logs.scores("gate", "paper"), want.scores("gate", "paper"), rtol=0, atol=5e-5)
-    two = ExpertScores.load(
-        tmp_path / "folder.json"
-    )  # the samples of a folder's rows, dealt out before batches are made
+    two = ExpertScores.load(tmp_path / "folder.json")  # the samples of a folder's rows, dealt out before batches are made
     assert (two.n_tokens, two.sums.n_samples) == (one.n_tokens, one.sums.n_samples) and two.n_tokens == 250
     assert torch.equal(two.sums.count, one.sums.count)
     torch.testing.assert_close(two.gate, one.gate, rtol=1e-5, atol=1e-7)

@@ -12,13 +12,7 @@ import torch
 from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
-from moe_runtime.methods.esft.selection import (
-    ExpertSelection,
-    check_selection,
-    group_experts,
-    random_experts,
-    select_experts,
-)
+from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, group_experts, random_experts, select_experts
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import ids, stock
 
@@ -81,8 +75,7 @@ def test_published_selections_are_reproduced(task, source, tmp_path):
 def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
     scores = ExpertScores.from_sums(sums_of(task))
     per_layer = {
-        variant: select_experts(scores, 0.1, "gate", variant).num_experts / 26
-        for variant in ("v1", "normalized", "head")
+        variant: select_experts(scores, 0.1, "gate", variant).num_experts / 26 for variant in ("v1", "normalized", "head")
     }
     assert round(per_layer["v1"], 1) == v1 and abs(per_layer["normalized"] - normalized) < 0.05
     assert 1.0 <= per_layer["head"] <= 1.1
@@ -161,9 +154,7 @@ def test_bad_options_are_named(options, error):
 def test_random_experts_are_as_many_per_layer():
     selection = select_experts(ExpertScores.from_sums(sums_of("law")), 0.2, "token", shared_experts=True)
     drawn = random_experts(selection, 64, seed=0)
-    assert {layer: len(set(e)) for layer, e in drawn.experts.items()} == {
-        n: len(e) for n, e in selection.experts.items()
-    }
+    assert {layer: len(set(e)) for layer, e in drawn.experts.items()} == {n: len(e) for n, e in selection.experts.items()}
     assert drawn == random_experts(selection, 64, seed=0) != random_experts(selection, 64, seed=1)
     assert drawn.score == "random" and drawn.shared_experts and drawn.experts != selection.experts
     often = torch.zeros(5)
@@ -275,14 +266,10 @@ def test_a_selection_of_another_model_is_named(kind):
     model = stock("mixtral") if kind == "stock" else tiny.upcycled()
     for given in (model, numbered_layers(model)):
         check_selection(given, ExpertSelection(experts={0: (3, 1), 1: ()}))
-        with pytest.raises(
-            ValueError, match=r"selection has experts \[1\] of layer 7; the model routes to layers 0, 1"
-        ):
+        with pytest.raises(ValueError, match=r"selection has experts \[1\] of layer 7; the model routes to layers 0, 1"):
             check_selection(given, ExpertSelection(experts={7: (1,)}))
         with pytest.raises(ValueError, match=r"selection has experts \[4\] of layer 1; .* to 3"):
             check_selection(given, ExpertSelection(experts={1: (1, 4)}))
         if kind == "ours":
-            with pytest.raises(
-                ValueError, match=r"selection has experts \[0\] of layer 1; .* 1 to 3; shared_experts=True"
-            ):
+            with pytest.raises(ValueError, match=r"selection has experts \[0\] of layer 1; .* 1 to 3; shared_experts=True"):
                 check_selection(given, ExpertSelection(experts={1: (0,)}))

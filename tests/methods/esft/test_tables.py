@@ -115,10 +115,7 @@ def test_what_the_methods_of_main_train(recipe, out):
 def test_drawn_experts_are_as_many_and_others(recipe, out):
     report, _ = make("random-experts", recipe, out)
     chosen, drawn = (report.entry(name).results[0] for name in ("ESFT-Gate", "ESFT-Gate, random experts"))
-    counts = [
-        {task: {n: len(ids) for n, ids in one.experts.items()} for task, one in r.tasks.items()}
-        for r in (chosen, drawn)
-    ]
+    counts = [{task: {n: len(ids) for n, ids in one.experts.items()} for task, one in r.tasks.items()} for r in (chosen, drawn)]
     assert counts[0] == counts[1] and chosen.trained_parameters == drawn.trained_parameters
     assert any(chosen.tasks[task].experts != drawn.tasks[task].experts for task in recipe.tasks)
     said = [line.partition(" against ")[0] for line in report.summary]
@@ -133,9 +130,7 @@ def test_the_grid_trains_what_table_3_says(recipe, out):
     others = size["shared, others"] - shared
     assert size["relevant, shared"] == relevant + shared
     assert size["relevant, shared, others"] == relevant + shared + others
-    assert (
-        size["all experts, shared, others"] == report.entries[0].results[0].parameters and size["nothing (base)"] == 0
-    )
+    assert size["all experts, shared, others"] == report.entries[0].results[0].parameters and size["nothing (base)"] == 0
     assert report.entry("nothing (base)").loss == make("main", recipe, out)[0].entry("base").losses[0]
 
 
@@ -175,11 +170,7 @@ def test_overlap_and_sample_size(recipe, out):
     report, _ = make("overlap", recipe, out, top=3, seeds=2)
     assert len(report.found) == 2 and all(one.top == 3 for one in report.found)
     mean = statistics.fmean(one.shared[0][1] for one in report.found)
-    assert report.rows()[0] == (
-        "sums",
-        f"{statistics.fmean(one.shared[0][0] for one in report.found):.2f}",
-        f"{mean:.2f}",
-    )
+    assert report.rows()[0] == ("sums", f"{statistics.fmean(one.shared[0][0] for one in report.found):.2f}", f"{mean:.2f}")
     report, _ = make("sample-size", recipe, out, sizes=(32, 8), top=3)
     assert [name for name, _ in report.columns()] == ["task", "8", "32"] and len(report.rows()) == 2
     assert all(0 <= value <= 3 for row in report.found[0].shared for value in row)
@@ -202,9 +193,7 @@ def test_overlap_and_sample_size(recipe, out):
         pytest.param("sweep-p", {"ranks": (0,)}, "rank is 0; want an integer of at least 1", id="rank"),
         pytest.param("sweep-p", {"score": "both of"}, "score is 'both of'; want one of gate, token, both", id="score"),
         pytest.param("shared-grid", {"score": "both"}, "score is 'both'; want one of gate, token", id="grid's score"),
-        pytest.param(
-            "group-size", {"sizes": (1, 4)}, "group_size is 4, num_experts is 8, top_k is 2; want", id="groups"
-        ),
+        pytest.param("group-size", {"sizes": (1, 4)}, "group_size is 4, num_experts is 8, top_k is 2; want", id="groups"),
         pytest.param("group-size", {"sizes": ()}, "group_size is not given; want different values", id="no group"),
         pytest.param("mix-data", {"ratios": (-1.0,)}, "mix is -1.0; want a number of 0 or more", id="mix"),
         pytest.param("sample-size", {"sizes": (0,)}, "sizes is 0; want an integer of at least 1", id="sizes"),

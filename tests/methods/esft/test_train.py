@@ -142,9 +142,7 @@ def test_an_adapter_does_not_follow_the_training(tmp_path):
     assert same(kept, dict(adapter.tensors)) and not same(kept, dict(esft.adapter_of(model).tensors))
 
 
-@pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
 def test_save_pretrained_writes_the_adapter_of_the_model_it_is_called_on(tmp_path, clone):
     model = stock("qwen3_moe")
     esft.train_only(model, ExpertSelection(experts={0: (1, 3)}))
@@ -176,9 +174,7 @@ def test_load_state_dict_takes_the_adapter_s_names(tmp_path, family, selection):
     assert same(dict(esft.adapter_of(model).tensors), dict(esft.adapter_of(other).tensors))
     other.load_state_dict(model.state_dict())  # its own names, strictly
     esft.drop(other)
-    fewer = replace(
-        selection, experts={layer: ids[:1] + ((ids[0] + 1) % 8,) for layer, ids in selection.experts.items()}
-    )
+    fewer = replace(selection, experts={layer: ids[:1] + ((ids[0] + 1) % 8,) for layer, ids in selection.experts.items()})
     esft.train_only(other, fewer)
     with pytest.raises(RuntimeError, match="the file has experts"):
         other.load_state_dict(state, strict=False)
@@ -293,9 +289,7 @@ def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
 @pytest.mark.parametrize(
     "change, match",
     [
-        pytest.param(
-            lambda m: ExpertSelection(experts={5: (1,)}), r"selection has experts \[1\] of layer 5", id="layer"
-        ),
+        pytest.param(lambda m: ExpertSelection(experts={5: (1,)}), r"selection has experts \[1\] of layer 5", id="layer"),
         pytest.param(lambda m: ExpertSelection(experts={0: (8,)}), r"experts \[8\] of layer 0; .* to 7", id="expert"),
         pytest.param(lambda m: ExpertSelection(experts={0: ()}), "select something to train", id="nothing"),
         pytest.param(
@@ -324,13 +318,7 @@ def trainer_of(kind, folder, selection=SELECTION, family="deepseek_v2", model=No
         model = stock(family)
         if selection is not None:
             esft.train_only(model, selection)
-    common = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 8,
-        "save_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-    }
+    common = {"per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
     common |= {"weight_decay": 0.1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps"}
     rows = datasets.Dataset.from_dict(ROWS).with_format("torch")
     return kind(model, TrainingArguments(str(folder), **common | settings), train_dataset=rows, eval_dataset=rows)
@@ -404,9 +392,7 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
     "first, then, match",
     [
         pytest.param(SELECTION, None, "of a model that trains experts apart.*this one trains all", id="not made ready"),
-        pytest.param(
-            None, SELECTION, "of a model that trains all.*this one trains experts apart", id="of a whole model"
-        ),
+        pytest.param(None, SELECTION, "of a model that trains all.*this one trains experts apart", id="of a whole model"),
         pytest.param(SELECTION, replace(SELECTION, experts={1: (7,)}), "has model.layers.1", id="other experts"),
     ],
 )

@@ -95,9 +95,7 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
     base = tiny.dense()
     xft.upcycle(base, num_experts=4, top_k=2, gate="softmax_topk_renorm")
     save_adapters(model, tmp_path / "out", "base", upcycled="moe")
-    fresh = to_lora_moe(
-        tiny.dense(), lora_layers(model)[0].config, rank=model.config.moe_runtime["lora"]["rank"], seed=7
-    )
+    fresh = to_lora_moe(tiny.dense(), lora_layers(model)[0].config, rank=model.config.moe_runtime["lora"]["rank"], seed=7)
     assert not torch.equal(tiny.logits(fresh), tiny.logits(model))
     assert load_adapters(fresh, tmp_path / "out" / "stacked") is fresh
     assert torch.equal(tiny.logits(fresh), tiny.logits(model))
@@ -222,8 +220,7 @@ def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_p
 
 def test_models_of_another_kind_are_refused(peft_folders):
     with pytest.raises(
-        ValueError,
-        match="form is 'block', model_type is 'phi3'; expected some of gate_up_proj, down_proj, and form='linear'",
+        ValueError, match="form is 'block', model_type is 'phi3'; expected some of gate_up_proj, down_proj, and form='linear'"
     ):
         to_lora_moe(tiny.dense("phi3"))
     for wrong, words in (
@@ -234,9 +231,7 @@ def test_models_of_another_kind_are_refused(peft_folders):
         with pytest.raises(ValueError, match=words):
             to_lora_moe(wrong)
     for call in (to_moe, lora_layers, lambda model: save_adapters(model, "nowhere", "base")):
-        with pytest.raises(
-            ValueError, match="model is MoeRuntimeLlamaForCausalLM at stage 'moe'; expected one with LoRA"
-        ):
+        with pytest.raises(ValueError, match="model is MoeRuntimeLlamaForCausalLM at stage 'moe'; expected one with LoRA"):
             call(tiny.upcycled())
         with pytest.raises(ValueError, match="model is LlamaForCausalLM; expected one with LoRA experts"):
             call(tiny.dense())

@@ -30,9 +30,7 @@ def model_of(tokenizer):
 def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
     base = model_of(tokenizer)
     want = base(IDS).logits
-    linear = [
-        module for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"
-    ]
+    linear = [module for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
     sizes = sum(module.in_features + module.out_features for module in linear)
     moe = base.model.layers[1].mlp.experts
     sizes += sum(sum(stack.shape) - stack.shape[0] for stack in (moe.gate_up_proj, moe.down_proj)) * 4

@@ -34,9 +34,7 @@ def alone(model, e: int) -> torch.Tensor:
 # the saved form
 
 
-@pytest.mark.parametrize(
-    "model_type, form", [(name, "block") for name in THREE] + [(name, "linear") for name in tiny.ALL]
-)
+@pytest.mark.parametrize("model_type, form", [(name, "block") for name in THREE] + [(name, "linear") for name in tiny.ALL])
 def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
     model = tiny.dense(model_type)
     want, config, keys = tiny.logits(model), model.config.to_dict(), list(model.state_dict())
@@ -150,9 +148,7 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, nois
     for row, layer in zip(vectors, rows, strict=True):
         assert torch.equal(moes[layer].gate.weight, row)
         if noisy_gate:
-            assert torch.equal(
-                moes[layer].gate.noise_weight, swap.draw_router(moes[layer].config, 42, layer)["noise_weight"]
-            )
+            assert torch.equal(moes[layer].gate.noise_weight, swap.draw_router(moes[layer].config, 42, layer)["noise_weight"])
 
 
 # training
@@ -305,10 +301,7 @@ def test_rows_go_to_the_experts_that_were_named(form):
         ({"dtype": torch.int8}, "dtype is torch.int8, .* a floating torch.dtype"),
         ({"dtype": "float32"}, "dtype is 'float32', .* a floating torch.dtype"),
         ({"form": "linear", "recompute": True}, "form is 'linear', .* recompute is True"),
-        (
-            {"top_k": None, "balance_loss": "switch"},
-            "balance_loss is 'switch', top_k is 8 of 8 experts; use 'none' or 'cv2'",
-        ),
+        ({"top_k": None, "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8 experts; use 'none' or 'cv2'"),
         ({"top_k": 8, "gate": "xft", "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8"),
         ({"vectors": [[[0.0] * 32] * 8] * 2}, "vectors is list; expected"),
         ({"train_backbone": 1}, "train_backbone is 1"),

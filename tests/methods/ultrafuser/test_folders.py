@@ -46,10 +46,7 @@ def test_what_is_saved_is_loaded(fused, tmp_path, mode):
     folder = ultrafuser.save(fused, tmp_path / "fused", specialists=mode)
     again = ultrafuser.load(folder)
     assert same(again, fused) and not again.training
-    assert again.names == NAMES and again.templates == fused.templates == (
-        ultrafuser.TEMPLATES["ultralm"],
-        *TEMPLATES[1:],
-    )
+    assert again.names == NAMES and again.templates == fused.templates == (ultrafuser.TEMPLATES["ultralm"], *TEMPLATES[1:])
     assert again.config.loss_reduction == "sample"
     inputs = again.encode(["hi", "2 + 3?"], ["5", "fox"])
     for name, tensors in fused.encode(["hi", "2 + 3?"], ["5", "fox"]).items():
@@ -71,9 +68,7 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
     for s, name in enumerate(NAMES):
         copied = tmp_path / "moved" / "specialists" / name
         alone = AutoModelForCausalLM.from_pretrained(copied, dtype="auto")
-        assert same(alone, fused.specialists[s]) and len(AutoTokenizer.from_pretrained(copied)) == len(
-            fusers.tokenizer()
-        )
+        assert same(alone, fused.specialists[s]) and len(AutoTokenizer.from_pretrained(copied)) == len(fusers.tokenizer())
         assert alone.lm_head.weight is alone.model.embed_tokens.weight
         assert "rope_theta" in json.loads((copied / "config.json").read_text())  # as transformers 4 reads it
     # a folder can be written over the one that it was loaded from
@@ -104,9 +99,7 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
     if case == "its own copies":
         made = ultrafuser.load(ultrafuser.save(made, folder, specialists="copy"))
     before = reads(tmp_path)
-    with pytest.raises(
-        ValueError, match="specialist '.*' is at .*, inside .*; use specialists='copy' or another folder"
-    ):
+    with pytest.raises(ValueError, match="specialist '.*' is at .*, inside .*; use specialists='copy' or another folder"):
         ultrafuser.save(made, folder, overwrite=True)
     assert reads(tmp_path) == before
     # beside them is another folder, though its name begins alike
@@ -177,9 +170,7 @@ def other_tokenizer(folder, sources):
     "spoil, words",
     [
         pytest.param(lambda f, s: shutil.rmtree(s[0]), "specialist 'prose' of ", id="missing specialist"),
-        pytest.param(
-            lambda f, s: (f / "fuser_config.json").unlink(), "fuser_config.json, which cannot be read", id="no fuser"
-        ),
+        pytest.param(lambda f, s: (f / "fuser_config.json").unlink(), "fuser_config.json, which cannot be read", id="no fuser"),
         pytest.param(lambda f, s: edit(f, format=9), "has format 9 or", id="format"),
         pytest.param(lambda f, s: edit(f, specialists=[{}]), "or fields other than expected", id="fields"),
         pytest.param(lambda f, s: (f / "gate.safetensors").unlink(), "gate.safetensors", id="no gate"),

@@ -84,8 +84,7 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
         moved = fused.specialists[number].state_dict()
         assert not any(torch.equal(moved[name], own[name]) for name in own)
     assert (
-        json.loads((made.gate.folder / "fuser_config.json").read_text())["specialists"][0]["path"]
-        == made.specialists[0].source
+        json.loads((made.gate.folder / "fuser_config.json").read_text())["specialists"][0]["path"] == made.specialists[0].source
     )
     assert not any(made.gate.folder.rglob("model*.safetensors"))
 
@@ -266,9 +265,7 @@ def test_other_settings_are_other_stages(made):
     other = made.stages.fused(two_stage=False, balanced=False)
     assert other.folder != made.fused.folder and other.loss != made.fused.loss
     assert other.total_seconds == pytest.approx(other.seconds + sum(one.seconds for one in made.specialists))
-    assert made.fused.total_seconds == pytest.approx(
-        sum(one.seconds for one in (*made.specialists, made.gate, made.fused))
-    )
+    assert made.fused.total_seconds == pytest.approx(sum(one.seconds for one in (*made.specialists, made.gate, made.fused)))
 
 
 def test_a_course_is_kept_where_it_is_asked_for(made):
@@ -317,8 +314,7 @@ def test_folders_are_fused_and_answer(made, tmp_path):
     (first, second) = ultrafuser_folders.answer(made.fused.folder, prompts, max_new_tokens=4, do_sample=False)
     assert [first] == ultrafuser_folders.answer(made.fused.folder, prompts[:1], max_new_tokens=4, do_sample=False)
     sampled = [
-        ultrafuser_folders.answer(made.fused.folder, prompts, seed=seed, max_new_tokens=6, do_sample=True)
-        for seed in (1, 1, 2)
+        ultrafuser_folders.answer(made.fused.folder, prompts, seed=seed, max_new_tokens=6, do_sample=True) for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2] and second is not None
     with pytest.raises(ValueError, match="which exists"):

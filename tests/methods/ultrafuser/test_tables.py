@@ -45,16 +45,7 @@ def tables():
 @pytest.mark.slow
 def test_ablate_compares_all_with_the_full_method(tables):
     report = tables.reports["ablate"]
-    made = [
-        "specialist sums",
-        "specialist words",
-        "sums, tuned further",
-        "words, tuned further",
-        GATE,
-        DIRECT,
-        TWO_STAGE,
-        FULL,
-    ]
+    made = ["specialist sums", "specialist words", "sums, tuned further", "words, tuned further", GATE, DIRECT, TWO_STAGE, FULL]
     assert [entry.name for entry in report.entries] == made and report.reference == FULL
     rows = {row[0]: row for row in report.rows()}
     assert all(len(row) == len(report.columns()) for row in rows.values())
@@ -96,10 +87,7 @@ def test_weights_are_means_over_tokens(tables):
 
 
 def test_the_page_shows_the_responses(tables):
-    page, stages = (
-        (tables.out / "weights.html").read_text(),
-        ultrafuser_tables.Stages(tables.recipe, tables.out, say=print),
-    )
+    page, stages = ((tables.out / "weights.html").read_text(), ultrafuser_tables.Stages(tables.recipe, tables.out, say=print))
     assert page.count("<pre>") == 6 and "<h2>words</h2>" in page and "http" not in page
     row = stages.part("held_out")[6]
     text = re.sub(r"<[^>]+>", "", page.split("<h2>words</h2>")[1].split("</pre>")[0])

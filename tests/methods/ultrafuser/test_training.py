@@ -44,11 +44,7 @@ def weights(model):
 
 
 def test_rows_hold_a_prompt_for_each_and_one_answer():
-    turns = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "?"},
-    ]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]
     found = encode_rows(encoder(), [{"prompt": "hi", "completion": "yes"}, {"messages": turns}], 64)
     assert found[0] == found[1]
     decode = fusers.tokenizer().decode

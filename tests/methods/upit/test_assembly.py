@@ -81,11 +81,7 @@ def test_one_expert_alone_decides_where_its_vectors_do(tmp_path, experts):
     for chosen, expert in enumerate(experts):
         for layer in model.model.layers:
             layer.mlp.gate.register_forward_pre_hook(
-                lambda gate, args, chosen=chosen: (
-                    args[0],
-                    None,
-                    torch.full((len(args[0]), 1), chosen, dtype=torch.int32),
-                )
+                lambda gate, args, chosen=chosen: (args[0], None, torch.full((len(args[0]), 1), chosen, dtype=torch.int32))
             )
         assert distance(logits(model), logits(AutoModelForCausalLM.from_pretrained(expert))) < 2e-6
         for layer in model.model.layers:
@@ -130,9 +126,7 @@ def test_adapters_become_lora_experts(tmp_path, experts, vectors, targets, backb
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     assert all(torch.equal(m.gate.weight, vectors[:, layer]) for layer, m in lora_layers(model).items())
     assert receipt.layers == [0, 1] and (tmp_path / "moe" / "tokenizer.json").is_file()
-    assert (
-        model.config.moe_runtime["method"] == "upit" and model.config.moe_runtime["config"]["balance_loss"] == "switch"
-    )
+    assert model.config.moe_runtime["method"] == "upit" and model.config.moe_runtime["config"]["balance_loss"] == "switch"
     want = AutoModelForCausalLM.from_pretrained(base)
     weights, pairs = dict(want.named_parameters()), upit.tensors_of(adapters[1])
     with torch.no_grad():

@@ -7,13 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.checkpoint import Checkpoint
@@ -206,9 +200,7 @@ def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        pytest.param(
-            {"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"
-        ),
+        pytest.param({"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"),
         pytest.param({"every_steps": 0}, "every_steps is 0", id="no interval"),
         pytest.param({"every_steps": 0.5}, "every_steps is 0.5", id="half a step"),
         pytest.param({"every_epochs": float("nan")}, "every_epochs is nan", id="not a number"),
@@ -227,14 +219,9 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
 @pytest.mark.parametrize(
     "change, settings, words",
     [
+        pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base is 'nowhere/at-all'", id="no base"),
         pytest.param(
-            lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base is 'nowhere/at-all'", id="no base"
-        ),
-        pytest.param(
-            lambda m: dense("llama", hidden_size=16),
-            {"only_changed": True},
-            "none of whose matrices",
-            id="another base",
+            lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "none of whose matrices", id="another base"
         ),
         pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
     ],
@@ -242,9 +229,7 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
 def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp_path, change, settings, words):
     callback = ExpertCheckpoints(tmp_path / "experts", **{"base": base} | settings)
     with pytest.raises(ValueError) as error:
-        callback.on_train_begin(
-            None, type("State", (), {"epoch": 0, "global_step": 0})(), None, model=change(loaded(base))
-        )
+        callback.on_train_begin(None, type("State", (), {"epoch": 0, "global_step": 0})(), None, model=change(loaded(base)))
     assert words in str(error.value) and not (tmp_path / "experts").exists()
 
 

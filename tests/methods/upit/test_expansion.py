@@ -32,9 +32,7 @@ def place(tmp_path_factory) -> Path:
     for i in range(3):
         model = stirred(folder / "base", i, "")
         save_expert(model, folder / f"ffn-{i}")
-        save_expert(
-            stirred(folder / "base", i), folder / f"delta-{i}", base=folder / "base", record=record_of(folder / "base")
-        )
+        save_expert(stirred(folder / "base", i), folder / f"delta-{i}", base=folder / "base", record=record_of(folder / "base"))
         torch.manual_seed(i)
         config = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
         save_expert(peft.get_peft_model(model, config), folder / f"lora-{i}", record={"base": str(folder / "base")})
@@ -128,9 +126,7 @@ def test_a_child_depends_on_no_layout(place, tmp_path, monkeypatch):
     for i in range(3):
         model = AutoModelForCausalLM.from_pretrained(place / f"ffn-{i}")
         model.save_pretrained(tmp_path / f"again-{i}", max_shard_size="9KB")
-    again = expand_experts(
-        [tmp_path / f"again-{i}" for i in range(3)], 5, tmp_path / "b", max_shard_size="15KB", **options
-    )
+    again = expand_experts([tmp_path / f"again-{i}" for i in range(3)], 5, tmp_path / "b", max_shard_size="15KB", **options)
     assert len(list((tmp_path / "b" / "expert-3").glob("*.safetensors"))) > 3
     for own, folder in zip(want, again.experts[3:], strict=True):
         assert all(torch.equal(own[key], tensor) for key, tensor in read(folder).items())

@@ -133,9 +133,7 @@ def test_experts_are_in_the_order_of_their_steps(tmp_path):
 def test_choose_checkpoints(tmp_path, which, count, want):
     place = folders(tmp_path, [f"step-{n}" for n in range(1, 9)])
     assert [path.name for path in choose_checkpoints(place, count, which)] == [f"step-{n}" for n in want]
-    assert choose_checkpoints([str(path) for path in saved_experts(place)], count, which) == [
-        place / f"step-{n}" for n in want
-    ]
+    assert choose_checkpoints([str(path) for path in saved_experts(place)], count, which) == [place / f"step-{n}" for n in want]
 
 
 def test_a_bad_choice_is_named(tmp_path):

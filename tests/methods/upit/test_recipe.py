@@ -25,8 +25,7 @@ def test_a_shipped_recipe_loads_and_survives_a_round_trip(name):
 
 
 @pytest.mark.parametrize(
-    "name, form, rate, experts, chosen",
-    [("sheared-llama-2.7b", "ffn", 2e-5, 8, 4), ("llama-2-7b-lora", "lora", 2e-4, 16, 8)],
+    "name, form, rate, experts, chosen", [("sheared-llama-2.7b", "ffn", 2e-5, 8, 4), ("llama-2-7b-lora", "lora", 2e-4, 16, 8)]
 )
 def test_the_papers_numbers(name, form, rate, experts, chosen):
     recipe = load_recipe(name)

@@ -115,10 +115,7 @@ def test_logits_of_the_vectors_stay_float32_under_autocast(experts, rows, tokeni
 
 
 def test_padding_does_not_count():
-    logits = [
-        torch.tensor([[1.0, -2.0, 50.0], [0.5, 40.0, 60.0]]),
-        torch.tensor([[3.0, 0.0, -70.0], [-1.0, 1e4, -1e4]]),
-    ]
+    logits = [torch.tensor([[1.0, -2.0, 50.0], [0.5, 40.0, 60.0]]), torch.tensor([[3.0, 0.0, -70.0], [-1.0, 1e4, -1e4]])]
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     want = sum(math.log1p(math.exp(-z)) for z in (1.0, -2.0, 0.5, 3.0, 0.0, -1.0)) / 6
     assert routing_loss(logits, mask).item() == pytest.approx(want, rel=1e-6)
@@ -172,9 +169,7 @@ def test_vectors_have_a_start_and_a_rate_of_their_own(tmp_path, experts, rows, t
     assert same.vectors.abs().max() < 2.1e-4 < 1e-2 < apart.vectors.abs().max() < 2.1e-2
     assert same.before.sigmoid == [0.5, 0.5] and sum(apart.after.sigmoid) > sum(same.after.sigmoid) > 1
     drawn = trained("drawn", vector_std=0.5)
-    assert 0.4 < drawn.vectors.std() < 0.6 and not torch.equal(
-        drawn.vectors, trained("one", vector_std=0.5, index=1).vectors
-    )
+    assert 0.4 < drawn.vectors.std() < 0.6 and not torch.equal(drawn.vectors, trained("one", vector_std=0.5, index=1).vectors)
     # the expert's own rate stays
     tensors = [upit.tensors_of(tmp_path / name) for name in ("expert", "same", "apart") if name != "expert"]
     old, key = upit.tensors_of(experts[0]), "model.layers.1.mlp.up_proj.weight"
@@ -217,9 +212,7 @@ def test_what_is_saved_is_what_was_trained(tmp_path, experts, rows, tokenizer):
 def row_by_row(model, rows) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """The logits [S, V] and the layers' h [S, H] of each row alone."""
     caught, found = [], []
-    handles = [
-        layer.mlp.register_forward_pre_hook(lambda _, args: caught.append(args[0][0])) for layer in model.model.layers
-    ]
+    handles = [layer.mlp.register_forward_pre_hook(lambda _, args: caught.append(args[0][0])) for layer in model.model.layers]
     for row in rows:
         logits = model(torch.tensor([row["input_ids"]])).logits[0]
         found.append((logits, list(caught)))
@@ -245,10 +238,7 @@ def test_measured_numbers_are_means_over_tokens(experts, rows, tokenizer):
 
 def test_untrained_vectors_leave_the_expert_where_it_is(tmp_path, experts, rows, tokenizer):
     mean = init_router(experts[0], rows, tokenizer, folder=tmp_path / "mean", router_init="hidden_mean")
-    drawn = [
-        init_router(experts[0], rows, tokenizer, folder=tmp_path / f"{i}", router_init="random", index=i)
-        for i in (0, 1)
-    ]
+    drawn = [init_router(experts[0], rows, tokenizer, folder=tmp_path / f"{i}", router_init="random", index=i) for i in (0, 1)]
     assert {routed.folder for routed in (mean, *drawn)} == {experts[0]} and mean.before == mean.after
     assert not torch.equal(drawn[0].vectors, drawn[1].vectors) and 0.015 < drawn[0].vectors.std() < 0.025
     states = row_by_row(AutoModelForCausalLM.from_pretrained(experts[0]), rows)
@@ -283,9 +273,7 @@ def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, ex
         change = {"base": shutil.copytree(kept["base"], tmp_path / "base")}
         upit.change(change["base"], lambda tensors: {name: 2 * tensor for name, tensor in tensors.items()})
     others = {"expert": adapters[1], "base": experts[0]}
-    change = {
-        name: others[name] if isinstance(value, str) and value == "other" else value for name, value in change.items()
-    }
+    change = {name: others[name] if isinstance(value, str) and value == "other" else value for name, value in change.items()}
     with pytest.raises(ValueError, match="out, which exists"):
         init_router(tokenizer=tokenizer, **kept | change)
 

@@ -152,9 +152,7 @@ def test_copies_begin_as_the_model_that_they_are_of(made, monkeypatch):
             with pytest.raises(InterruptedError):
                 make(start)
     prepared = {form: made.stages.prepared(form).loss for form in made.recipe.forms}
-    assert (
-        begun["Upcycle_PT"] == pytest.approx(made.base.loss, rel=1e-4) == pytest.approx(begun["LoRAMoE_PT"], rel=1e-4)
-    )
+    assert begun["Upcycle_PT"] == pytest.approx(made.base.loss, rel=1e-4) == pytest.approx(begun["LoRAMoE_PT"], rel=1e-4)
     assert begun["Upcycle_SFT"] == pytest.approx(prepared["ffn"], rel=1e-4)
     assert begun["LoRAMoE_SFT"] == pytest.approx(prepared["lora"], rel=1e-4)
     assert not [path for path in made.out.glob("*.tmp*")]
@@ -191,11 +189,7 @@ def test_what_a_stage_depends_on_makes_another(made):
     small = {"ffn__sft__epochs": 0.5, "checkpoints__count": 1, "experts__num_experts": 1, "experts__top_k": 1}
     one = made.stages.change(share=0.5, **small)
     half = one.prepared("ffn")
-    assert (
-        half.steps == 2
-        and len(one.train_rows) == 32
-        and half.folder != made.stages.change(**small).prepared("ffn").folder
-    )
+    assert half.steps == 2 and len(one.train_rows) == 32 and half.folder != made.stages.change(**small).prepared("ffn").folder
     assert made.stages.change(checkpoints__which="front").pool("ffn").folder != made.pools["ffn"].folder
     assert made.stages.change(expansion__drop=0.2).pool("ffn").folder != made.pools["ffn"].folder
     other = Stages(made.recipe, made.out, seed=1, say=lambda text: None)
@@ -280,9 +274,7 @@ def test_rows_that_are_equal_once_they_are_cut_are_not_trained_on(tmp_path):
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match="held_out of the domains has every row of sums, cut at 10 tokens"):
         Stages(load_recipe(path).change(max_length=10), tmp_path / "out", say=lambda text: None).base()
-    assert len(
-        Stages(load_recipe(path).change(max_length=64), tmp_path / "out", say=lambda text: None).part("sums-train")
-    )
+    assert len(Stages(load_recipe(path).change(max_length=64), tmp_path / "out", say=lambda text: None).part("sums-train"))
 
 
 def test_every_domain_is_put_in_its_own_way(tmp_path):
@@ -310,11 +302,7 @@ def test_limits_take_some_of_all_rows(tmp_path):
     (tmp_path / "sorted.jsonl").write_text("\n".join(rows))
     (tmp_path / "held.jsonl").write_text("\n".join(rows[-5:]))
     recipe = load_recipe(path)
-    sums = {
-        "train": str(tmp_path / "sorted.jsonl"),
-        "held_out": str(tmp_path / "held.jsonl"),
-        "held_out_split": "train",
-    }
+    sums = {"train": str(tmp_path / "sorted.jsonl"), "held_out": str(tmp_path / "held.jsonl"), "held_out_split": "train"}
     domains = {"sums": sums | {"limit": 5}, "arithmetic": {"train": "arithmetic", "limit": 5000, "held_out_rows": 8}}
     recipe = UpitRecipe.from_dict(recipe.to_dict() | {"domains": domains, "max_length": 1024})
     stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
@@ -425,18 +413,14 @@ Stages(sys.argv[1], sys.argv[2]).prepared("ffn")
 @pytest.mark.slow
 def test_a_killed_tuning_goes_on_and_keeps_its_experts(tmp_path):
     path = write_study(tmp_path)
-    recipe = load_recipe(path).change(
-        lora=None, ffn__sft__epochs=4, ffn__sft__save_steps=3, checkpoints__every_epochs=0.5
-    )
+    recipe = load_recipe(path).change(lora=None, ffn__sft__epochs=4, ffn__sft__save_steps=3, checkpoints__every_epochs=0.5)
     path.write_text(json.dumps(recipe.to_dict()))  # JSON is YAML
     out = tmp_path / "out"
     Stages(recipe, out, say=lambda text: None).base()
     killed(KILLED, path, out, when=lambda: list(out.glob("prepared-*.checkpoints/checkpoint-*/history.json")))
     assert not list(out.glob("prepared-*/result.json"))
     resumed = Stages(recipe, out, say=lambda text: None).prepared("ffn")
-    straight = Stages(recipe.change(ffn__sft__save_steps=None), tmp_path / "other", say=lambda text: None).prepared(
-        "ffn"
-    )
+    straight = Stages(recipe.change(ffn__sft__save_steps=None), tmp_path / "other", say=lambda text: None).prepared("ffn")
     assert resumed.losses == straight.losses and resumed.history == straight.history and resumed.steps == 32
     ours, theirs = (upit_experts.saved_experts(one.folder) for one in (resumed, straight))
     assert [path.name for path in ours] == [path.name for path in theirs] and len(ours) == 8

@@ -40,9 +40,7 @@ def test_the_table_the_folders_and_the_picture(runs):
     assert all(name in printed for name in losses) and "perplexity" in printed
     assert losses["SFT"] < losses["base"] and losses["merged"] < losses["base"]
     assert results["upcycled_error"] <= 1e-5
-    assert all(
-        abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6 for row in results["alpha"]
-    )
+    assert all(abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6 for row in results["alpha"])
     assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in printed
 
@@ -68,9 +66,7 @@ def test_a_second_run_gives_the_same_numbers(runs):
     for row in first["rows"] + second["rows"]:
         row.pop("seconds")
     assert first == second
-    weights = [
-        AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict() for name in ("first", "second")
-    ]
+    weights = [AutoModelForCausalLM.from_pretrained(runs[0] / name / "merged").state_dict() for name in ("first", "second")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 

@@ -24,17 +24,8 @@ def assert_same(a: Path, b: Path) -> None:
     assert set(first.keys()) == set(second.keys())
     assert all(torch.equal(first.get(key), second.get(key)) for key in first.keys())
     configs = [json.loads((folder / "config.json").read_text()) for folder in (a, b)]
-    legacy = {
-        "rope_theta",
-        "rope_scaling",
-        "rotary_emb_base",
-        "rotary_pct",
-        "partial_rotary_factor",
-        "rope_local_base_freq",
-    }
-    assert {k: v for k, v in configs[0].items() if k not in legacy} == {
-        k: v for k, v in configs[1].items() if k not in legacy
-    }
+    legacy = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rope_local_base_freq"}
+    assert {k: v for k, v in configs[0].items() if k not in legacy} == {k: v for k, v in configs[1].items() if k not in legacy}
 
 
 def stir(folder: Path) -> None:
@@ -154,9 +145,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
         pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
         pytest.param(lambda t: t.pop(QUERY), QUERY, id="missing, of no MLP"),
         pytest.param(lambda t: t.update({QUERY + "x": t[QUERY].clone()}), QUERY + "x", id="extra, of no MLP"),
-        pytest.param(
-            lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight.*5", id="a norm cut short"
-        ),
+        pytest.param(lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight.*5", id="a norm cut short"),
         pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
         pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
         pytest.param(

@@ -126,8 +126,7 @@ def test_defaults_are_the_released_config_classs(tmp_path):
     assert got == MoEConfig(**sizes, **PRESETS["xft-official"])
     config = xft_official_config.import_config({"model_type": "llama_moe_upscaling"}, "moe")
     assert (
-        config.moe_runtime["config"] | {"num_experts": 8, "top_k": 2, "gate": "topk_softmax"}
-        == (config.moe_runtime["config"])
+        config.moe_runtime["config"] | {"num_experts": 8, "top_k": 2, "gate": "topk_softmax"} == (config.moe_runtime["config"])
     )
 
 
@@ -147,9 +146,7 @@ def test_presets_are_the_papers_router_and_the_released_codes(name, router, nois
 # --- there and back
 
 
-@case(
-    ["as convert_dense_to_moe leaves it", "linear router without noise", "no balance loss", "scaled positions", "tied"]
-)
+@case(["as convert_dense_to_moe leaves it", "linear router without noise", "no balance loss", "scaled positions", "tied"])
 def test_theirs_comes_back_bit_for_bit(changes, tmp_path):
     values, _ = released.write_moe(tmp_path / "theirs", **changes)
     xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
@@ -230,9 +227,7 @@ def test_ours_comes_back_bit_for_bit_config_and_all(stage, stock, settings, dtyp
     xft_official.export_official(source, tmp_path / "theirs", max_shard_size="30KB")
     xft_official.import_official(tmp_path / "theirs", tmp_path / "again")
     assert_same(source, tmp_path / "again")
-    assert (tmp_path / "again" / "modeling_moe_runtime.py").read_text() == (
-        source / "modeling_moe_runtime.py"
-    ).read_text()
+    assert (tmp_path / "again" / "modeling_moe_runtime.py").read_text() == (source / "modeling_moe_runtime.py").read_text()
 
 
 @pytest.mark.parametrize("name", OURS)

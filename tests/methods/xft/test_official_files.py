@@ -55,10 +55,7 @@ def test_every_form_is_imported_to_the_same_bits(form, theirs, tmp_path):
     released.write_moe(tmp_path / form, form)
     seen = []
     receipt = xft_official.import_official(
-        tmp_path / form,
-        tmp_path / "ours",
-        max_shard_size="40KB",
-        progress=lambda done, total: seen.append((done, total)),
+        tmp_path / form, tmp_path / "ours", max_shard_size="40KB", progress=lambda done, total: seen.append((done, total))
     )
     want, got = tensors_of(tmp_path / "from safetensors"), tensors_of(tmp_path / "ours")
     assert want.keys() == got.keys() and all(torch.equal(got[key], want[key]) for key in want)
@@ -197,19 +194,13 @@ def test_options_that_are_not_computed_here_are_refused(changes, match, theirs, 
     [
         pytest.param(lambda t: t.pop(EXPERT), rf"1 missing: {EXPERT}", id="an expert missing"),
         pytest.param(lambda t: t.update({EXPERT + "x": torch.ones(2)}), "1 unexpected", id="unexpected"),
-        pytest.param(
-            lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()}), r"is \[32, 48\], want \[48, 32\]", id="turned"
-        ),
+        pytest.param(lambda t: t.update({EXPERT: t[EXPERT].T.contiguous()}), r"is \[32, 48\], want \[48, 32\]", id="turned"),
         pytest.param(lambda t: t.update({EXPERT: t[EXPERT].half()}), "of another dtype", id="another dtype"),
         pytest.param(
-            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].long()}),
-            "norm.weight is torch.int64",
-            id="int64",
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].long()}), "norm.weight is torch.int64", id="int64"
         ),
         pytest.param(lambda t: t.pop("model.norm.weight"), "1 missing: model.norm.weight", id="a norm missing"),
-        pytest.param(
-            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), "q_proj.bias", id="a bias"
-        ),
+        pytest.param(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), "q_proj.bias", id="a bias"),
     ],
 )
 def test_other_tensors_than_the_configs_are_named(change, match, theirs, tmp_path):

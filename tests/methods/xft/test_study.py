@@ -233,12 +233,7 @@ def test_a_shipped_recipe_goes_through_scaled_down(name, tmp_path):
     short |= {"learning_rate": 1e-2}  # at 5e-5 one step would be lost in bfloat16's rounding
     cut = {f"{stage}__{key}": value for stage in ("sft", "tune", "mix") for key, value in short.items()}
     recipe = load_recipe(name).change(
-        base_model=small.base_model,
-        data__train=small.data.train,
-        data__held_out_rows=6,
-        data__limit=8,
-        evaluations=1,
-        **cut,
+        base_model=small.base_model, data__train=small.data.train, data__held_out_rows=6, data__limit=8, evaluations=1, **cut
     )
     said = []
     base, moe, init, merged = xft_study.run(recipe, tmp_path / "out", say=said.append)

@@ -81,9 +81,7 @@ def test_a_table(command, recipe, out):
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((out / f"{command}.json").read_text())
     for method, entry in zip(values["methods"], report.entries, strict=True):
-        stored = [
-            json.loads((out / seed["folder"]).parent.joinpath("result.json").read_text()) for seed in method["seeds"]
-        ]
+        stored = [json.loads((out / seed["folder"]).parent.joinpath("result.json").read_text()) for seed in method["seeds"]]
         assert [one["loss"] for one in stored] == entry.losses and method["loss"] == entry.loss
         assert [one["losses"] for one in stored] == [list(result.losses) for result in entry.results]
         assert method["perplexity"] == pytest.approx(math.exp(method["loss"]))
@@ -110,12 +108,7 @@ def test_the_numbers_are_the_models(recipe, out):
     report, _ = make("table1", recipe, out)
     by_name = {entry.name: entry.results[0] for entry in report.entries}
     assert by_name["MoE"].parameters > by_name["MoE"].active_parameters > by_name["SFT"].parameters
-    assert (
-        by_name["XFT"].parameters
-        == by_name["EWA"].parameters
-        == by_name["SFT"].parameters
-        == by_name["base"].parameters
-    )
+    assert by_name["XFT"].parameters == by_name["EWA"].parameters == by_name["SFT"].parameters == by_name["base"].parameters
     assert by_name["SFT"].steps == 6 and by_name["XFT"].steps == 2 and by_name["base"].loss != by_name["SFT"].loss
     assert by_name["XFT"].total_seconds == pytest.approx(by_name["MoE"].seconds + by_name["XFT"].seconds)
     one = report.comparison("XFT")
@@ -214,9 +207,7 @@ def test_the_texts_are_of_different_kinds():
         pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda is 0.5, 0.5; want", id="a lambda twice"),
         pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k is 5", id="more experts per token than there are"),
         pytest.param("sweep-topk", {"top_ks": ()}, "top_k is", id="no top_k"),
-        pytest.param(
-            "routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"
-        ),
+        pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"),
         pytest.param("routing-stats", {"tokens": 0}, "tokens is 0", id="no tokens"),
     ],
 )

@@ -15,10 +15,7 @@ def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
 
 def _finish(cases: list[Case], note: str) -> list[Case]:
     loose = [{name: "i32" for name in LOOSE if name in case.signature} for case in cases]
-    return [
-        case._replace(signature=case.signature | types, max_registers=128, note=note)
-        for case, types in zip(cases, loose)
-    ]
+    return [case._replace(signature=case.signature | types, max_registers=128, note=note) for case, types in zip(cases, loose)]
 
 
 def _sort(E: int, dtype=torch.int32, tokens=T, note: str = "", slots: int = K) -> list[Case]:

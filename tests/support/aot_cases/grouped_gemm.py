@@ -57,9 +57,7 @@ class Layer:
         return grouped_gemm.up_forward(*args, self.trained[0], **self.form)
 
     def down_forward(self, tile):
-        return grouped_gemm.grouped_gemm_forward(
-            self.h, self.down, self.down_bias, self.map, True, tile, self.trained[1]
-        )
+        return grouped_gemm.grouped_gemm_forward(self.h, self.down, self.down_bias, self.map, True, tile, self.trained[1])
 
     def dx(self, tile):
         return grouped_gemm.grouped_gemm_forward(self.z, self.up, None, self.map, False, tile, self.trained[0])
@@ -133,10 +131,7 @@ def variants(arch: int) -> list[Case]:
                     case(arch, kernel, tile, "no wh", need_wh=False),
                 ]
             elif kernel == "dw":
-                found += [
-                    case(arch, kernel, tile, "of down", gather="dy"),
-                    case(arch, kernel, tile, "in order", gather=None),
-                ]
+                found += [case(arch, kernel, tile, "of down", gather="dy"), case(arch, kernel, tile, "in order", gather=None)]
     return found
 
 

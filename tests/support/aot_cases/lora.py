@@ -14,9 +14,7 @@ def meta(*shape: int, dtype=FP32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _layer(
-    dtype=BF16, experts=E, columns=I, rank=RANK, act="silu", targets=(True,) * 3, note="", stack=8
-) -> list[Case]:
+def _layer(dtype=BF16, experts=E, columns=I, rank=RANK, act="silu", targets=(True,) * 3, note="", stack=8) -> list[Case]:
     """The launches of a layer; `stack` is what ptxas is known to keep there of sizes that are not listed, mostly on sm_80."""
     z, low = meta(T, 2 * columns, dtype=dtype), meta(3, T, experts * rank, dtype=dtype)
     halves = [meta(experts, rank, columns, dtype=dtype) if target else None for target in targets]

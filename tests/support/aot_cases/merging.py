@@ -25,11 +25,7 @@ def _merge(dtype=BF16, experts=E, size=N * K, out=None, guarded=False) -> list[C
 
 
 def _linear(capability: int, dtype=BF16, weights=None, precision="ieee", experts=E, n=N, k=K, rows=T) -> Case:
-    x, dout, weight = (
-        meta(rows, k, dtype=dtype),
-        meta(rows, n, dtype=dtype),
-        meta(experts, n, k, dtype=weights or dtype),
-    )
+    x, dout, weight = (meta(rows, k, dtype=dtype), meta(rows, n, dtype=dtype), meta(experts, n, k, dtype=weights or dtype))
     config = merging.linear_config(capability, dtype, weight.dtype, precision, rows, n, k)
     (case,) = record(lambda: merging.merged_linear_backward_alpha(dout, x, weight, config))
     signature = case.signature | {"T": "i32"}  # which is not specialised

@@ -12,9 +12,7 @@ def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _cases(
-    BLOCK_I: int, note: str, dtype=torch.bfloat16, gated=True, act="silu", need_wh=True, odd=0, **form
-) -> list[Case]:
+def _cases(BLOCK_I: int, note: str, dtype=torch.bfloat16, gated=True, act="silu", need_wh=True, odd=0, **form) -> list[Case]:
     """BLOCK_I is dz's BLOCK_N."""
     i = I + odd
     z, h, weight = meta(T, 2 * i if gated else i, dtype=dtype), meta(T, i, dtype=dtype), meta(T, K, dtype=torch.float32)

@@ -12,6 +12,7 @@ from moe_runtime.ops.fusion import fused_cross_entropy
 
 KIND = "op"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
+SIZES = (shapes.FUSION_GPU, shapes.FUSION_CPU, shapes.FUSION_TINY)
 NAIVE = "sum of logits, cross_entropy (naive)"
 
 
@@ -30,13 +31,6 @@ def step(size):
         return torch.autograd.grad(loss(hidden, heads, gate, labels), [gate] if frozen else [gate, *hidden, *heads])
 
     return gradients
-
-
-def pytest_generate_tests(metafunc):
-    if "size" in metafunc.fixturenames:
-        tiny = metafunc.config.getoption("--tiny")
-        table = shapes.FUSION_TINY if tiny else shapes.FUSION_GPU if CUDA else shapes.FUSION_CPU
-        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
 
 
 def _naive(hidden, heads, gate, labels):

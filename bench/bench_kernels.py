@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_layer import random_experts
 from moe_runtime.bench.clock import random_bytes
 from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
@@ -26,10 +27,8 @@ class Rows:
     """Where the rows of a layer lie, for random experts."""
 
     def __init__(self, shape):
-        T, _, _, E, K, shared = shape
-        idx = torch.rand(T, E - shared, device=DEVICE).topk(K - shared).indices + shared
-        self.idx = torch.cat([idx, idx.new_zeros(T, int(shared))], 1)
-        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(self.idx, E)
+        self.idx = random_experts(shape)
+        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(self.idx, shape.E)
 
 
 def sizes(product: str, shape) -> tuple[int, int]:

@@ -37,8 +37,7 @@ def saved_bytes(function, besides) -> int:
 def formula(layer: Layer) -> int:
     """Return the bytes per token that ours keeps at most."""
     _, H, I, _, K, _ = layer.shape
-    size = layer.x.element_size()
-    return size * (H + 2 * I * K) + 12 * K
+    return layer.x.element_size() * (H + 2 * I * K) + 12 * K
 
 
 def count(layer: Layer, variant) -> int:

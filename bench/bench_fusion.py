@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import machine, shapes
+from moe_runtime.bench.goals import NAIVE
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.fusion import fused_cross_entropy
 
 KIND = "op"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 SIZES = (shapes.FUSION_GPU, shapes.FUSION_CPU, shapes.FUSION_TINY)
-NAIVE = "sum of logits, cross_entropy (naive)"
 
 
 @pytest.fixture
@@ -38,18 +38,14 @@ def _naive(hidden, heads, gate, labels):
     return F.cross_entropy(logits, labels)
 
 
-def _variants(step, frozen) -> dict:
-    names = machine.runnable("fused_cross_entropy", DTYPE)
-    losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
-    return {name: functools.partial(step, loss, frozen) for name, loss in {NAIVE: _naive, **losses}.items()}
-
-
 @pytest.mark.parametrize("train", ["all", "gate"])
 def bench_fused_loss(interleaved, step, size, train):
     """Forward and backward; "gate" is stage 1, whose backward pass has no products in either variant."""
     passes = 1 if train == "gate" else 3
+    names = machine.runnable("fused_cross_entropy", DTYPE)
+    losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
     interleaved(
-        _variants(step, train == "gate"),
+        {name: functools.partial(step, loss, train == "gate") for name, loss in {NAIVE: _naive, **losses}.items()},
         flops=2 * size.T * size.V * size.S * size.H * passes,
         bytes=DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes,  # states and heads; no logits
         tokens=size.T,

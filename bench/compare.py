@@ -98,9 +98,8 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
         return []
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
-    return [
-        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in a["rows"] if variant not in rows
-    ]
+    lost = [variant for variant in a["rows"] if variant not in rows]
+    return [Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in lost]
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
@@ -138,9 +137,7 @@ def _rounds(a: dict, b: dict) -> int:
 
 
 def _noise(row: dict, few: bool) -> float:
-    if few:
-        return row["spread"]
-    return row["iqr"] if "iqr" in row else row["spread"] / 2
+    return row["spread"] if few else row.get("iqr", row["spread"] / 2)
 
 
 def _warnings(one: dict, other: dict) -> list[str]:
@@ -155,11 +152,8 @@ def _warnings(one: dict, other: dict) -> list[str]:
     if few:
         warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds: what is slower there cannot be told")
     for unit in ("TFLOP/s", "GB/s"):
-        ratios = [
-            other[name]["ceilings"][unit] / one[name]["ceilings"][unit]
-            for name in both
-            if unit in one[name].get("ceilings", ()) and unit in other[name].get("ceilings", ())
-        ]
+        limits = [(one[name].get("ceilings", {}), other[name].get("ceilings", {})) for name in both]
+        ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(f"the machine's own {unit} are {times:.2f} times as many in the second file")
     return warnings
@@ -200,10 +194,8 @@ def as_json(found: Comparison) -> dict:
         noise = None if row.noise == float("inf") else row.noise
         grew = {name: None if times == float("inf") else times for name, times in row.grew.items()}
         a, b = row.ms
-        head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b}
-        return head | {
-            "ratio": row.ratio, "noise": noise, "grew": grew, "regression": row.regression, "verdict": row.verdict,
-        }  # fmt: skip
+        head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b, "ratio": row.ratio}
+        return head | {"noise": noise, "grew": grew, "regression": row.regression, "verdict": row.verdict}
 
     names = ("kind", "variant", "benchmarks", "least", "median", "most")
     return {

@@ -20,7 +20,6 @@ from moe_runtime.bench.pictures_bars import (
     STYLES,
     Bench,
     bars,
-    figure_of,
     grid,
     is_floor,
     is_ours,
@@ -62,18 +61,18 @@ def _layer_tokens(bench: Bench) -> str:
 
 def _layer_bars(found: list[Bench]):
     heights = [frame.bars_height(len(ratios(bench))) + 0.15 for bench in found]
-    figure, all_axes = grid(LAYER_TITLE, found, heights, min(2, len(found)))
+    figure, all_axes = grid(LAYER_TITLE, found, heights)
     for axes, bench in zip(all_axes, found):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
         bars(axes, ratios(bench), "{:.2f}".format, "times of the floor (less is better)", _layer_end(ratios(bench)))
         axes.axvline(1, color=GREY, linestyle="--", linewidth=1.2)
-    share_names(all_axes[: len(found)], min(2, len(found)))
+    share_names(all_axes)
     return figure
 
 
 def _layer_end(values: dict[str, float]) -> float:
-    """Return where bars are cut: one that is very long would leave the others nothing to be told apart by."""
+    """Return where bars are cut, as a very long one would leave the others nothing to be told apart by."""
     ours = values.get("moe_runtime", min(values.values()))
     return min(max(values.values()), FAR * max(1.0, ours))
 
@@ -82,9 +81,7 @@ def _layer_dots(found: list[Bench]):
     panels: dict[tuple, list[Bench]] = {}
     for bench in found:
         panels.setdefault((PASSES[bench.function], _layer_tokens(bench), bench.dtype), []).append(bench)
-    columns = min(2, len(panels))
-    heights = [1.1 + 0.3 * len(group) for group in panels.values()]
-    figure, all_axes = grid(LAYER_TITLE, found, heights, columns)
+    figure, all_axes = grid(LAYER_TITLE, found, [1.1 + 0.3 * len(group) for group in panels.values()])
     for axes, (place, group) in zip(all_axes, panels.items()):
         for y, bench in enumerate(group):
             for name in reversed(ordered(ratios(bench))):
@@ -97,8 +94,8 @@ def _layer_dots(found: list[Bench]):
         logarithmic(axes, "x")
         plain(axes, ", ".join(filter(None, place)))
         axes.set_xlabel("times of the floor (less is better)", fontsize=SMALL)
-    share_names(all_axes[: len(panels)], columns)
-    legend(figure, key((name for bench in found for name in ratios(bench)), line=True, join=False))
+    share_names(all_axes)
+    legend(figure, key((name for bench in found for name in ratios(bench)), join=""))
     return figure
 
 
@@ -124,9 +121,8 @@ def roofline(benches: list[Bench]):
     used = [bench for group in (*on_roof.values(), *moving.values()) for bench in group]
     if not used:
         return None
-    heights = [3.6] * len(on_roof) + [0.9 + 0.24 * _lines_of(moving)] * bool(moving)
-    figure = figure_of("Reached of the machine's ceilings, measured in the same run", used, 2.2 + sum(heights))
-    all_axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights).flatten()
+    heights = [3.6] * len(on_roof) + [0.9 + 0.24 * sum(1 + len(_shares(group)) for group in moving.values())] * bool(moving)
+    figure, all_axes = grid("Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2)
     marker = dict(zip(dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9))
     for axes, (dtype, group) in zip(all_axes, on_roof.items()):
         _roof(axes, dtype, group, marker)
@@ -136,16 +132,14 @@ def roofline(benches: list[Bench]):
     names += [name for group in moving.values() for bench in group for name in shown(bench.rows, "GB/s")]
     patches = key(name for name in map(_named, names) if name != OTHER)
     if OTHER in map(_named, names):
-        patches.append(require("matplotlib.patches", "bench").Patch(color=OTHER_COLOUR, label=OTHER))
-    lines = require("matplotlib.lines", "bench")
-    shapes = [lines.Line2D([], [], color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
+        patches.append(frame.patch(color=OTHER_COLOUR, label=OTHER))
+    shapes = [frame.line(color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
     legend(figure, [*patches, *shapes])
     return figure
 
 
 def _only_moves(bench: Bench) -> bool:
-    floor = next(iter(bench.rows))
-    moves = not bench.info.get("flops") or floor == "copy (floor)"
+    moves = not bench.info.get("flops") or next(iter(bench.rows)) == "copy (floor)"
     return bool(moves and bench.info.get("bytes") and "GB/s" in bench.info.get("ceilings", {}))
 
 
@@ -193,10 +187,6 @@ def _sweeps(axes, group: list[Bench]) -> None:
     for points in (sorted(points) for points in ways.values() if len(points) > 1):
         _, xs, rates = zip(*points, strict=True)
         axes.plot(xs, rates, color=style("moe_runtime")[0], linewidth=0.9, alpha=0.6, zorder=2, label="sweep")
-
-
-def _lines_of(moving: dict[str, list[Bench]]) -> int:
-    return sum(1 + len(_shares(group)) for group in moving.values())
 
 
 def _shares(group: list[Bench]) -> dict[str, list[float]]:
@@ -249,19 +239,13 @@ def throughput(benches: list[Bench]):
     if not found:
         return None
     used = [bench for group in found.values() for bench in group]
-    columns = min(2, len(found))
-    rows = -(-len(found) // columns)
-    groups = sorted(found.items(), key=lambda item: item[0][0])
-    losses = [len(_said(_lost(sorted(group, key=lambda bench: bench.tokens)))) for _, group in groups]
-    heights = [2.7 + 0.15 * max(losses[i : i + columns]) for i in range(0, len(losses), columns)]
-    figure = figure_of("Experts of one layer: tokens/s against tokens", used, 1.9 + sum(heights))
-    all_axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten()
-    for axes in all_axes[len(found) :]:
-        axes.set_visible(False)
+    groups = sorted(((place, sorted(g, key=lambda bench: bench.tokens)) for place, g in found.items()), key=lambda g: g[0][0])
+    heights = [2.7 + 0.15 * len(_said(_lost(group))) for _, group in groups]
+    figure, all_axes = grid("Experts of one layer: tokens/s against tokens", used, heights, base=1.9)
     for axes, (place, group) in zip(all_axes, groups):
         _panel(axes, group)
         plain(axes, f"{place[1]}, {place[2]}: {list(FUNCTIONS.values())[place[0]]}")
-    legend(figure, key((name for bench in used for name in _rates(bench)), line=True))
+    legend(figure, key((name for bench in used for name in _rates(bench)), join="-"))
     return figure
 
 
@@ -270,7 +254,6 @@ def _rates(bench: Bench) -> dict[str, float]:
 
 
 def _panel(axes, group: list[Bench]) -> None:
-    group = sorted(group, key=lambda bench: bench.tokens)
     # ours last, on top
     for name in reversed(ordered(name for bench in group for name in _rates(bench))):
         points = [(bench.tokens, _rates(bench)[name]) for bench in group if name in _rates(bench)]
@@ -320,13 +303,8 @@ PICTURES = {
     "layer": layer, "roofline": roofline, "throughput": throughput, "memory": frame.memory,
     "breakdown": frame.breakdown, "xft": frame.xft,
 }  # fmt: skip
-# text as text, the font that matplotlib brings, ids that are the same in every run
-SETTINGS = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "moe_runtime",
-    "font.family": "DejaVu Sans",
-    "text.parse_math": False,  # a name with two $ is no formula
-}
+# text as text, the font that matplotlib brings, ids that are the same in every run; a name with two $ is no formula
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "font.family": "DejaVu Sans", "text.parse_math": False}
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:

@@ -44,10 +44,7 @@ def bench_fused_loss(interleaved, step, size, train):
     passes = 1 if train == "gate" else 3
     names = machine.runnable("fused_cross_entropy", DTYPE)
     losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
-    interleaved(
-        {name: functools.partial(step, loss, train == "gate") for name, loss in {NAIVE: _naive, **losses}.items()},
-        flops=2 * size.T * size.V * size.S * size.H * passes,
-        bytes=DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes,  # states and heads; no logits
-        tokens=size.T,
-        dtype=DTYPE,
-    )
+    variants = {name: functools.partial(step, loss, train == "gate") for name, loss in {NAIVE: _naive, **losses}.items()}
+    flops = 2 * size.T * size.V * size.S * size.H * passes
+    bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes  # states and heads; no logits
+    interleaved(variants, flops=flops, bytes=bytes, tokens=size.T, dtype=DTYPE)

@@ -41,17 +41,16 @@ def others(product: str, shape) -> dict:
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
     ends = Rows(shape).offsets[1:].contiguous()
     if product.startswith("dw"):
-        dy, x, dense = random(R, N), random(R, K), random(N, K)
-        return {
-            "dense matmul (floor)": lambda: torch.mm(dy.t(), x, out=dense),
-            "torch grouped_mm, product only": lambda: F.grouped_mm(dy.t(), x, offs=ends),
-        }
-    a, y = random(R, K), random(R, N)
-    # of down and up the sum runs along the stored rows, of dz and dx across them
-    weight = random(shape.E, N, K).transpose(1, 2) if product in ("up", "down") else random(shape.E, K, N)
+        a, out = random(R, N).t(), random(N, K)
+        b = first = random(R, K)
+    else:
+        a, out = random(R, K), random(R, N)
+        # of down and up the sum runs along the stored rows, of dz and dx across them
+        b = random(shape.E, N, K).transpose(1, 2) if product in ("up", "down") else random(shape.E, K, N)
+        first = b[0]
     return {
-        "dense matmul (floor)": lambda: torch.mm(a, weight[0], out=y),
-        "torch grouped_mm, product only": lambda: F.grouped_mm(a, weight, offs=ends),
+        "dense matmul (floor)": lambda: torch.mm(a, first, out=out),
+        "torch grouped_mm, product only": lambda: F.grouped_mm(a, b, offs=ends),
     }
 
 
@@ -64,14 +63,9 @@ def bench_product(interleaved, shape, product):
         run, baselines = tune.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
     (floor, dense), (grouped, other) = baselines.items()
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
-    interleaved(
-        {floor: dense, "moe_runtime": lambda: run(tile), grouped: other},
-        flops=2 * R * N * K,
-        bytes=2 * (R * (N + K) + shape.E * N * K),  # rows, result and weights once
-        tokens=shape.T,
-        dtype=DTYPE,
-        notes={"moe_runtime": tune.short(tile)},
-    )
+    bytes, notes = 2 * (R * (N + K) + shape.E * N * K), {"moe_runtime": tune.short(tile)}  # rows, result and weights once
+    variants = {floor: dense, "moe_runtime": lambda: run(tile), grouped: other}
+    interleaved(variants, flops=2 * R * N * K, bytes=bytes, tokens=shape.T, dtype=DTYPE, notes=notes)
 
 
 def move(kernel: str, shape):
@@ -82,11 +76,9 @@ def move(kernel: str, shape):
     if kernel in ("merge", "dalpha"):
         weight, dout = random(E, I, H), random(I, H)
         alpha = torch.full([E], 1 / E, device=DEVICE)
-        calls = {
-            "merge": lambda: merging.merge_experts_forward(weight, alpha),
-            "dalpha": lambda: merging.merge_experts_backward_alpha(dout, weight),
-        }
-        return calls[kernel]
+        if kernel == "merge":
+            return lambda: merging.merge_experts_forward(weight, alpha)
+        return lambda: merging.merge_experts_backward_alpha(dout, weight)
     if kernel.startswith("route"):
         logits, dweight = random(T, routed), torch.randn(T, K, device=DEVICE)
         if kernel == "route":

@@ -135,9 +135,8 @@ class Layer:
         need, there = 2 * 3 * T * K * H * I * self.x.element_size(), machine.free_memory()
         if need <= there:
             return ["batched_mm"]
-        notes["transformers batched_mm"] = (
-            f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are free"
-        )
+        why = f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are free"
+        notes["transformers batched_mm"] = why
         return []
 
     def gpu_variants(self, notes):
@@ -169,26 +168,26 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
 
 
+def measure(interleaved, layer: Layer, variants: dict, notes: dict, floor: dict, backward: bool = False) -> None:
+    """Measure the variants behind a floor that may be none, forward without gradients or both passes."""
+    work = {"flops": layer.flops * (3 if backward else 1), "bytes": layer.bytes(backward), "tokens": layer.shape.T}
+    make, compare = (layer.both, None) if backward else (layer.forward, "moe_runtime")
+    functions = floor | {name: make(variant) for name, variant in variants.items()}
+    with torch.set_grad_enabled(backward):
+        interleaved(functions, **work, dtype=layer.x.dtype, notes=notes, compare=compare)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
-    functions = {name: layer.forward(variant) for name, variant in variants.items()}
-    with torch.no_grad():
-        interleaved(
-            {"dense matmul (floor)": layer.floor_forward, **functions}, flops=layer.flops, bytes=layer.bytes(),
-            tokens=shape.T, dtype=dtype, notes=notes, compare="moe_runtime",
-        )  # fmt: skip
+    floor = {"dense matmul (floor)": layer.floor_forward}
+    measure(interleaved, layer, *variants_of(layer, request.config.getoption("--tiny")), floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward_backward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
-    functions = {name: layer.both(variant) for name, variant in variants.items()}
-    interleaved(
-        {"dense matmul (floor)": layer.floor_both, **functions}, flops=3 * layer.flops,
-        bytes=layer.bytes(backward=True), tokens=shape.T, dtype=dtype, notes=notes,
-    )  # fmt: skip
+    floor = {"dense matmul (floor)": layer.floor_both}
+    measure(interleaved, layer, *variants_of(layer, request.config.getoption("--tiny")), floor, backward=True)

@@ -92,11 +92,7 @@ def bench_lora_experts(interleaved, shape, backward, dtype):
                 return function()
         return torch.autograd.grad(function(), layer.leaves(function == layer.dense), layer.dout)
 
-    interleaved(
-        {name: lambda function=function: step(function) for name, function in functions.items()},
-        flops=6 * shape.T * shape.H * shape.I * (2 if backward else 1),  # the floor's: the pairs' are not in
-        bytes=layer.bytes(backward),
-        tokens=shape.T,
-        dtype=dtype,
-        compare=None if backward else "moe_runtime",
-    )
+    variants = {name: lambda function=function: step(function) for name, function in functions.items()}
+    flops = 6 * shape.T * shape.H * shape.I * (2 if backward else 1)  # the floor's: the pairs' are not in
+    compare = None if backward else "moe_runtime"
+    interleaved(variants, flops=flops, bytes=layer.bytes(backward), tokens=shape.T, dtype=dtype, compare=compare)

@@ -1,9 +1,7 @@
 """What the four methods do beside a layer's work that takes a user's time: folders, scores, routing vectors, generation.
 
-Folders (a CPU's work): XFT's upcycling and merging and UpIT's child of two experts, tensor by tensor, against a look at every
-byte that is read and a copy of every byte that is written; "in memory" loads the model, changes it and saves it. ESFT's scores
-against the forward passes alone; a step with UpIT's routing vectors against one without; UltraFuser's answers against those of
-its specialists, one after the other.
+The floor of folders, a CPU's work, is a look at every byte that is read and a copy of every byte that is written; "in memory"
+loads the model, changes it and saves it.
 """
 
 import copy

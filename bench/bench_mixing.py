@@ -80,8 +80,7 @@ class Official(torch.nn.Module):
     def forward(self, x):
         rest = (1 - self.shared_rate) * self.mixing_logits.softmax(-1)
         alpha = torch.cat([rest.new_full((1,), self.shared_rate), rest])[:, None]
-        weights = (torch.mm(w.t(), alpha).view(shape).to(x.dtype) for w, shape in zip(self.stacks, self.shapes))
-        gate, up, down = weights
+        gate, up, down = (torch.mm(w.t(), alpha).view(shape).to(x.dtype) for w, shape in zip(self.stacks, self.shapes))
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
@@ -111,11 +110,6 @@ def bench_mixing_layer(interleaved, shape):
 
         return step
 
-    interleaved(
-        {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)},
-        flops=18 * T * H * I,
-        bytes=2 * (2 * 3 * E * H * I + 5 * T * H),  # the experts for the merge and for alpha's gradient
-        tokens=T,
-        dtype=torch.bfloat16,
-        compare="official",
-    )
+    variants = {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)}
+    bytes = 2 * (2 * 3 * E * H * I + 5 * T * H)  # the experts for the merge and for alpha's gradient
+    interleaved(variants, flops=18 * T * H * I, bytes=bytes, tokens=T, dtype=torch.bfloat16, compare="official")

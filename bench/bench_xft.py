@@ -61,13 +61,11 @@ class Tuned:
 
     def make_optimizers(self) -> dict:
         """Return an AdamW for each variant; the official layers' parameters and states are views of the stacks'."""
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-6, fused=True)
         stacked = adamw(self.model.parameters())
         for parameter in self.model.parameters():
-            stacked.state[parameter] = {
-                "step": torch.zeros((), device=DEVICE),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            stacked.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | moments
         experts = {p for moe in self.blocks["moe_runtime"] for p in moe.experts.parameters()}
         parts = [part for block in self.blocks["official"] for part in block.parts()]
         apart = adamw([p for p in self.model.parameters() if p not in experts] + parts)
@@ -89,10 +87,6 @@ class Tuned:
             return train(self.model, self.ids, optimizer)
 
         return step
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-6, fused=True)
 
 
 def share(optimizer, parameters, state, part) -> None:

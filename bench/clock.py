@@ -188,7 +188,6 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return what a note has room for."""
     return next(iter(text.strip().splitlines()), "")[:250]
 
 

@@ -1,12 +1,10 @@
 """Two results files side by side: how many times the milliseconds of A each variant takes in B, and what is a regression.
 
-A variant is slower only if that is beyond the noise of both runs: its time grew by more than 5 % and by more than the sum of
-the two interquartile ranges of its rounds (half of the ranges from least to most where a file has no quartiles, the whole ones
-where rounds are few), and so did its ratio to the first variant of the benchmark, so that a machine which is slower today is no
-regression; where the first is ours, the others' median pace takes its place. Memory has no noise but the allocator's: the peak
-is a regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it grew by more than 1 %; the times of
-those benchmarks are beside the point. A variant of ours that ran in A and is missing in B, or whose benchmark failed there, is
-a regression, too. Ours are the variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
+A variant is slower if its time grew by more than 5 % and by more than the two interquartile ranges of its rounds together, and
+so did its ratio to the benchmark's first variant (where that is ours: to the others' median pace), so that a machine which is
+slower today is no regression. The peak of memory is a regression if it grew by more than 10 % and 8 MiB, what is saved for
+backward if it grew by more than 1 %. A variant of ours that is missing in B or failed there is a regression, too. Ours are the
+variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
 
 import statistics

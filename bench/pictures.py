@@ -13,25 +13,7 @@ import statistics
 from pathlib import Path
 
 from moe_runtime.bench import pictures_bars as frame
-from moe_runtime.bench.pictures_bars import (
-    GREY,
-    INK,
-    SMALL,
-    STYLES,
-    Bench,
-    bars,
-    grid,
-    is_floor,
-    is_ours,
-    key,
-    legend,
-    logarithmic,
-    ordered,
-    plain,
-    share_names,
-    shown,
-    style,
-)
+from moe_runtime.bench.pictures_bars import GREY, INK, SMALL, Bench, is_ours, ordered, plain, style
 from moe_runtime.io.files import atomic_file
 from moe_runtime.io.rows import require
 
@@ -43,7 +25,7 @@ MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
 
 def layer(benches: list[Bench]):
     """Draw the layer's ratios to the floor; None if it was not measured."""
-    found = [bench for bench in benches if bench.function in PASSES and any(map(is_floor, bench.rows)) and ratios(bench)]
+    found = [bench for bench in benches if bench.function in PASSES and any(map(frame.is_floor, bench.rows)) and ratios(bench)]
     found.sort(key=lambda bench: list(PASSES).index(bench.function))
     if not found:
         return None
@@ -51,7 +33,7 @@ def layer(benches: list[Bench]):
 
 
 def ratios(bench: Bench) -> dict[str, float]:
-    return {name: row["ratio"] for name, row in bench.rows.items() if "ratio" in row and not is_floor(name)}
+    return {name: row["ratio"] for name, row in bench.rows.items() if "ratio" in row and not frame.is_floor(name)}
 
 
 def _layer_tokens(bench: Bench) -> str:
@@ -61,13 +43,13 @@ def _layer_tokens(bench: Bench) -> str:
 
 def _layer_bars(found: list[Bench]):
     heights = [frame.bars_height(len(ratios(bench))) + 0.15 for bench in found]
-    figure, all_axes = grid(LAYER_TITLE, found, heights)
+    figure, all_axes = frame.grid(LAYER_TITLE, found, heights)
     for axes, bench in zip(all_axes, found):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
-        bars(axes, ratios(bench), "{:.2f}".format, "times of the floor (less is better)", _layer_end(ratios(bench)))
+        frame.bars(axes, ratios(bench), "{:.2f}".format, "times of the floor (less is better)", _layer_end(ratios(bench)))
         axes.axvline(1, color=GREY, linestyle="--", linewidth=1.2)
-    share_names(all_axes)
+    frame.share_names(all_axes)
     return figure
 
 
@@ -81,7 +63,7 @@ def _layer_dots(found: list[Bench]):
     panels: dict[tuple, list[Bench]] = {}
     for bench in found:
         panels.setdefault((PASSES[bench.function], _layer_tokens(bench), bench.dtype), []).append(bench)
-    figure, all_axes = grid(LAYER_TITLE, found, [1.1 + 0.3 * len(group) for group in panels.values()])
+    figure, all_axes = frame.grid(LAYER_TITLE, found, [1.1 + 0.3 * len(group) for group in panels.values()])
     for axes, (place, group) in zip(all_axes, panels.items()):
         for y, bench in enumerate(group):
             for name in reversed(ordered(ratios(bench))):
@@ -91,11 +73,11 @@ def _layer_dots(found: list[Bench]):
         axes.axvline(1, color=INK, linestyle="--", linewidth=1.2, zorder=1)
         axes.set_yticks(range(len(group)), [bench.shape for bench in group])
         axes.set_ylim(len(group) - 0.5, -0.5)
-        logarithmic(axes, "x")
+        frame.logarithmic(axes, "x")
         plain(axes, ", ".join(filter(None, place)))
         axes.set_xlabel("times of the floor (less is better)", fontsize=SMALL)
-    share_names(all_axes)
-    legend(figure, key((name for bench in found for name in ratios(bench)), join=""))
+    frame.share_names(all_axes)
+    frame.legend(figure, frame.key((name for bench in found for name in ratios(bench)), join=""))
     return figure
 
 
@@ -122,19 +104,19 @@ def roofline(benches: list[Bench]):
     if not used:
         return None
     heights = [3.6] * len(on_roof) + [0.9 + 0.24 * sum(1 + len(_shares(group)) for group in moving.values())] * bool(moving)
-    figure, all_axes = grid("Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2)
+    figure, all_axes = frame.grid("Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2)
     marker = dict(zip(dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9))
     for axes, (dtype, group) in zip(all_axes, on_roof.items()):
         _roof(axes, dtype, group, marker)
     if moving:
         _moving(all_axes[-1], moving)
-    names = [name for group in on_roof.values() for bench in group for name in shown(bench.rows, "TFLOP/s")]
-    names += [name for group in moving.values() for bench in group for name in shown(bench.rows, "GB/s")]
-    patches = key(name for name in map(_named, names) if name != OTHER)
+    names = [name for group in on_roof.values() for bench in group for name in frame.shown(bench.rows, "TFLOP/s")]
+    names += [name for group in moving.values() for bench in group for name in frame.shown(bench.rows, "GB/s")]
+    patches = frame.key(name for name in map(_named, names) if name != OTHER)
     if OTHER in map(_named, names):
         patches.append(frame.patch(color=OTHER_COLOUR, label=OTHER))
     shapes = [frame.line(color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
-    legend(figure, [*patches, *shapes])
+    frame.legend(figure, [*patches, *shapes])
     return figure
 
 
@@ -145,7 +127,7 @@ def _only_moves(bench: Bench) -> bool:
 
 def _named(name: str) -> str:
     """Return who an implementation is shown as: those that only one benchmark has are all one."""
-    return name if name in STYLES else "moe_runtime" if is_ours(name) else OTHER
+    return name if name in frame.STYLES else "moe_runtime" if is_ours(name) else OTHER
 
 
 def _colour(name: str) -> str:
@@ -160,7 +142,7 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
     ways = [left, ridge, right]
     axes.plot(ways, [min(matmul, x * copy / 1e3) for x in ways], color=INK, linewidth=1.6, label="roof", zorder=1)
     for bench, x in zip(group, xs):
-        rates = shown(bench.rows, "TFLOP/s")
+        rates = frame.shown(bench.rows, "TFLOP/s")
         if len(rates) > 1:
             axes.plot([x, x], [min(rates.values()), max(rates.values())], color=GREY, linewidth=0.6, zorder=2)
         for name, rate in rates.items():
@@ -170,8 +152,8 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
                 linestyle="", zorder=4 if is_ours(name) else 3, label=f"{bench.function}[{bench.id}] {name}",
             )  # fmt: skip
     _sweeps(axes, group)
-    logarithmic(axes, "x")
-    logarithmic(axes, "y")
+    frame.logarithmic(axes, "x")
+    frame.logarithmic(axes, "y")
     plain(axes, f"{dtype}: {matmul:.3g} TFLOP/s in matmul, {copy:.3g} GB/s in copy")
     axes.set_xlabel("FLOPs per byte", fontsize=SMALL)
     axes.set_ylabel("TFLOP/s", fontsize=SMALL)
@@ -193,7 +175,7 @@ def _shares(group: list[Bench]) -> dict[str, list[float]]:
     """Return {variant: share of the copy's GB/s in each benchmark}."""
     found: dict[str, list[float]] = {}
     for bench in group:
-        for name, rate in shown(bench.rows, "GB/s").items():
+        for name, rate in frame.shown(bench.rows, "GB/s").items():
             found.setdefault(name, []).append(rate / bench.info["ceilings"]["GB/s"])
     return found
 
@@ -211,7 +193,7 @@ def _moving(axes, moving: dict[str, list[Bench]]) -> None:
             axes.barh(y, middle, color=_colour(name), height=0.8, label=f"{what}: {name}")
             if len(shares[name]) > 1:
                 axes.plot(shares[name], [y] * len(shares[name]), "|", color=INK, markersize=7)
-            said = f"  {middle:.0%}" + (f"  {name}" if name not in STYLES else "")
+            said = f"  {middle:.0%}" + (f"  {name}" if name not in frame.STYLES else "")
             axes.text(max(shares[name]), y, said, va="center", fontsize=SMALL, color=INK)
             end = max(end, max(shares[name]) + LETTER * len(said) * span)
         y += 1
@@ -241,16 +223,16 @@ def throughput(benches: list[Bench]):
     used = [bench for group in found.values() for bench in group]
     groups = sorted(((place, sorted(g, key=lambda bench: bench.tokens)) for place, g in found.items()), key=lambda g: g[0][0])
     heights = [2.7 + 0.15 * len(_said(_lost(group))) for _, group in groups]
-    figure, all_axes = grid("Experts of one layer: tokens/s against tokens", used, heights, base=1.9)
+    figure, all_axes = frame.grid("Experts of one layer: tokens/s against tokens", used, heights, base=1.9)
     for axes, (place, group) in zip(all_axes, groups):
         _panel(axes, group)
         plain(axes, f"{place[1]}, {place[2]}: {list(FUNCTIONS.values())[place[0]]}")
-    legend(figure, key((name for bench in used for name in _rates(bench)), join="-"))
+    frame.legend(figure, frame.key((name for bench in used for name in _rates(bench)), join="-"))
     return figure
 
 
 def _rates(bench: Bench) -> dict[str, float]:
-    return {name: row[RATE] for name, row in bench.rows.items() if RATE in row and not is_floor(name)}
+    return {name: row[RATE] for name, row in bench.rows.items() if RATE in row and not frame.is_floor(name)}
 
 
 def _panel(axes, group: list[Bench]) -> None:
@@ -260,7 +242,7 @@ def _panel(axes, group: list[Bench]) -> None:
         colour, marker = style(name)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4.5, linewidth=1.5, label=name)
     axes.set_xscale("log", base=2)
-    logarithmic(axes, "y")
+    frame.logarithmic(axes, "y")
     axes.set_xticks([bench.tokens for bench in group], [_tokens(bench.tokens) for bench in group])
     axes.xaxis.minorticks_off()
     axes.set_xlabel("T (1k = 1024)", fontsize=SMALL)

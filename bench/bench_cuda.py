@@ -1,7 +1,7 @@
 """The kernels of csrc/ beside Triton's: each alone against a copy of its bytes, and the way of the tokens end to end.
 
-A layer of few tokens waits for launches, one of many for memory; so T goes from 512 to 65536. A GPU only; the library of csrc/
-must be built: python -m moe_runtime.native.build. What it says of an op at every T decides who runs it: bench/report.py.
+T goes from 512, where launches count, to 65536. A GPU only; the library of csrc/ must be built: python -m
+moe_runtime.native.build. What it says of an op at every T decides who runs it: bench/report.py.
 """
 
 import pytest

@@ -1,8 +1,7 @@
 """Stock models of transformers: a decoder layer and a whole training step, on our experts and on transformers' own.
 
-The same weights under every `experts_implementation`. Attention, norms and the loss are transformers' and the same for all,
-so the ratios are what a user of the drop-in sees, not what the kernels do. The shapes are those of the experts; attention has
-H / 128 heads, and XFT's shared expert is one more routed one, as no stock class has its router.
+The same weights under every `experts_implementation`: the ratios are what a user of the drop-in sees. Attention has H / 128
+heads, and XFT's shared expert is one more routed one, as no stock class has its router.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 """XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts, 6 per token; random weights.
 
-One model, its weights, its batch and its optimizer's state for all; what differs is who computes the MoE layers. Ours and
-transformers' take one router's result; "official" is the released code's layer, its own gate included (bench/official.py).
-No noise on the router and no balance loss, so that all compute the same function. Attention, norms, head and loss are
-transformers' for all, and there is no gradient checkpointing, as in the released training script.
+One model, batch and optimizer's state for all; what differs is who computes the MoE layers. Ours and transformers' take one
+router's result; "official" is the released code's layer, its own gate included. No noise on the router and no balance loss, so
+that all compute the same function, and no gradient checkpointing, as in the released training script.
 """
 
 import functools

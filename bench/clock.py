@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from moe_runtime.ops import workspace
-from moe_runtime.tools.tune import EventTimer, worst_row
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 OUT_OF_TIME = "out of time"
@@ -87,6 +86,8 @@ def _give_back() -> None:
 
 def difference(got, want) -> dict[str, float]:
     """Return the column of how far a result is from that of the variant to compare with, if they can be compared."""
+    from moe_runtime.tools.tune import worst_row  # it imports triton, which --tiny's interpreter is to find unimported
+
     if want is None or got.shape != want.shape:
         return {}
     found = worst_row(got.detach(), want.detach())
@@ -99,9 +100,10 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
     Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about `seconds` in all.
     """
+    from moe_runtime.tools.tune import EventTimer
+
     floor, details, want = next(iter(variants)), {}, None
-    names = sorted(variants, key=lambda name: name != compare)  # the one to compare with first
-    for name in names:
+    for name in sorted(variants, key=lambda name: name != compare):  # the one to compare with first
         try:
             details[name] = _memory(variants[name])
             if compare is not None and (name != floor or name == compare):

@@ -40,7 +40,7 @@ def gpu(monkeypatch):
         if state["lost"]:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(clock, "EventTimer", Timer)
+    monkeypatch.setattr(tune, "EventTimer", Timer)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)

@@ -144,8 +144,6 @@ def test_an_interruption_says_what_the_work_says_is_kept(app):
 
 
 # completion and start
-
-
 def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
     """Return what a shell offers behind `line`, and the seconds of CPU that it took."""
     words = line.split(" ")

@@ -21,12 +21,9 @@ from tests.support.stress import scaled
 
 pytestmark = pytest.mark.stress
 TENSORS = {
-    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4),
-    "model.b": torch.arange(6, dtype=torch.bfloat16),
-    "model.c": torch.zeros(0, 4),
-    "model.d": torch.tensor(7, dtype=torch.int64),
-    "model.e": torch.tensor([True, False, True]),
-}
+    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4), "model.b": torch.arange(6, dtype=torch.bfloat16),
+    "model.c": torch.zeros(0, 4), "model.d": torch.tensor(7, dtype=torch.int64), "model.e": torch.tensor([True, False, True]),
+}  # fmt: skip
 FIELDS = ("dtype", "shape", "data_offsets")
 SHARDS = {"model-00001-of-00002.safetensors": ("model.a", "model.b"), "model-00002-of-00002.safetensors": None}
 

@@ -85,8 +85,6 @@ def test_layer_equals_the_cpu():
 
 
 # merged_linear
-
-
 def linear_sample(T, E, N, K, dtype, weight_dtype):
     x, weight = torch.randn(T, K, device="cuda", dtype=dtype), torch.randn(E, N, K, device="cuda", dtype=weight_dtype)
     return x, weight, torch.rand(E, device="cuda").softmax(-1), torch.randn(T, N, device="cuda", dtype=dtype)
@@ -154,8 +152,6 @@ def test_linear_beyond_two_to_the_31_elements():
 
 
 # the layer, which keeps its merged weights
-
-
 def layer_and_input(**kwargs):
     config = MoEConfig(hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs)
     return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)

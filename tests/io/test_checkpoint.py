@@ -25,8 +25,6 @@ pytestmark = [
 
 
 # reading and writing
-
-
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_round_trip(tmp_path, shards):
     tensors = ten_tensors()
@@ -58,12 +56,9 @@ def test_round_trip(tmp_path, shards):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_path, dtype):
     tensors = {
-        "matrix": random_tensor(dtype, 3, 5),
-        "scalar": random_tensor(dtype),
-        "empty": random_tensor(dtype, 0, 4),
-        "void": random_tensor(dtype, 4, 0),
-        "transposed": random_tensor(dtype, 5, 3).t(),
-    }
+        "matrix": random_tensor(dtype, 3, 5), "scalar": random_tensor(dtype), "empty": random_tensor(dtype, 0, 4),
+        "void": random_tensor(dtype, 4, 0), "transposed": random_tensor(dtype, 5, 3).t(),
+    }  # fmt: skip
     (tmp_path / "theirs").mkdir()
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "theirs" / SINGLE)
     write(tmp_path / "ours", tensors)
@@ -160,22 +155,14 @@ def test_symlinked_files_are_followed(tmp_path):
 
 
 # the writer
-
-
 def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
     base = torch.arange(24.0).view(4, 6)
     complex_ = torch.complex(base, base + 1)
     views = {
-        "transposed": base.t(),
-        "strided": base[::2, 1::3],
-        "expanded": torch.arange(3.0)[:, None].expand(3, 50),
-        "shared": base,
-        "shared part": base[1:3],
-        "same again": base,
-        "parameter": torch.nn.Parameter(base + 5),
-        "conj": complex_.conj(),
-        "imaginary of conj": complex_.conj().imag,
-    }
+        "transposed": base.t(), "strided": base[::2, 1::3], "expanded": torch.arange(3.0)[:, None].expand(3, 50),
+        "shared": base, "shared part": base[1:3], "same again": base, "parameter": torch.nn.Parameter(base + 5),
+        "conj": complex_.conj(), "imaginary of conj": complex_.conj().imag,
+    }  # fmt: skip
     want = {key: view.detach().clone() for key, view in views.items()}
     for max_shard_size in (10**6, 100, 1):
         with CheckpointWriter(tmp_path / "out", max_shard_size, overwrite=True) as writer:
@@ -305,8 +292,6 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
 
 
 # sizes
-
-
 @pytest.mark.parametrize(
     "size, value",
     [

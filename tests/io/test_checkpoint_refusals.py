@@ -27,18 +27,11 @@ def sharded(tmp_path: Path) -> tuple[Path, dict]:
 @pytest.mark.parametrize(
     "name",
     [
-        "/etc/a.safetensors",
-        "../a.safetensors",
-        "..",
-        "sub/a.safetensors",
-        "sub\\a.safetensors",
-        "a\0.safetensors",
-        "",
-        "a.bin",
-        7,
+        "/etc/a.safetensors", "../a.safetensors", "..", "sub/a.safetensors", "sub\\a.safetensors", "a\0.safetensors", "",
+        "a.bin", 7,
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_shard_names_cannot_leave_the_folder(tmp_path, monkeypatch, name):
     out, index = sharded(tmp_path)
     (tmp_path / "a.safetensors").write_bytes((out / "model-00001-of-00002.safetensors").read_bytes())
@@ -191,18 +184,13 @@ def test_paths_and_keys_that_are_not_there(tmp_path):
 
 
 # check_keys
-
-
 def test_check_keys_collects_everything_in_one_error():
     spec = TensorSpec((2, 3), torch.float32)
     same = {"a": spec, "b": spec}
     check_keys(same, dict(reversed(same.items())), source="x")
     have = {
-        "shape": TensorSpec((3, 2), torch.float32),
-        "dtype": TensorSpec((2, 3), torch.bfloat16),
-        "extra": spec,
-        "both": spec,
-    }
+        "shape": TensorSpec((3, 2), torch.float32), "dtype": TensorSpec((2, 3), torch.bfloat16), "extra": spec, "both": spec,
+    }  # fmt: skip
     want = {f"lost.{i}": spec for i in range(10)}
     want |= {"shape": spec, "dtype": spec, "both": TensorSpec((), torch.int8)}
     with pytest.raises(ValueError, match=r"^some/folder has 4 tensors; want the 13 asked for") as error:

@@ -101,8 +101,6 @@ def test_docs_hold_what_compiles(reports):
 
 
 # the gate itself
-
-
 @pytest.mark.parametrize(
     "change, says",
     [

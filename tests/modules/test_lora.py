@@ -182,8 +182,6 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
 
 
 # files
-
-
 @pytest.fixture(scope="module")
 def mixtral():
     """A stock model whose experts are all equal, and its blocks as MLPs."""

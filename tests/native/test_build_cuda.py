@@ -37,8 +37,6 @@ def toolkit(tmp_path, monkeypatch):
 
 
 # what is missing
-
-
 def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or pip install"):
@@ -94,8 +92,6 @@ def test_architectures_become_flags(toolkit):
 
 
 # the build
-
-
 @needs_cxx
 def test_build_and_launch(toolkit):
     csrc, out = toolkit / "csrc", toolkit / "lib" / "out.so"
@@ -197,8 +193,6 @@ def test_code_runs_where_it_can(archs, gpus, others):
 
 
 # ptxas' report
-
-
 REPORT = """ptxas info    : Compiling entry function 'a' for 'sm_90'
 ptxas info    : Function properties for a
     416 bytes stack frame, 804 bytes spill stores, 824 bytes spill loads
@@ -220,8 +214,6 @@ def test_the_gate_sees_spills_and_registers():
 
 
 # the header
-
-
 def test_every_function_of_the_header_is_read():
     text = (CSRC / "moert.h").read_text()
     functions = native.read_header(text)
@@ -241,8 +233,6 @@ def test_types_of_the_header():
 
 
 # the real library
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """csrc/ for every architecture; compiled once, whichever test worker asks first."""

@@ -186,8 +186,6 @@ def test_offsets_beyond_int32(tmp_path):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module, device) -> list[str]:
     """What the checks say of the kernels of `module`."""
     module.SCAN, row_slot = 2, torch.randperm(1500, device=device).int()

@@ -28,8 +28,6 @@ def gram_in_float64(experts, base=None):
 
 
 # Gram
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_base", [False, True], ids=["", "base"])

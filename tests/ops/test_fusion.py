@@ -196,8 +196,6 @@ def test_more_dims_and_layouts(backend, device, tolerance):
 
 
 # what the mixture is
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_specialists_are_one_whatever_the_gate(backend, device):
     (h,), (head,), _, labels = sample(30, (32,), (50,), device=device)
@@ -235,8 +233,6 @@ def test_ids_that_not_all_have_get_no_gradient():
 
 
 # what torch asks of an op
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradcheck(reduction, frozen):
@@ -378,8 +374,6 @@ def test_gradients_come_with_one_forward_pass():
 
 
 # wrong arguments
-
-
 def good():
     return dict(zip(("hidden", "heads", "gate_weight", "labels"), sample(6, (16, 17), (20, 21), ignored=0)))
 
@@ -423,8 +417,6 @@ def test_float64_is_never_summed_in_float32(monkeypatch):
 
 
 # mutants of the torch backend's source; each has to be caught by the checks above
-
-
 def caught() -> list[str]:
     """What parity says in the dtypes' paths, in several blocks and chunks."""
     torch.manual_seed(0)

@@ -33,8 +33,6 @@ FAR = [pytest.param(1, 2**31 - 1, id="2^31 - 1"), pytest.param(2, 2**30, id="2^3
 
 
 # wrong maps and indices
-
-
 def product(tiles, a=None):
     a = torch.randn(40, 16) if a is None else a
     weight = torch.randn(2, 16, 16)
@@ -66,8 +64,6 @@ def test_wrong_slot_is_seen(slot):
 
 
 # the right element beyond 2^31
-
-
 @pytest.fixture
 def room():
     try:

@@ -136,8 +136,6 @@ def test_rate_one_is_the_shared_expert_exactly_and_rate_zero_never_sees_it(backe
 
 
 # alpha
-
-
 @pytest.mark.parametrize("shared_rate", [0.0, 0.5, 0.75, 0.85, 1.0, None])
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_mixing_follows_the_formula(n, shared_rate):

@@ -177,8 +177,6 @@ def test_second_gradient_is_refused_and_not_wrong():
 
 
 # dropped slots, frozen experts
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weight_of_a_dropped_slot_may_be_anything(value, dtype):

@@ -231,8 +231,6 @@ def test_quick_gelu_has_the_derivative_of_its_definition():
 
 
 # what the forms have to do with each other
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_turns_is_the_other_order_of_the_rows(dtype, backend):
@@ -312,8 +310,6 @@ def test_shared_expert_by_torchs_matmul(I, form, tolerance):
 
 
 # graphs, fakes, arguments
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
 @pytest.mark.parametrize("backend", BACKENDS)

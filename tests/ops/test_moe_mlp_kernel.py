@@ -198,8 +198,6 @@ def test_errors_of_half_precision_do_not_grow_with_the_sum(device):
 
 
 # dropped slots, frozen experts
-
-
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_dropped_slots_and_idle_experts_hold_may_be_anything(dtype, tma, device):

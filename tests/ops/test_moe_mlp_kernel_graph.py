@@ -119,8 +119,6 @@ def test_autocast_rounds_nothing(device):
 
 
 # shared experts
-
-
 def with_shared_expert(T, E, K, **sizes):
     """A case whose tokens all have expert 0 in their last slot, and nowhere else."""
     case = make_case(T, 40, 24, E, K, **sizes)

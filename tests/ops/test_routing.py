@@ -133,8 +133,6 @@ def test_masked_experts_are_not_chosen_and_get_no_gradient(gate):
 
 
 # XFT
-
-
 @pytest.mark.parametrize("top_k", [2, 3, 6, 8])
 @pytest.mark.parametrize("gate", SUM_ONE)
 def test_gates_sum_to_one(gate, top_k):

@@ -317,8 +317,6 @@ def test_forced_ids_equal_the_equation(gate, device):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module, monkeypatch, device, tolerance) -> list[str]:
     """What the checks say of the kernels of `module`."""
     for name in ("route_forward", "route_backward"):

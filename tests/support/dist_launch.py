@@ -23,17 +23,10 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 # what nearly every rank imports, and no more: a rank starts from these without having computed anything
 IMPORTED = [
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "accelerate",
-    "moe_runtime.hf.training.trainer",
-    "trl.trainer.sft_trainer",
-    "moe_runtime.cli.app",
-    "tests.support.frozen",
-]
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "transformers.trainer",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate",
+    "moe_runtime.hf.training.trainer", "trl.trainer.sft_trainer", "moe_runtime.cli.app", "tests.support.frozen",
+]  # fmt: skip
 COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 
 

@@ -254,8 +254,6 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
 
 
 # stock models of transformers
-
-
 def stock_counts(model, batches):
     """Slots by the ids that the stock experts of `model` get, padding left out."""
     with record_routing(model) as record, torch.no_grad():

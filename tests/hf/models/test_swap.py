@@ -16,13 +16,10 @@ from tests.hf import tiny
 def snapshot(model):
     """Everything that a refused swap must leave alone."""
     return (
-        type(model),
-        type(model.base_model),
-        type(model.config),
-        model.config.to_dict(),
+        type(model), type(model.base_model), type(model.config), model.config.to_dict(),
         [(name, id(module), type(module), module.training) for name, module in model.named_modules()],
         [(name, id(p), p.requires_grad, p.dtype, p.detach().clone()) for name, p in model.named_parameters()],
-    )
+    )  # fmt: skip
 
 
 def unchanged(model, before) -> bool:

@@ -28,15 +28,9 @@ ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * 
 TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
 BALANCE = {"balance_loss": "switch", "balance_loss_coef": 0.1}
 COMMON = {
-    "per_device_train_batch_size": 2,
-    "max_steps": 3,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+    "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+    "report_to": [], "use_cpu": True, "disable_tqdm": True,
+}  # fmt: skip
 
 
 def upcycled(**settings):
@@ -313,16 +307,9 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
     callbacks = [stats, seen] if kind == "plain" else [seen, stats]
     settings = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2}
     trainer = run(
-        kind,
-        model,
-        tmp_path,
-        places=range(8),
-        eval_set=rows([0]),
-        eval_strategy="steps",
-        eval_steps=2,
-        callbacks=callbacks,
+        kind, model, tmp_path, places=range(8), eval_set=rows([0]), eval_strategy="steps", eval_steps=2, callbacks=callbacks,
         **settings,
-    )
+    )  # fmt: skip
     counts = torch.zeros(2, 2, 4, dtype=torch.int64)  # [log, layer, expert]
     assert len(masks) == 8 and any((mask == 0).any() for mask in masks)
     assert len(records) == 2 * len(masks)

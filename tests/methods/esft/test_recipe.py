@@ -10,12 +10,9 @@ from moe_runtime.methods.esft.recipe import EsftRecipe, load_recipe
 
 TUNING = {"steps": 3, "learning_rate": 1e-3}
 SMALL = {
-    "base_model": "folder",
-    "tasks": {"law": {"train": "law.jsonl"}},
-    "fft": TUNING,
-    "lora": {"training": TUNING},
+    "base_model": "folder", "tasks": {"law": {"train": "law.jsonl"}}, "fft": TUNING, "lora": {"training": TUNING},
     "esft": TUNING,
-}
+}  # fmt: skip
 PRETRAIN = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "steps": 2, "batch_size": 4,
 }  # fmt: skip

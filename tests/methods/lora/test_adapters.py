@@ -26,8 +26,6 @@ def alone(model, e: int) -> torch.Tensor:
 
 
 # ways out
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_whole_experts_are_the_same_function(model_type, tmp_path):
     model = lora_model(model_type, balance_loss="switch", balance_loss_coef=0.1)
@@ -114,8 +112,6 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
 
 
 # adapters as experts
-
-
 @pytest.fixture(scope="module")
 def peft_folders(tmp_path_factory):
     return adapters(tmp_path_factory.mktemp("mlp"), count=3)

@@ -32,8 +32,6 @@ def alone(model, e: int) -> torch.Tensor:
 
 
 # the saved form
-
-
 @pytest.mark.parametrize("model_type, form", [(name, "block") for name in THREE] + [(name, "linear") for name in tiny.ALL])
 def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
     model = tiny.dense(model_type)
@@ -152,8 +150,6 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, nois
 
 
 # training
-
-
 @FORMS
 @pytest.mark.parametrize("train_backbone", [False, True])
 def test_trains_what_it_says_bit_for_bit(form, train_backbone):
@@ -270,8 +266,6 @@ def test_ddp_is_one_process(tmp_path):
 
 
 # forced experts
-
-
 @FORMS
 def test_rows_go_to_the_experts_that_were_named(form):
     model = lora_model(form=form)
@@ -288,8 +282,6 @@ def test_rows_go_to_the_experts_that_were_named(form):
 
 
 # what is refused
-
-
 @pytest.mark.parametrize(
     "settings, words",
     [

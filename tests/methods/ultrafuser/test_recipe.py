@@ -8,13 +8,10 @@ from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe
 
 STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
 VALUES = {
-    "base_model": "base",
-    "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
+    "base_model": "base", "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
     "specialists": {"a": {"template": "ultralm"}, "b": {"template": "{prompt}"}},
-    "specialist": {"steps": 4, "learning_rate": 1e-3},
-    "stage1": STEPS,
-    "stage2": STEPS,
-}
+    "specialist": {"steps": 4, "learning_rate": 1e-3}, "stage1": STEPS, "stage2": STEPS,
+}  # fmt: skip
 
 
 def test_the_paper_s_settings_are_shipped():

@@ -211,8 +211,6 @@ def test_experts_beyond_those_taken_at_once(place, tmp_path, monkeypatch):
 
 
 # What is read
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """Bytes that were read, by folder and tensor; a fingerprint's rows left out."""
@@ -230,8 +228,6 @@ def reads(monkeypatch):
 
 
 # What is kept
-
-
 def written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("expert-*/*")}
 
@@ -306,8 +302,6 @@ def test_the_summary(place, tmp_path):
 
 
 # What is refused
-
-
 def spoil(folder: Path, value: float) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

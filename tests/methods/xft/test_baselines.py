@@ -118,8 +118,6 @@ def test_some_layers_only_and_other_alphas(tmp_path):
 
 
 # the registry
-
-
 @pytest.mark.parametrize("name", baselines.BASELINES)
 def test_every_call_runs_and_makes_what_it_says(name, tmp_path):
     call = baselines.BASELINES[name].call

@@ -56,8 +56,6 @@ def assert_same(a: Path, b: Path, config: bool = True) -> None:
 
 
 # --- what is imported computes what the released code does
-
-
 @case(MODELS)
 def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_path, monkeypatch):
     values, tensors = released.write_moe(tmp_path / "theirs", **changes)
@@ -144,8 +142,6 @@ def test_presets_are_the_papers_router_and_the_released_codes(name, router, nois
 
 
 # --- there and back
-
-
 @case(["as convert_dense_to_moe leaves it", "linear router without noise", "no balance loss", "scaled positions", "tied"])
 def test_theirs_comes_back_bit_for_bit(changes, tmp_path):
     values, _ = released.write_moe(tmp_path / "theirs", **changes)
@@ -183,15 +179,11 @@ OURS = {
     "official": PRESETS["xft-official"],
     "noise without a loss": {"noisy_gate": True, "noise_epsilon": 0.5},
     "what their config cannot say": {
-        "balance_loss": "cv2",
-        "balance_loss_coef": 0.3,
-        "initializer_range": 0.1,
-        "recompute": True,
-        "shared": "dense",
+        "balance_loss": "cv2", "balance_loss_coef": 0.3, "initializer_range": 0.1, "recompute": True, "shared": "dense",
     },
     "nonorm": {"gate": "nonorm", "router": "mlp"},
     "vanilla, all": {"gate": "topk_softmax", "top_k": 4},
-}
+}  # fmt: skip
 STOCK = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -267,8 +259,6 @@ def test_their_folder_trains_on_here(tmp_path):
 
 
 # --- what goes wrong there and does not here
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(attention, tmp_path):
     """No row is padded: there the causal mask gets lost, and the attention's choice is not heard at all."""

@@ -47,8 +47,6 @@ def edit_tensors(folder: Path, change) -> None:
 
 
 # --- forms
-
-
 @pytest.mark.parametrize("form", ["bin", "shards", "old"])
 def test_every_form_is_imported_to_the_same_bits(form, theirs, tmp_path):
     xft_official.import_official(theirs, tmp_path / "from safetensors")
@@ -115,8 +113,6 @@ def test_the_mixing_logits_are_float32_whatever_they_were(weighted, tmp_path):
 
 
 # --- pickles
-
-
 class Harmful:
     """A pickle that writes a file when it is loaded."""
 
@@ -145,8 +141,6 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(zipped,
 
 
 # --- what is refused
-
-
 @pytest.mark.parametrize(
     "changes, match",
     [

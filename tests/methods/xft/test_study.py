@@ -56,11 +56,8 @@ def make_recipe(folder: Path, **changes) -> Recipe:
     values = {
         "base_model": str(write_base(folder / "base")),
         "data": {"train": str(write_rows(folder / "rows.jsonl")), "held_out_rows": 8, "prompt": "plain", "max_length": 64},
-        "experts": {"num_experts": 4, "top_k": 3},
-        "sft": STEPS | {"steps": 8},
-        "tune": STEPS,
-        "mix": STEPS | {"steps": 2, "learning_rate": 0.5},
-        "evaluations": 2,
+        "experts": {"num_experts": 4, "top_k": 3}, "sft": STEPS | {"steps": 8}, "tune": STEPS,
+        "mix": STEPS | {"steps": 2, "learning_rate": 0.5}, "evaluations": 2,
     }  # fmt: skip
     return Recipe.from_dict(values).change(**changes)
 

@@ -249,8 +249,6 @@ def test_a_file_in_the_way(recipe, tmp_path):
 
 
 # what follows is about the report alone: numbers made up, no model
-
-
 def result(name, losses, **changes) -> Result:
     tokens = [10 + i for i in range(len(losses))]
     loss = sum(loss * count for loss, count in zip(losses, tokens)) / sum(tokens)

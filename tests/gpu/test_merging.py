@@ -98,16 +98,12 @@ def linear_gradients(x, weight, alpha, dout):
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize(
-    "dtype, weight_dtype",
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype, weight_dtype", [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("T, E, N, K", [(4096, 8, 2048, 5504), (2049, 3, 1408, 2048), (100, 8, 33, 17), (1, 1, 5, 3)])
 def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)

@@ -203,16 +203,13 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path):
         assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()} == {mode}
 
 
-@pytest.mark.parametrize(
-    "tensor, message",
-    [
-        pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
-        pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
-        pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
-        pytest.param([1.0], "a list", id="list"),
-        pytest.param(torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"),
-    ],
-)
+@pytest.mark.parametrize("tensor, message", [
+    pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
+    pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
+    pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
+    pytest.param([1.0], "a list", id="list"),
+    pytest.param(torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"),
+])  # fmt: skip
 def test_add_refuses_what_cannot_be_stored(tmp_path, tensor, message):
     with pytest.raises(ValueError, match=rf"tensor of 'bad' is .*{message}.*; want a plain dense tensor"):
         write(tmp_path / "out", {"good": torch.zeros(2), "bad": tensor})
@@ -292,23 +289,20 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
 
 
 # sizes
-@pytest.mark.parametrize(
-    "size, value",
-    [
-        (1, 1),
-        (2 * 2**30, 2**31),
-        ("123", 123),
-        ("5B", 5),
-        ("2GB", 2 * 10**9),
-        ("500MB", 5 * 10**8),
-        ("500 mb", 5 * 10**8),
-        ("1.5GiB", 3 * 2**29),
-        ("4KIB", 4096),
-        ("0.1KB", 100),
-        ("2TB", 2 * 10**12),
-        (2**63 + 1, 2**63 + 1),
-    ],
-)
+@pytest.mark.parametrize("size, value", [
+    (1, 1),
+    (2 * 2**30, 2**31),
+    ("123", 123),
+    ("5B", 5),
+    ("2GB", 2 * 10**9),
+    ("500MB", 5 * 10**8),
+    ("500 mb", 5 * 10**8),
+    ("1.5GiB", 3 * 2**29),
+    ("4KIB", 4096),
+    ("0.1KB", 100),
+    ("2TB", 2 * 10**12),
+    (2**63 + 1, 2**63 + 1),
+])  # fmt: skip
 def test_parse_size(size, value):
     assert parse_size(size) == value
 

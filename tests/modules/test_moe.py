@@ -321,16 +321,12 @@ def test_memory_kept_per_token(dtype, size):
     assert kept <= T * (size * (64 + 2 * 96 * K) + 12 * K + 4 * (E - 1)) + 4 * (E + 1)  # bf16: 2H + 4IK + 12K, and the logits
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"gate": "topk_softmax"},
-        {"router": "mlp", "noisy_gate": True, "balance_loss": "cv2"},
-        {"bias": True, "gated": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("variant", [
+    {},
+    {"gate": "topk_softmax"},
+    {"router": "mlp", "noisy_gate": True, "balance_loss": "cv2"},
+    {"bias": True, "gated": False},
+], ids=str)  # fmt: skip
 def test_compiles_without_a_graph_break(variant):
     torch._dynamo.reset()
     layer, x = make(**variant).eval(), torch.randn(2, 7, H)

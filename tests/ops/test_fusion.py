@@ -378,27 +378,24 @@ def good():
     return dict(zip(("hidden", "heads", "gate_weight", "labels"), sample(6, (16, 17), (20, 21), ignored=0)))
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"hidden": []}, "hidden 0 of [(), H_s], heads are 2", id="none"),
-        pytest.param({"heads": [torch.randn(20, 16)]}, "hidden 2 of [(6,), H_s], heads are 1", id="a head is missing"),
-        pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17), heads[1] (20, 16)", id="H_s"),
-        pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
-        pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),
-        pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
-        pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is torch.int64 (5,)", id="labels' shape"),
-        pytest.param({"labels": torch.zeros(6)}, "labels is torch.float32", id="labels that are no ids"),
-        pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
-        pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
-        pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
-        pytest.param({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel", id="backend"),
-        pytest.param(
-            {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"
-        ),
-        pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "are on cpu, meta", id="devices"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"hidden": []}, "hidden 0 of [(), H_s], heads are 2", id="none"),
+    pytest.param({"heads": [torch.randn(20, 16)]}, "hidden 2 of [(6,), H_s], heads are 1", id="a head is missing"),
+    pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17), heads[1] (20, 16)", id="H_s"),
+    pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
+    pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),
+    pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
+    pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is torch.int64 (5,)", id="labels' shape"),
+    pytest.param({"labels": torch.zeros(6)}, "labels is torch.float32", id="labels that are no ids"),
+    pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
+    pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
+    pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
+    pytest.param({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel", id="backend"),
+    pytest.param(
+        {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"
+    ),
+    pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "are on cpu, meta", id="devices"),
+])  # fmt: skip
 @pytest.mark.parametrize("train", [False, True])
 def test_bad_arguments_are_named(change, words, train):
     arguments = good() | change

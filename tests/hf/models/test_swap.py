@@ -63,14 +63,11 @@ def test_other_gates_whose_weights_sum_to_one(gate):
     assert tiny.distance(tiny.logits(model), want) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
-        pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
-        pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+    pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
+    pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
+])  # fmt: skip
 def test_corner_configs_are_dense_and_load(settings, tmp_path):
     model = tiny.dense("qwen2")
     want = tiny.logits(model)

@@ -181,29 +181,26 @@ def without(word):
     return lambda state: {key: value for key, value in state.items() if word not in key}
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"use_dora": True}, "use_dora in .* is True; expected", id="dora"),
-        pytest.param({"bias": "all"}, "bias in .* is 'all'; expected", id="bias"),
-        pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
-        pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
-        pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa'; .* path_initial", id="another-base"),
-        pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; expected peft_type 'LORA'", id="no-lora"),
-        pytest.param({"lora_alpha": 6}, "scaling 3.0; expected .* 2 and 2.5, for all experts", id="another-scaling"),
-        pytest.param({"r": 3}, r"with A, B of \[\[2, ", id="another-rank"),
-        pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "other layers, .*up_proj for one", id="another-layer"),
-        pytest.param({"tensors": without("up_proj.lora_B")}, "with A, B of .* None", id="half-a-pair"),
-        pytest.param(
-            {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
-            id="more",
-        ),
-        pytest.param(
-            {"tensors": lambda s: {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in s.items()}},
-            r"is of \[32, 96\], in the model \[32, 48\]", id="another-model",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"use_dora": True}, "use_dora in .* is True; expected", id="dora"),
+    pytest.param({"bias": "all"}, "bias in .* is 'all'; expected", id="bias"),
+    pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
+    pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
+    pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa'; .* path_initial", id="another-base"),
+    pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; expected peft_type 'LORA'", id="no-lora"),
+    pytest.param({"lora_alpha": 6}, "scaling 3.0; expected .* 2 and 2.5, for all experts", id="another-scaling"),
+    pytest.param({"r": 3}, r"with A, B of \[\[2, ", id="another-rank"),
+    pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "other layers, .*up_proj for one", id="another-layer"),
+    pytest.param({"tensors": without("up_proj.lora_B")}, "with A, B of .* None", id="half-a-pair"),
+    pytest.param(
+        {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
+        id="more",
+    ),
+    pytest.param(
+        {"tensors": lambda s: {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in s.items()}},
+        r"is of \[32, 96\], in the model \[32, 48\]", id="another-model",
+    ),
+])  # fmt: skip
 def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_path):
     change = dict(change)
     bad = edited(peft_folders[1], tmp_path / "bad", change.pop("tensors", None), **change)

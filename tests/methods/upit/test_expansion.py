@@ -74,16 +74,13 @@ def reference(experts, base, found, *, metric="cosine", of="delta", drop=0.5, se
     return children, [[apart(x, y) for y in pool] for x in pool]
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        pytest.param("ffn", {}, id="ffn"),
-        pytest.param("ffn", {"metric": "l2", "of": "weight", "drop": 0.25, "seed": 7}, id="ffn-l2-of-weights"),
-        pytest.param("delta", {"seed": 1}, id="delta"),
-        pytest.param("lora", {}, id="lora"),
-        pytest.param("lora", {"metric": "l2", "drop": 0.9}, id="lora-l2"),
-    ],
-)
+@pytest.mark.parametrize("kind, options", [
+    pytest.param("ffn", {}, id="ffn"),
+    pytest.param("ffn", {"metric": "l2", "of": "weight", "drop": 0.25, "seed": 7}, id="ffn-l2-of-weights"),
+    pytest.param("delta", {"seed": 1}, id="delta"),
+    pytest.param("lora", {}, id="lora"),
+    pytest.param("lora", {"metric": "l2", "drop": 0.9}, id="lora-l2"),
+])  # fmt: skip
 def test_children_are_those_of_the_equations(place, tmp_path, monkeypatch, kind, options):
     monkeypatch.setattr(upit_pool, "CHUNK", 1000)
     found = expand_experts(given(place, kind), 6, tmp_path / "out", base=place / "base", **options)
@@ -146,14 +143,11 @@ def test_experts_narrower_than_their_base(place, tmp_path, dtype):
     assert all(relative_error(own[k], t) <= 1.001 * relative_error(t.to(dtype), t) for k, t in want[0][2].items())
 
 
-@pytest.mark.parametrize(
-    "options, same_as",
-    [
-        pytest.param({"drop": 0.0, "weights": (1, 0)}, 0, id="the first parent alone"),
-        pytest.param({"drop": 0.0, "weights": (0, 1)}, 1, id="the second parent alone"),
-        pytest.param({"drop": 1.0}, None, id="all dropped"),
-    ],
-)
+@pytest.mark.parametrize("options, same_as", [
+    pytest.param({"drop": 0.0, "weights": (1, 0)}, 0, id="the first parent alone"),
+    pytest.param({"drop": 0.0, "weights": (0, 1)}, 1, id="the second parent alone"),
+    pytest.param({"drop": 1.0}, None, id="all dropped"),
+])  # fmt: skip
 def test_limits(place, tmp_path, options, same_as):
     found = expand_experts(given(place, "delta", 2), 3, tmp_path / "out", base=place / "base", **options)
     own, want = read(found.experts[2]), read(place / "base" if same_as is None else place / f"delta-{same_as}")
@@ -263,20 +257,17 @@ def test_after_a_kill_finished_children_are_kept(place, tmp_path, monkeypatch, k
     assert written(tmp_path / "out") == before and torch.equal(again.distance, found.distance)
 
 
-@pytest.mark.parametrize(
-    "change, kept",
-    [
-        pytest.param({"seed": 1}, 0, id="another seed"),
-        pytest.param({"drop": 0.4}, 0, id="another drop"),
-        pytest.param({"rescale": False}, 0, id="without rescaling"),
-        pytest.param({"weights": (0.4, 0.6)}, 0, id="other weights"),
-        pytest.param({"overwrite": True}, 0, id="overwrite"),
-        pytest.param({"of": "weight"}, 0, id="another comparison"),
-        pytest.param({"max_shard_size": "1MB"}, 2, id="shards alone"),
-        pytest.param({"count": 4}, 1, id="fewer"),
-        pytest.param({"base": "changed"}, 0, id="another base"),
-    ],
-)
+@pytest.mark.parametrize("change, kept", [
+    pytest.param({"seed": 1}, 0, id="another seed"),
+    pytest.param({"drop": 0.4}, 0, id="another drop"),
+    pytest.param({"rescale": False}, 0, id="without rescaling"),
+    pytest.param({"weights": (0.4, 0.6)}, 0, id="other weights"),
+    pytest.param({"overwrite": True}, 0, id="overwrite"),
+    pytest.param({"of": "weight"}, 0, id="another comparison"),
+    pytest.param({"max_shard_size": "1MB"}, 2, id="shards alone"),
+    pytest.param({"count": 4}, 1, id="fewer"),
+    pytest.param({"base": "changed"}, 0, id="another base"),
+])  # fmt: skip
 def test_children_of_another_call_are_made_anew(place, tmp_path, change, kept):
     stirred(place / "base", 4).save_pretrained(tmp_path / "changed")
     settings = {"count": 5, "base": place / "base"}
@@ -311,29 +302,26 @@ def spoil(folder: Path, value: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"count": 2}, "count is 2, experts are 3", id="fewer than there are"),
-        pytest.param({"experts": []}, "experts are 0", id="none"),
-        pytest.param({"experts": ["ffn-0"]}, "experts are 1; expected at least as many, and two parents", id="one"),
-        pytest.param({"experts": ["ffn-0", "lora-0"]}, "all experts must have the same", id="kinds"),
-        pytest.param({"experts": ["ffn-0", "narrow"]}, "of another shape", id="another architecture"),
-        pytest.param({"base": "narrow"}, "of another shape", id="another base"),
-        pytest.param({"base": "lora-0"}, "want model.safetensors", id="a base that is none"),
-        pytest.param({"experts": ["ffn-0", "nan"]}, "whose MLPs have NaN or infinite values", id="NaN"),
-        pytest.param({"experts": ["lora-0", "rank-4"]}, "/rank-4 is 4, of", id="another rank"),
-        pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha of", id="another alpha"),
-        pytest.param({"experts": ["dora", "lora-0"]}, "whose use_dora is True", id="dora"),
-        pytest.param({"metric": "l1"}, "metric is 'l1'", id="metric"),
-        pytest.param({"of": "bias"}, "of is 'bias'", id="of"),
-        pytest.param({"parents": "nearest"}, "parents is 'nearest'", id="parents"),
-        pytest.param({"drop": 1.5}, "drop is 1.5", id="drop"),
-        pytest.param({"weights": (1, math.nan)}, "weights is (1, nan)", id="weights"),
-        pytest.param({"seed": -1}, "seed is -1", id="seed"),
-        pytest.param({"max_shard_size": "few"}, "size is 'few'", id="shard size"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"count": 2}, "count is 2, experts are 3", id="fewer than there are"),
+    pytest.param({"experts": []}, "experts are 0", id="none"),
+    pytest.param({"experts": ["ffn-0"]}, "experts are 1; expected at least as many, and two parents", id="one"),
+    pytest.param({"experts": ["ffn-0", "lora-0"]}, "all experts must have the same", id="kinds"),
+    pytest.param({"experts": ["ffn-0", "narrow"]}, "of another shape", id="another architecture"),
+    pytest.param({"base": "narrow"}, "of another shape", id="another base"),
+    pytest.param({"base": "lora-0"}, "want model.safetensors", id="a base that is none"),
+    pytest.param({"experts": ["ffn-0", "nan"]}, "whose MLPs have NaN or infinite values", id="NaN"),
+    pytest.param({"experts": ["lora-0", "rank-4"]}, "/rank-4 is 4, of", id="another rank"),
+    pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha of", id="another alpha"),
+    pytest.param({"experts": ["dora", "lora-0"]}, "whose use_dora is True", id="dora"),
+    pytest.param({"metric": "l1"}, "metric is 'l1'", id="metric"),
+    pytest.param({"of": "bias"}, "of is 'bias'", id="of"),
+    pytest.param({"parents": "nearest"}, "parents is 'nearest'", id="parents"),
+    pytest.param({"drop": 1.5}, "drop is 1.5", id="drop"),
+    pytest.param({"weights": (1, math.nan)}, "weights is (1, nan)", id="weights"),
+    pytest.param({"seed": -1}, "seed is -1", id="seed"),
+    pytest.param({"max_shard_size": "few"}, "size is 'few'", id="shard size"),
+])  # fmt: skip
 def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change, words):
     dense("llama", hidden_size=16).save_pretrained(tmp_path / "narrow")
     spoil(Path(shutil.copytree(place / "ffn-1", tmp_path / "nan")), math.nan)

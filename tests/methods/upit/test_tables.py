@@ -174,17 +174,14 @@ def test_distances_between_domains():
     assert upit_routing_study.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [[0.25, 0.75], [0, 0]]
 
 
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
-        pytest.param("ckpt", {"strategies": ()}, "strategy is not given; want different values", id="none"),
-        pytest.param("experts", {"sizes": (0,)}, "experts is 0; want an integer of at least 1", id="sizes"),
-        pytest.param("data", {"shares": (0.1, 0.1)}, "share is 0.1, 0.1; want different values", id="twice"),
-        pytest.param("epochs", {"pairs": ((1, -1),)}, "epochs is -1.0; want a number above 0", id="epochs"),
-        pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-    ],
-)
+@pytest.mark.parametrize("command, options, match", [
+    pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
+    pytest.param("ckpt", {"strategies": ()}, "strategy is not given; want different values", id="none"),
+    pytest.param("experts", {"sizes": (0,)}, "experts is 0; want an integer of at least 1", id="sizes"),
+    pytest.param("data", {"shares": (0.1, 0.1)}, "share is 0.1, 0.1; want different values", id="twice"),
+    pytest.param("epochs", {"pairs": ((1, -1),)}, "epochs is -1.0; want a number above 0", id="epochs"),
+    pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
         upit_tables.run(command, recipe, tmp_path / "out", **options)

@@ -128,13 +128,10 @@ def test_defaults_are_the_released_config_classs(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "name, router, noisy, balance, coef, quirk",
-    [
-        pytest.param("xft-paper", "linear", False, "none", 0.0, False, id="Sec. 3.1: u^T e_i, no noise, no loss"),
-        pytest.param("xft-official", "mlp", True, "cv2", 0.01, True, id="X1 mlp, X2 noise, X3 cv2 0.01, X4 quirk"),
-    ],
-)
+@pytest.mark.parametrize("name, router, noisy, balance, coef, quirk", [
+    pytest.param("xft-paper", "linear", False, "none", 0.0, False, id="Sec. 3.1: u^T e_i, no noise, no loss"),
+    pytest.param("xft-official", "mlp", True, "cv2", 0.01, True, id="X1 mlp, X2 noise, X3 cv2 0.01, X4 quirk"),
+])  # fmt: skip
 def test_presets_are_the_papers_router_and_the_released_codes(name, router, noisy, balance, coef, quirk):
     config = MoEConfig(hidden_size=8, intermediate_size=16, **PRESETS[name])
     assert (config.gate, config.router, config.noisy_gate) == ("xft", router, noisy)

@@ -197,20 +197,17 @@ def test_the_texts_are_of_different_kinds():
     assert all(sum(map(len, kind)) > 50_000 for kind in texts.values())
 
 
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("table2", {}, "command is 'table2'; want one of table1", id="no such table"),
-        pytest.param("table1", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-        pytest.param("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda is 1.5; want", id="lambda above 1"),
-        pytest.param("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda is nan; want", id="lambda is no number"),
-        pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda is 0.5, 0.5; want", id="a lambda twice"),
-        pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k is 5", id="more experts per token than there are"),
-        pytest.param("sweep-topk", {"top_ks": ()}, "top_k is", id="no top_k"),
-        pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"),
-        pytest.param("routing-stats", {"tokens": 0}, "tokens is 0", id="no tokens"),
-    ],
-)
+@pytest.mark.parametrize("command, options, match", [
+    pytest.param("table2", {}, "command is 'table2'; want one of table1", id="no such table"),
+    pytest.param("table1", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+    pytest.param("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda is 1.5; want", id="lambda above 1"),
+    pytest.param("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda is nan; want", id="lambda is no number"),
+    pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda is 0.5, 0.5; want", id="a lambda twice"),
+    pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k is 5", id="more experts per token than there are"),
+    pytest.param("sweep-topk", {"top_ks": ()}, "top_k is", id="no top_k"),
+    pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"),
+    pytest.param("routing-stats", {"tokens": 0}, "tokens is 0", id="no tokens"),
+])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
         xft_tables.run(command, recipe, tmp_path / "out", **options)

@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_runtime import backends
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit import expansion as upit_expansion
 from moe_runtime.methods.upit import pool as upit_pool
 from moe_runtime.methods.upit.checkpoints import save_expert
 from moe_runtime.methods.upit.expansion import expand_experts
-from moe_runtime.methods.upit.experts import Expert, open_expert
+from moe_runtime.methods.upit.experts import open_expert
 from tests.hf.tiny import dense, logits
 from tests.methods.upit.test_experts import record_of, stirred, tensors
 from tests.ops.test_expansion import child as thinned
+from tests.support import limited
 from tests.support.oracle import relative_error
 
 
@@ -204,23 +204,6 @@ def test_experts_beyond_those_taken_at_once(place, tmp_path, monkeypatch):
     torch.testing.assert_close(found.distance, want.distance, rtol=1e-5, atol=1e-7)
 
 
-# What is read
-@pytest.fixture
-def reads(monkeypatch):
-    """Bytes that were read, by folder and tensor; a fingerprint's rows left out."""
-    found, inner = {}, Checkpoint._read
-
-    def count(self, key, spec, skip):
-        found[self.path, key] = found.get((self.path, key), 0) + spec.nbytes
-        return inner(self, key, spec, skip)
-
-    monkeypatch.setattr(Checkpoint, "_read", count)
-    monkeypatch.setattr(upit_pool, "fingerprint", lambda base: str(base.path))
-    monkeypatch.setattr(upit_pool, "print_of", lambda base: str(base.path))
-    monkeypatch.setattr(Expert, "fingerprint", lambda self: str(self.path))
-    return found
-
-
 # What is kept
 def written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("expert-*/*")}
@@ -340,3 +323,61 @@ def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change,
     with pytest.raises(ValueError) as error:
         expand_experts(out=tmp_path / "out", **arguments)
     assert words in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_nothing_but_children_is_replaced(place, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="a folder that holds notes.txt"):
+        expand_experts(given(place, "ffn"), 4, tmp_path / "out", base=place / "base", overwrite=True)
+    folders = [shutil.copytree(place / f"ffn-{i}", tmp_path / "all" / f"expert-{i + 2}") for i in range(3)]
+    with pytest.raises(ValueError, match="with the expert expert-3, which a child would replace"):
+        expand_experts(folders, 4, tmp_path / "all", base=place / "base", overwrite=True)
+    shutil.copytree(place / "ffn-0", tmp_path / "mine" / "expert-3")
+    with pytest.raises(ValueError, match="whose expert-3 is not an expansion's child"):
+        expand_experts(given(place, "ffn"), 4, tmp_path / "mine", base=place / "base", overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="out is .*, a file; use a new folder"):
+        expand_experts(given(place, "ffn"), 4, tmp_path / "file", base=place / "base")
+
+
+CHILD = """
+import gc, sys
+from pathlib import Path
+import torch; torch.set_num_threads(1)
+from moe_runtime.methods.upit import pool
+from moe_runtime.methods.upit.checkpoints import save_expert
+from moe_runtime.methods.upit.expansion import expand_experts
+from tests.hf.tiny import dense
+from tests.support import limited
+
+out, limit = Path(sys.argv[1]), int(sys.argv[2])
+pool.CHUNK = 1 << 19
+for size, place in ((32, out / "warm"), (512, out)):
+    model = dense("llama", hidden_size=size, intermediate_size=3 * size, num_hidden_layers=3)
+    if place == out:
+        held = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert held > 2 * limit, held
+        limited.limit_data(limit)
+    for i in range(5):  # the first is the base
+        save_expert(model, place / str(i), max_shard_size=2_000_000)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape[1:]) / 50)
+    save_expert(model, place / "narrow", dtype=torch.bfloat16, max_shard_size=2_000_000)
+    del model, parameter; gc.collect()
+    if place == out:
+        limited.limit_data(limit)
+    experts = [place / str(i) for i in range(1, 5)]
+    expand_experts(experts, 8, place / "all", base=place / "0", max_shard_size=2_000_000)
+print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
+"""
+
+
+def test_4_experts_become_8_of_a_model_larger_than_the_memory_limit(tmp_path):
+    """And the 4 are saved from a model beside which there is no room for another."""
+    done = limited.run(CHILD, tmp_path, 16 << 20)
+    assert done.stdout.strip().endswith("held"), done.stderr[-2000:]
+    assert sorted(path.name for path in (tmp_path / "all").glob("expert-*")) == [f"expert-{i}" for i in range(4, 8)]
+    size = sum(path.stat().st_size for path in (tmp_path / "all" / "expert-7").glob("*.safetensors"))
+    assert size > 2 * (16 << 20)

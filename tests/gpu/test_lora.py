@@ -7,17 +7,10 @@ from moe_runtime import backends
 from moe_runtime.kernels import lora, lora_backward
 from moe_runtime.ops.lora import lora_mlp, lora_mlp_reference
 from tests.support.lora import arguments, make_case, run
-from tests.support.oracle import relative_error
+from tests.support.oracle import poison, relative_error
 
 pytestmark = pytest.mark.gpu
 TABLE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
-
-
-def poison() -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-    torch.cuda.synchronize()
-    del blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -6,16 +6,9 @@ import torch
 from moe_runtime import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts, merged_linear
-from tests.support.oracle import relative_error
+from tests.support.oracle import poison, relative_error
 
 pytestmark = pytest.mark.gpu
-
-
-def poison() -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-    torch.cuda.synchronize()
-    del blocks
 
 
 def run(weight, alpha, dout, backend):

@@ -13,12 +13,12 @@ from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import ACT_BACKWARD, Activation
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, run_experts
+from tests.ops.test_moe_mlp_kernel import everywhere
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import assert_parity, gate_and_up, gated_product, make_case, moe_mismatches, moe_oracle, run
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import tiles
 from moe_runtime.kernels.tiles import Tile
 
 BACKENDS = ["torch", "triton"]
@@ -39,11 +39,6 @@ GPT_OSS = LIMITED[0].values
 
 def device_of(backend: str) -> str:
     return "cuda" if backend == "triton" and not interpreted() else "cpu"
-
-
-def everywhere(tile, **others):
-    """The same config for every kernel."""
-    return tiles.force(**(dict.fromkeys(tiles.KERNELS, tile) | others))
 
 
 def in_a_gap(case) -> None:

@@ -7,6 +7,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.kernels import routing as kernels
 from moe_runtime.ops.routing import route, route_reference
+from tests.ops.test_routing import slots
 from tests.support.mutants import edited, noting
 from tests.support.oracle import GATES, SHARED, mismatches, route_mismatches, saved_bytes
 
@@ -20,11 +21,6 @@ pytestmark = [
 
 def triton(logits, top_k, gate, **kwargs):
     return route(logits, top_k, gate, backend="triton", **kwargs)
-
-
-def slots(gate: str, k: int) -> int:
-    """top_k of a gate that picks k experts: the shared one counts."""
-    return k + (gate in SHARED)
 
 
 def forward_backward(f, logits, top_k, gate, dweight, **kwargs) -> dict:

@@ -198,3 +198,8 @@ def _wait(processes: list, deadline: float) -> int | None:
         if time.monotonic() > deadline:
             return late[0]
         time.sleep(0.1)
+
+
+def times(out):
+    """When each finished stage of a study was written."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}

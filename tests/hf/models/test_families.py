@@ -126,10 +126,6 @@ def test_a_family_is_found_by_model_config_and_name():
     assert [name for name, family in FAMILIES.items() if family.fused] == ["phi3"]
 
 
-class Adapter(nn.Linear):
-    """A linear layer that computes more than its weight says, as PEFT's do."""
-
-
 @pytest.mark.parametrize("spoil", [
     pytest.param(lambda w: w.pop("down_proj"), id="a-name-missing"),
     pytest.param(lambda w: w.update(extra=torch.zeros(1)), id="a-name-too-many"),

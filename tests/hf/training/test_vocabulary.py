@@ -1,7 +1,5 @@
 """Tokens that a model has no row for: named before anything runs, whatever reads them."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from datasets import Dataset, Features, IterableDataset, Sequence, Value
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.hf.training.fit import row_losses
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
-from tests.hf.tiny import dense, upcycled
+from tests.hf.tiny import dense
 
 TOKENIZER = train_tokenizer(["hello world, hello world; " * 20], 300)
 V = len(TOKENIZER)
@@ -66,13 +64,3 @@ def test_trainings_and_evaluations_say_so(small, tmp_path):
             MoETrainer(model=small, args=arguments, data_collator=pair_collator(TOKENIZER), **given)
     with pytest.raises(ValueError, match=SAYS):
         row_losses(small, rows, TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small")
-    upcycled(changes={"vocab_size": V - 1}).save_pretrained(folder / "moe")
-    TOKENIZER.save_pretrained(folder / "moe")
-    word = TOKENIZER.convert_ids_to_tokens(V - 1).replace("Ġ", " ")
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": f"b{word}"}) + "\n")
-    return folder

@@ -9,20 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.esft.adapters import apply
 from moe_runtime.methods.esft.folders import merge_folder
 from moe_runtime.methods.esft.selection import ExpertSelection
 from tests.hf import stock as every
 from tests.hf.tiny import upcycled
 from tests.methods.esft.test_adapters import TWICE
+from tests.support.checkpoints import tensors
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
 
 
 def assert_merged(model, tmp_path: Path, adapter, **options) -> None:

@@ -14,8 +14,10 @@ from moe_runtime.methods.esft import tables as esft_tables
 from moe_runtime.methods.esft.recipe import load_recipe
 from moe_runtime.methods.esft.study import sizes_for
 from moe_runtime.methods.esft.tables import EsftReport
+from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
+pytestmark = pytest.mark.usefixtures("quick")
 METHODS = ("FFT", "LoRA", "ESFT-Token", "ESFT-Gate")
 # name -> methods, options
 TABLES = {
@@ -33,33 +35,14 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Interpreted kernels would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
-        yield
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     return load_recipe(write_study(tmp_path_factory.mktemp("study"))).change(evaluations=1)
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The folder of all stages of this file."""
-    return tmp_path_factory.mktemp("tables")
-
-
 def make(command, recipe, out, **options):
     said = []
     return esft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
-
-
-def times(out):
-    """When each finished stage was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
 @pytest.mark.slow

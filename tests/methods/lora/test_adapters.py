@@ -15,14 +15,9 @@ from moe_runtime.methods.lora import forced_experts, load_adapters, lora_layers,
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot, unchanged
-from tests.support.lora_models import adapters, lora_model
+from tests.support.lora_models import adapters, alone, lora_model
 
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
-
-
-def alone(model, e: int) -> torch.Tensor:
-    """Coefficients that leave expert e."""
-    return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]
 
 
 # ways out

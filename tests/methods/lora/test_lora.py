@@ -20,15 +20,10 @@ from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot, unchanged
 from tests.support import dist_lora
 from tests.support.dist_launch import launch
-from tests.support.lora_models import adapters, lora_model, shake
+from tests.support.lora_models import adapters, alone, lora_model, shake
 
 THREE = [name for name, family in FAMILIES.items() if (*family.up, family.down) == TARGETS]
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
-
-
-def alone(model, e: int) -> torch.Tensor:
-    """Coefficients that leave expert e."""
-    return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]
 
 
 # the saved form

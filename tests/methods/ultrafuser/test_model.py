@@ -283,11 +283,6 @@ def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
     assert rows.min() <= first <= rows.max()
 
 
-@pytest.fixture(scope="module")
-def two():
-    return [fusers.specialist(s) for s in range(2)]
-
-
 @pytest.mark.parametrize("change, words", [
     pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3; expected 3 tensors", id="S"),
     pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None; expected 3 tensors", id="none"),

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from moe_runtime.hf.training.trainer import MoETrainer
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
 from moe_runtime.methods.upit.experts import materialize
 from tests.hf.tiny import VOCAB, dense, upcycled
+from tests.support.checkpoints import tensors
 from tests.support.dist_launch import launch
 from tests.support.stock_moe import stock
 
@@ -34,11 +34,6 @@ def trainer(model, folder: Path, *callbacks, kind=Trainer, tokenizer=None, **set
     arguments = TrainingArguments(output_dir=str(folder), **arguments)
     data = {"train_dataset": rows(), "eval_dataset": rows(4), "processing_class": tokenizer}
     return kind(model=model, args=arguments, callbacks=[*callbacks], **data)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
 
 
 def assert_same(a: dict, b: dict) -> None:

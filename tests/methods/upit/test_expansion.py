@@ -16,9 +16,10 @@ from moe_runtime.methods.upit.checkpoints import save_expert
 from moe_runtime.methods.upit.expansion import expand_experts
 from moe_runtime.methods.upit.experts import open_expert
 from tests.hf.tiny import dense, logits
-from tests.methods.upit.test_experts import record_of, stirred, tensors
+from tests.methods.upit.test_experts import record_of, stirred
 from tests.ops.test_expansion import child as thinned
 from tests.support import limited
+from tests.support.checkpoints import tensors
 from tests.support.oracle import relative_error
 
 

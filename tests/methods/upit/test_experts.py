@@ -11,11 +11,7 @@ from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
 from moe_runtime.methods.upit.experts import choose_checkpoints, materialize, open_expert, saved_experts
 from tests.hf.tiny import dense, logits
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+from tests.support.checkpoints import tensors
 
 
 def stirred(base: Path, seed: int, only: str = ".mlp."):

@@ -14,9 +14,10 @@ from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.methods.xft import tables as xft_tables
 from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Result
-from tests.support.dist_launch import killed
+from tests.support.dist_launch import killed, times
 from tests.support.xft_study import write_study
 
+pytestmark = pytest.mark.usefixtures("quick")
 TRAINING = {"learning_rate": 3e-3, "batch_size": 16, "optimizer": "adamw_torch", "max_grad_norm": 1.0}
 TWO_SEEDS = {"seeds": 2}
 # name -> methods, options; the tables whose stages the others hold too come late
@@ -37,14 +38,6 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Interpreted kernels would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
-        yield
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A recipe file: a random base of two layers, sums to learn, a few steps of everything."""
@@ -53,21 +46,10 @@ def recipe(tmp_path_factory):
     return write_study(tmp_path_factory.mktemp("recipe"), **stages, mix=mix)
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The folder of all stages of this file."""
-    return tmp_path_factory.mktemp("tables")
-
-
 def make(command, recipe, out, **options):
     said = []
     report = xft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options)
     return report, said
-
-
-def times(out):
-    """When each finished stage was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
 @pytest.mark.slow

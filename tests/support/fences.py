@@ -218,15 +218,9 @@ def parse_pre_commit(arguments: list[str], page: str) -> None:
 
 
 COMMANDS = {
-    "moe-runtime": parse_verb,
-    "make": parse_make,
-    "python": parse_python,
-    "pip": parse_pip,
-    "accelerate": parse_accelerate,
-    "torchrun": parse_torchrun,
-    "bash": parse_bash,
-    "pre-commit": parse_pre_commit,
-}
+    "moe-runtime": parse_verb, "make": parse_make, "python": parse_python, "pip": parse_pip, "accelerate": parse_accelerate,
+    "torchrun": parse_torchrun, "bash": parse_bash, "pre-commit": parse_pre_commit,
+}  # fmt: skip
 
 
 def run_cli(words: list[str], monkeypatch) -> tuple[int, str, str]:

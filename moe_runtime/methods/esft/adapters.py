@@ -241,10 +241,7 @@ def load_selection(path: str | Path) -> ExpertSelection:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Read an adapter's folder, an official one too; the tensors are memory-mapped.
-
-    Raises ValueError for a folder without the two files, and for tensors that are not those of its configuration.
-    """
+    """Read an adapter's folder, an official one too; the tensors are memory-mapped."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
     return Adapter(selection=selection, tensors=trained_files.read_tensors(folder), base=base, source=str(folder))
@@ -331,10 +328,8 @@ def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = T
 def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
     """Put an adapter into `model`, in place, rounded to its dtype; the rows it replaces are kept on the CPU for `remove`.
 
-    Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False`
-    accepts a base with other weights than the adapter's. Raises ValueError, with the model untouched, for a base of
-    another config, other experts' shapes or other weights, for unknown layers, ids or parameters, and for a model that
-    has an adapter in it or trains one.
+    Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a
+    base with other weights than the adapter's.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     adapter = as_adapter(adapter)

@@ -105,10 +105,7 @@ class Head(NamedTuple):
 
 
 def head_of(model, name: str) -> Head:
-    """Return the head of a causal LM, tried on a few tokens if it has weights.
-
-    Raises ValueError if its logits are computed otherwise, or if it sees tokens that are masked.
-    """
+    """Return the head of a causal LM, tried on a few tokens if it has weights."""
     linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
@@ -178,10 +175,7 @@ def loss_of(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> FuserLoss:
-    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s].
-
-    Raises ValueError for a `backend` with heads that the fused loss does not take.
-    """
+    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s]."""
     if _fits_fused_loss(heads, hidden):
         weights, scales = [head.linear.weight for head in heads], [head.scale for head in heads]
         return fuser_loss(gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend)

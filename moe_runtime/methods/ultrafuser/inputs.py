@@ -166,10 +166,7 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
 
 
 def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids.
-
-    Raises ValueError unless they fit; values are checked on the CPU only, where reading them waits for nothing.
-    """
+    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids."""
     counts = [None if tensors is None else len(tensors) for tensors in (ids, mask)]
     shapes = [f"of length {counts[0]} and {counts[1]}"]
     fits = counts == [len(sizes)] * 2

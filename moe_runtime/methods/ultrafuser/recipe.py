@@ -164,10 +164,7 @@ def check_source(name: str, source: str) -> None:
 
 
 def encoder_of(recipe: FuserRecipe, own) -> Encoder:
-    """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models.
-
-    Raises ValueError for other ids than the first one's, and for templates that do not fit.
-    """
+    """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models."""
     names, specialists = list(recipe.specialists), recipe.specialists.values()
     tokenizers = [
         own if one.model is None else ranks.load_tokenizer(one.model, f"specialists.{name}.model")

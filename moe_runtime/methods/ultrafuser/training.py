@@ -99,10 +99,9 @@ def encode_rows(
 ):
     """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
 
-    The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest
-    prompt reach `max_length`; a row whose prompt alone is that long is dropped, and so is one whose prompt is among
-    `without`, the prompt_ids of held-out rows. `where(place, row)` names a row in an error. Raises ValueError for a row
-    that cannot be encoded and if none remains.
+    The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest prompt
+    reach `max_length`; a row whose prompt alone is that long is dropped, and so is one whose prompt is among `without`, the
+    prompt_ids of held-out rows. `where(place, row)` names a row in an error.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
@@ -173,10 +172,7 @@ def single_rows(rows, specialist: int):
 def sampler_for(
     domains: Sequence[str], *, steps: int, batch_size: int, balanced: bool = True, replacement: bool = False, seed: int = 0
 ) -> Sampler[int]:
-    """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike.
-
-    Raises ValueError for a batch size that the number of domains does not divide.
-    """
+    """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike."""
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))

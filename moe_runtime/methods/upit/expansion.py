@@ -73,11 +73,9 @@ def expand_experts(
     """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
 
     `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the
-    weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None:
-    a uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also
-    after a kill; the others are replaced or removed, and with `overwrite` all. Raises ValueError, with nothing written, for
-    experts that are not alike, a base without their MLPs or other than the recorded one, and an `out` that holds anything
-    else.
+    weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None: a
+    uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also after a
+    kill; the others are replaced or removed, and with `overwrite` all.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)

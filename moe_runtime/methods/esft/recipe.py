@@ -272,11 +272,12 @@ class EsftRecipe(Node):
     def _check_recipe(self):
         check_base(self)
         check_names("tasks", self.tasks)
-        if "general" in self.tasks:
-            raise ValueError("tasks has the name 'general', which is that of the general text; want another")
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
-        if {"deepseek", "chat"} <= prompts:
-            raise ValueError("prompt is 'deepseek' in one place and 'chat' in another; want one chat template for all")
+        if "general" in self.tasks or {"deepseek", "chat"} <= prompts:
+            raise ValueError(
+                f"tasks are {', '.join(self.tasks)}, their prompts {', '.join(sorted(prompts))}; want none with the name "
+                "'general', and one chat template for all, 'deepseek' or 'chat'"
+            )
         return self
 
 

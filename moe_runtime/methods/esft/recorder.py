@@ -265,10 +265,7 @@ def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Bat
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    first = batch.get("input_ids", batch.get("inputs_embeds"))
-    if first is None:
-        raise ValueError(f"a batch has {', '.join(batch)}; expected input_ids or inputs_embeds, [B, S] and more")
-    return first.shape[:2]
+    return batch["input_ids" if "input_ids" in batch else "inputs_embeds"].shape[:2]
 
 
 def _in_step(model: nn.Module, batches: Batches) -> Batches:

@@ -176,8 +176,6 @@ def sampler_for(
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))
-    if batch_size % count:
-        raise ValueError(f"batch_size is {batch_size}, there are {count} domains; use a multiple")
     return BalancedSampler(domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed)
 
 

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -187,6 +188,17 @@ def _remove_checkpoints(folder: Path) -> None:
 
 def _is_made(folder: Path, made_of: dict) -> bool:
     return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(made_of)
+
+
+class Routers(NamedTuple):
+    """Routing vectors, and the experts as they are after step 4."""
+
+    name: str
+    folder: Path  # of expert-<i>/
+    buckets: list[list[int]]  # rows of the seed data that each expert got
+    before: list[float]  # mean sigmoid of each expert's vectors on its bucket
+    after: list[float]
+    total_seconds: float
 
 
 def init_routers(

@@ -6,12 +6,9 @@
 
 A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the
 official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
-`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
-
-Which model an ESFT adapter belongs to: fields of its config, its experts' shapes, and a few of its weights.
-
-An adapter replaces whole experts: on another base of the same shapes it would silently do harm. The description is stored
-in expert_cfg.json as it is, not as a hash alone, so that an error can say what differs.
+`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory. On another base of the same
+shapes an adapter would silently do harm, so the base is described by its config, its experts' shapes and a few weights, from
+which an error says what differs.
 """
 
 import functools
@@ -137,20 +134,13 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     for kind, is_expert in (("weights", False), ("experts", True)):
         names = [name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert]
         pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
-        if (different := _different(pairs)) > DIFFERENT:
+        a, b = torch.tensor(pairs or [(0, 0)], dtype=torch.float64).to(torch.bfloat16).unbind(1)
+        if (different := (a != b).double().mean().item()) > DIFFERENT:  # the share that differs in bfloat16
             return (
                 f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from the model's "
                 "(check_weights=False skips this check)"
             )
     return None
-
-
-def _different(pairs: list[tuple[float, float]]) -> float:
-    """Return the share of pairs of weights that differ in bfloat16."""
-    if not pairs:
-        return 0.0
-    ours, theirs = torch.tensor(pairs, dtype=torch.float64).to(torch.bfloat16).unbind(1)
-    return (ours != theirs).double().mean().item()
 
 
 def _say(value: Any) -> str:

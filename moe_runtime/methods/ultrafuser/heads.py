@@ -5,9 +5,8 @@
 h_s are the states of the specialist's own prompt, padded on the left, and the answer that all share. Padding must not be
 seen: `padding_error` detects a model that looks at masked tokens all the same (RWKV, RecurrentGemma). Cohere and Granite
 scale, Gemma caps, Phi has a bias. If no specialist caps or has a bias and all are on one device in one dtype, the loss is
-`ops.fusion`'s, which never stores the logits; a scale goes into the states. Otherwise (also for a head with an adapter,
-quantized or offloaded) it goes in chunks of tokens through the specialists' own heads, and each chunk's logits are
-recomputed in the backward pass. `FusedHead` is gate and heads without the specialists, for engines that run these elsewhere.
+`ops.fusion`'s, which never stores the logits. Otherwise it goes in chunks of tokens through the specialists' own heads, each
+recomputed in the backward pass. `FusedHead` is gate and heads alone, for engines that run the specialists elsewhere.
 """
 
 import contextlib

@@ -88,12 +88,7 @@ class Encoder:
         return ids
 
     def batch(
-        self,
-        prompts: Sequence[str | Sequence[Mapping]],
-        responses: Sequence[str] | None = None,
-        *,
-        system: str | None = None,
-        end: bool = True,
+        self, prompts: Sequence, responses: Sequence[str] | None = None, *, system: str | None = None, end: bool = True
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are `responses`."""
         is_list = not isinstance(prompts, str) and not isinstance(responses, str)

@@ -11,7 +11,7 @@ with the specialists under no_grad and in eval mode (`freeze_specialists`), stag
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -254,12 +254,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return UltraFuserOutput(logits=logits, gate_weight=weight.detach(), past_key_values=caches)
 
     def encode(
-        self,
-        prompts: Sequence[str | Sequence[Mapping]],
-        responses: Sequence[str] | None = None,
-        *,
-        system: str | None = None,
-        end: bool = True,
+        self, prompts: Sequence, responses: Sequence[str] | None = None, *, system: str | None = None, end: bool = True
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Return forward's and generate's inputs for prompts, texts or chats, and their answers: `Encoder.batch`."""
         if self.encoder is None:

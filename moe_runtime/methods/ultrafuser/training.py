@@ -5,12 +5,11 @@ UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps
     batch = union over the domains t of S(D_t, n)
 
 S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any comes twice, in an order
-drawn anew for every pass; `replacement=True` draws each row independently, as the paper writes it. The rows come in rounds,
-one of every domain, so any n consecutive rounds are n rows of each: an optimizer step is balanced however it is cut into
-processes and micro-batches, and so is a process's own part if the number of domains divides it.
+drawn anew for every pass (`replacement=True` draws each independently, as in the paper). Rows come in rounds, one of every
+domain, so an optimizer step is balanced however it is cut into processes and micro-batches.
 
-A row has `prompt_ids`, a list of ids per specialist; `response_ids`, the same for all; and `domain`. Encoder.collate makes
-batches of rows. The loss of a step is, over all its processes and micro-batches,
+A row has `prompt_ids`, a list of ids per specialist, `response_ids` and `domain`; Encoder.collate makes batches of them. The
+loss of a step is, over all its processes and micro-batches,
 
     reduction "mean"     sum of the tokens' losses / response tokens of the step
     reduction "sample"   the same sum / rows of the step, the paper's Eq. (2)

@@ -3,10 +3,8 @@
     while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
                     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
 
-Only MLPs enter distance and DARE; the rest of a child is its parents' mean ("average the parameters of backbone modules in
-candidate expert models"). LoRA experts: the same on every A and B separately, with a base of zero. What the paper leaves
-open is an option here. `moe_runtime.ops.expansion` has the formulas, `moe_runtime.methods.upit.pool` reads: in bounded
-memory, each of the given experts once, and all once more for each child, while it is being written.
+Only MLPs enter distance and DARE; the rest of a child is its parents' mean. LoRA experts: the same on every A and B, with a
+base of zero. `moe_runtime.ops.expansion` has the formulas; `moe_runtime.methods.upit.pool` reads in bounded memory.
 """
 
 import hashlib

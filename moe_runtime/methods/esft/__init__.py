@@ -60,11 +60,11 @@ def train_only(
 ) -> TrainableReceipt:
     """Make `model` train only the experts of `selection`, in place: stored separately from the stacks, all else frozen.
 
-    The two flags default to the selection's and add the paper's other settings (Table 3): the MLPs that all tokens pass
-    through, and everything that is not an expert. `dtype` is the dtype of all that trains, by default its own: float32, for
-    example, beside a bfloat16 model. Experts are cast where they are used; if more than experts trains, such a model runs under
-    autocast only (bf16=True in a trainer) until `fold` or `drop`. Call it after `shard_experts`, and before DDP, FSDP2 or the
-    optimizer see the model. Until `fold` or `drop`, save_pretrained writes the adapter, in a Trainer's checkpoints too.
+    The two flags default to the selection's: the MLPs that all tokens pass through, and everything that is not an expert (the
+    paper's Table 3). `dtype` is that of all that trains, by default its own: float32, say, beside a bfloat16 model. If more
+    than experts trains, such a model runs under autocast only (bf16=True in a trainer). Call it after `shard_experts`, and
+    before DDP, FSDP2 or the optimizer see the model. Until `fold` or `drop`, save_pretrained writes the adapter, in a Trainer's
+    checkpoints too.
     """
     check_unwrapped(model)
     check_is_base(model)

@@ -56,10 +56,9 @@ class GateCall:
 class GateRecorder:
     """Sums slots and gate values while `model` runs, on its devices, without a sync; `read` gives the GateSums.
 
-    Works on stock families and on our own layers. Only calls of `model` itself count, not recomputation in backward. Padding,
-    by the call's attention_mask, is left out; `only` [B, S] bool, if set, names the tokens that count instead. `pairs` also
-    counts how often two experts serve one token. `see` is called with each GateCall. A context manager; `close` removes the
-    hooks.
+    Only calls of `model` itself count, not recomputation in backward. Padding, by the call's attention_mask, is left out;
+    `only` [B, S] bool, if set, names the tokens that count instead. `pairs` also counts how often two experts serve one token.
+    `see` is called with each GateCall. A context manager; `close` removes the hooks.
     """
 
     def __init__(self, model: nn.Module, *, pairs: bool = False, see: Callable[[GateCall], None] | None = None):

@@ -124,10 +124,9 @@ def train_folder(
 ) -> TrainingReceipt:
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
-    `dtype` is that of all that trains: unless given the model's, but float32 for one in bfloat16 or float16, which would round
-    the steps of a small learning rate away. The loss is taken on `held_out` rows or, without any, on one in fifty of `rows`.
-    With training.save_steps a checkpoint goes to `out`-checkpoints now and then, from which the same call goes on, and which
-    goes away at the end. Every process of a run calls.
+    `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
+    steps away. The loss is taken on `held_out` rows, else on one in fifty of `rows`. With training.save_steps checkpoints go to
+    `out`-checkpoints, from which the same call goes on, and which go away at the end. Every process of a run calls.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])

@@ -203,11 +203,10 @@ def score_experts(
 ) -> ExpertScores:
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
 
-    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count, prompt and
-    response, and the first ones of the batch that exceeds `n_tokens`. `log_dir` also writes the official logs, a new folder
-    unless `overwrite`; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own data (as
-    accelerate prepares a loader) and scores its share of the tokens, with `per_process` up to `n_tokens` each; all return the
-    same scores. Works on stock models and our own, whose shared expert has none.
+    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count. `log_dir` also
+    writes the official logs; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own data
+    and scores its share of the tokens, with `per_process` up to `n_tokens` each; all return the same scores. Works on stock
+    models and our own, whose shared expert has none.
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)

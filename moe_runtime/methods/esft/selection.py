@@ -36,8 +36,7 @@ def check_p(p: float) -> None:
 class ExpertSelection:
     """The experts to train, by layer; the two flags say what trains beside them (the paper's Table 3).
 
-    Layers are the model's own numbers, ids are indices into the experts' stack. No expert of a missing or empty layer
-    trains. `score`, `p` and `variant` say how the selection was made; "random" is the score of `random_experts`.
+    Layers are the model's own numbers, ids are indices into the experts' stack. `score`, `p` and `variant` say how it was made.
     """
 
     experts: Mapping[int, tuple[int, ...]]  # in the order of selection
@@ -111,9 +110,8 @@ def select_experts(
     """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
     `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. An expert without a
-    token is never selected, so a `p` that the layer's scores do not reach selects all that have one. `groups` of each layer are
-    selected together, by the sum of their scores (App. B); `group_size` makes them by `group_experts` from the pairs that
-    `scores` counted.
+    token is never selected. `groups` of each layer are selected together, by the sum of their scores (App. B); `group_size`
+    makes them by `group_experts` from the pairs that `scores` counted.
     """
     check_p(p)
     check_positive("group_size", group_size)

@@ -78,10 +78,7 @@ class Scored(NamedTuple):
 
 
 def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
-    """Return one result of a method for all its tasks: the held-out rows of all, means of the rest.
-
-    A general row's loss is its mean over the tasks' models, as in the paper's Table 2.
-    """
+    """Return one result of a method for all its tasks: all held-out rows, means of the rest, general rows' losses included."""
     first, count = next(iter(parts.values())), len(parts)
     losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
     general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]

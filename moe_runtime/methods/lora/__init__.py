@@ -83,11 +83,10 @@ def to_lora_moe(
     """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers train, the rest is frozen.
 
     `config`, or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP by default. At first every
-    expert equals the base. `experts` are PEFT adapter folders of the base, one for each expert, which then determine rank,
-    alpha, targets and layers; if they have pairs outside of the MLPs (attention), `backbone` "mean" adds the mean of the
-    experts' changes to the base's weights, "base" ignores them. `vectors` [L, E, H] are the routers' rows, in the order of
-    `layers`, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs (form "block", which needs a frozen base), or
-    all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, by default the base's.
+    expert equals the base. `experts` are PEFT adapter folders of the base, one for each expert, which determine rank, alpha,
+    targets and layers; of pairs outside of the MLPs, `backbone` "mean" adds the mean change to the base's weights, "base"
+    ignores them. `vectors` [L, E, H] are the routers' rows, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs
+    (form "block") or all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, by default the base's.
     """
     # from any iterable; None and a lone name, which the checks refuse, stay
     experts, layers, targets = (

@@ -63,11 +63,7 @@ def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.T
 
 @torch.no_grad()
 def padding_error(model: nn.Module) -> float:
-    """Return the relative difference that masked tokens before a prompt make, at the token where it is smallest.
-
-    The smallest, because rounding can route a token to another expert, while a model that ignores the mask is wrong at
-    every token.
-    """
+    """Return the relative difference that masked tokens before a prompt make, at the token where it is smallest."""
     ids = (torch.arange(8) % model.get_input_embeddings().weight.shape[0])[None]
     mask, nothing = torch.tensor([[0] * 4 + [1] * 4]), ids[:, :0]
     padded = run(model, ids, mask, nothing)[:, 4:].float()

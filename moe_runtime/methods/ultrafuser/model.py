@@ -73,10 +73,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for Trainer and generate().
 
     `templates` are one for each or one for all: a text with {prompt} and optionally {system}, a name in `ultrafuser.TEMPLATES`,
-    or "chat", the specialist's own; the default is "chat" if it has one, else the plain prompt. `tokenizer` is one for all or
-    one for each; the default is those in the specialists' folders. Vocabularies of several sizes are cut to the ids that all
-    have; `joint` is the gate for several hidden sizes. `loss_reduction` is "mean" over tokens, or "sample", the paper's sum
-    over tokens and mean over samples.
+    or "chat", the specialist's own; by default "chat" if it has one, else the plain prompt. `tokenizer` is one for all or one
+    for each, by default the folders'. Vocabularies are cut to the ids that all have; `joint` is the gate for several hidden
+    sizes. `loss_reduction` is "mean" over tokens, or "sample", the paper's sum over tokens and mean over samples.
     """
 
     config_class = UltraFuserConfig

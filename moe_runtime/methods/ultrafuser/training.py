@@ -36,9 +36,8 @@ EPOCHS = ("largest", "smallest")
 class BalancedSampler(Sampler[int]):
     """Yields the places of rows in rounds, one row of every domain; the same for the same seed and epoch, in every process.
 
-    `domains` names the domain of each row. `rounds` is how many an epoch has; the default is as many as the largest
-    domain has rows (`epoch` "largest": smaller domains are repeated), or the smallest. A training whose sampler has
-    rounds for all of its steps resumes exactly where it stopped.
+    `domains` names the domain of each row; `rounds` is how many an epoch has, by default as many as the largest domain has rows
+    (`epoch` "largest"), or the smallest. With rounds for all of its steps a training resumes exactly where it stopped.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ def encode_rows(
     """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
 
     The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest prompt
-    reach `max_length`; a row whose prompt alone is that long is dropped, and so is one whose prompt is among `without`, the
-    prompt_ids of held-out rows. `where(place, row)` names a row in an error.
+    reach `max_length`; a row is dropped if its prompt alone is that long, or is among `without`, the prompt_ids of held-out
+    rows. `where(place, row)` names a row in an error.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))

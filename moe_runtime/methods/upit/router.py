@@ -83,12 +83,10 @@ def init_router(
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 
     `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a constant rate, by default
-    RATES, for the vectors `vector_learning_rate` if given; `training` are fit.train's other settings. `vector_std` is that
-    of the first vectors, by default STD. A whole expert trains in float32 and is written in `dtype`, by default its own; for
-    an adapter, `dtype` is that of its base during training. With save_steps a killed training resumes from its last
-    checkpoint; a folder that was made of exactly the same is read, not made again. `base` is a delta's or an adapter's dense
-    model, `index` the expert's number, which seeds drawn vectors. `train_ffn=False` trains the vectors alone. In a run of
-    several processes every process must call.
+    RATES; `training` are fit.train's other settings. A whole expert trains in float32 and is written in `dtype`; for an
+    adapter, `dtype` is that of its base during training. A folder that was made of exactly the same is read, not made again.
+    `base` is the dense model of a delta or adapter, `index` the expert's number, which seeds drawn vectors. `train_ffn=False`
+    trains the vectors alone. Every process must call.
     """
     _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
     _check_vectors(vector_std, vector_learning_rate)

@@ -144,10 +144,7 @@ class Stages(DomainStages):
         return self._stage("prepared", f"experts of {form}", settings, [base], make, holds="experts")
 
     def pool(self, form: str, parents: str | None = None) -> Pool:
-        """Return the recipe's number of experts (steps 1 and 2); `parents` in the place of the recipe's, or NONE.
-
-        NONE takes as many checkpoints as there are experts; else those that are missing are grown.
-        """
+        """Return the recipe's number of experts (steps 1 and 2), grown by `parents`; NONE takes as many checkpoints instead."""
         r, parents = self.recipe, parents or self.recipe.expansion.parents
         self.check_steps(form, parents)
         base, prepared, n = self.base(), self.prepared(form), r.experts.num_experts

@@ -6,9 +6,10 @@ share_e(domain) = slots of expert e / slots of all experts          per layer; 1
 distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
 """
 
+import copy
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,17 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
+from moe_runtime.experiments.corpora import DOMAINS, domains_key
 from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
-from moe_runtime.experiments.stages import loss_of
+from moe_runtime.experiments.recipe import Training
+from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.experiments.tables import Entry, Report, compared, finite, over_seeds
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
 
 
 class Judged(NamedTuple):
@@ -145,6 +151,109 @@ class DomainReport(Report):
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column; - and + at a domain's loss: lower and "
             f"higher than {self.reference}'s by the same test.\ntrain s: all stages after the base."
         )
+
+
+class Routed(NamedTuple):
+    """Which experts the tokens of each domain go to."""
+
+    name: str
+    folder: Path
+    counts: dict  # domain -> [L][E] slots
+    layers: list[str]
+    total_seconds: float
+
+
+class DomainStages(KeptStages):
+    """The stages of a recipe with `domains`: all are tuned on together and judged apart; the rows stand domain after domain."""
+
+    result = Judged
+    share = 1.0  # of each domain's train rows that are tuned on
+
+    def change(self, share: float | None = None, **changes):
+        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
+
+        `changes` are as `Node.change` takes them, of experts and trainings alone.
+        """
+        other = copy.copy(self)
+        other.share = self.share if share is None else share
+        other.recipe = self.recipe.change(**changes)
+        return other
+
+    @property
+    def train_rows(self):
+        """The rows of all domains to tune on, tokenized."""
+        parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
+        if self.share < 1:
+            parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
+        return data.require("datasets").concatenate_datasets(parts)
+
+    @property
+    def held_out(self):
+        """The rows to judge by, tokenized; the same for every stage and seed."""
+        parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
+        return data.require("datasets").concatenate_datasets(parts)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The held-out rows of each domain."""
+        return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
+
+    def routed(self, moe: Judged) -> Routed:
+        """Return which experts the tokens of each domain's held-out rows go to."""
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
+            with ranks.leading() as main:
+                found = count(self._load(moe.folder), self.tokenizer, rows) if main else None
+            counts, layers = ranks.agree(found)
+            return {"counts": counts, "layers": layers}
+
+        return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
+
+    def _settings(self, training: Training) -> dict:
+        return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
+
+    def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
+        """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
+        course = course_of(trained) | {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        if self._is_saved_as_trained(model):
+            return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens) | sizes_of(model)
+        del model, trained
+        return course | self._judge(load)
+
+    def _judge(self, load: Callable) -> dict:
+        """Take the held-out rows' losses of the model that `load` gives; all processes share the rows."""
+        ranks.free_memory()
+        model, training = load(), self.judging
+        batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
+        found = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16)
+        return {"rows": self.counts} | loss_of(*found) | sizes_of(model)
+
+    def _documents(self) -> list[str]:
+        return stages.domain_documents(self.recipe.pretrain, [d.train for d in self.recipe.domains.values()])
+
+    def data_key(self) -> str:
+        """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
+        r, built_in = self.recipe, domains_key()
+        sources = [source for d in r.domains.values() for source in (d.train, d.held_out) if source]
+        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer, and each domain's rows to tune on and to judge by."""
+        r = self.recipe
+        tokenizer = self._base_tokenizer(self._documents)
+        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
+        counts = {}
+        for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
+            data.save_rows(rows, folder / part)
+            counts[part] = len(rows)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        said = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
+        self.say(f"rows to tune on: {said}")
+        return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
 
 
 def said(one) -> str:

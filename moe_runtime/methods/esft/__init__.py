@@ -60,13 +60,11 @@ def train_only(
 ) -> TrainableReceipt:
     """Make `model` train only the experts of `selection`, in place: stored separately from the stacks, all else frozen.
 
-    The two flags default to the selection's and add the paper's other settings (Table 3): the MLPs that all tokens pass
-    through, and everything that is not an expert. `dtype` is the dtype of all that trains, by default its own: float32,
-    for example, beside a bfloat16 model. Experts are cast where they are used; if more than experts trains, such a model
-    runs under autocast only (bf16=True in a trainer) until `fold` or `drop`. Call it after `shard_experts`, and before
-    DDP, FSDP2 or the optimizer see the model. Until `fold` or `drop`, save_pretrained writes the adapter, in a Trainer's
-    checkpoints too. Raises ValueError, with the model untouched, for unknown layers or ids, PEFT's adapters among what
-    would train, and for a model that already trains experts, has an adapter in it or is wrapped.
+    The two flags default to the selection's: the MLPs that all tokens pass through, and everything that is not an expert (the
+    paper's Table 3). `dtype` is that of all that trains, by default its own: float32, say, beside a bfloat16 model. If more
+    than experts trains, such a model runs under autocast only (bf16=True in a trainer). Call it after `shard_experts`, and
+    before DDP, FSDP2 or the optimizer see the model. Until `fold` or `drop`, save_pretrained writes the adapter, in a Trainer's
+    checkpoints too.
     """
     check_unwrapped(model)
     check_is_base(model)
@@ -100,11 +98,7 @@ def _check_folder(config: dict, folder: str | Path) -> None:
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Read what `save_adapter` or a checkpoint wrote into a `model` that trains the same experts, to resume training.
-
-    Raises ValueError, with the model untouched, for a model that trains no experts, for tensors with other names or shapes
-    than those it trains, and for an adapter of another base.
-    """
+    """Read what `save_adapter` or a checkpoint wrote into a `model` that trains the same experts, to resume training."""
     training = trained_files.training_of(model)
     if training is not None:  # before shapes are compared, for a clearer error
         _check_folder(training.config, folder)
@@ -123,9 +117,8 @@ def adapter_of(model: nn.Module) -> Adapter:
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
     """Write what `model` has learned so far to a folder, atomically; training may continue.
 
-    The folder holds the selected experts and whatever trains beside them. In a run of several processes rank 0 writes,
-    and if the model is split every process must call. Raises ValueError for a model without `train_only`, for a folder
-    that exists, and always for one that holds a whole model.
+    The folder holds the selected experts and whatever trains beside them. In a run of several processes rank 0 writes, and if
+    the model is split every process must call.
     """
     _check_training(model)
     trained_files.check_trains(model)
@@ -151,10 +144,7 @@ def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
 
 
 def fold(model: nn.Module) -> None:
-    """End the training: the experts return to their stacks, and save_pretrained writes the whole `model` again.
-
-    Raises ValueError for a model without `train_only`, and for one wrapped in FSDP2 or DDP.
-    """
+    """End the training: the experts return to their stacks, and save_pretrained writes the whole `model` again."""
     _end(model, trainable.fold_rows)
 
 

@@ -6,12 +6,9 @@
 
 A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the
 official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
-`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
-
-Which model an ESFT adapter belongs to: fields of its config, its experts' shapes, and a few of its weights.
-
-An adapter replaces whole experts: on another base of the same shapes it would silently do harm. The description is stored
-in expert_cfg.json as it is, not as a hash alone, so that an error can say what differs.
+`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory. On another base of the same
+shapes an adapter would silently do harm, so the base is described by its config, its experts' shapes and a few weights, from
+which an error says what differs.
 """
 
 import functools
@@ -137,20 +134,13 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     for kind, is_expert in (("weights", False), ("experts", True)):
         names = [name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert]
         pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
-        if (different := _different(pairs)) > DIFFERENT:
+        a, b = torch.tensor(pairs or [(0, 0)], dtype=torch.float64).to(torch.bfloat16).unbind(1)
+        if (different := (a != b).double().mean().item()) > DIFFERENT:  # the share that differs in bfloat16
             return (
                 f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from the model's "
                 "(check_weights=False skips this check)"
             )
     return None
-
-
-def _different(pairs: list[tuple[float, float]]) -> float:
-    """Return the share of pairs of weights that differ in bfloat16."""
-    if not pairs:
-        return 0.0
-    ours, theirs = torch.tensor(pairs, dtype=torch.float64).to(torch.bfloat16).unbind(1)
-    return (ours != theirs).double().mean().item()
 
 
 def _say(value: Any) -> str:
@@ -241,10 +231,7 @@ def load_selection(path: str | Path) -> ExpertSelection:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Read an adapter's folder, an official one too; the tensors are memory-mapped.
-
-    Raises ValueError for a folder without the two files, and for tensors that are not those of its configuration.
-    """
+    """Read an adapter's folder, an official one too; the tensors are memory-mapped."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
     return Adapter(selection=selection, tensors=trained_files.read_tensors(folder), base=base, source=str(folder))
@@ -331,10 +318,8 @@ def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = T
 def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
     """Put an adapter into `model`, in place, rounded to its dtype; the rows it replaces are kept on the CPU for `remove`.
 
-    Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False`
-    accepts a base with other weights than the adapter's. Raises ValueError, with the model untouched, for a base of
-    another config, other experts' shapes or other weights, for unknown layers, ids or parameters, and for a model that
-    has an adapter in it or trains one.
+    Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a
+    base with other weights than the adapter's.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     adapter = as_adapter(adapter)

@@ -153,8 +153,7 @@ def sample_sizes(
 ) -> SampleSizes:
     """Score two samples without common rows of every task, for each number of tokens, and compare their top experts, Fig. 8.
 
-    `rows` are tokenized, by task; `options` are those of `sample_batches`. Raises ValueError, before the model runs,
-    for a task with fewer tokens than two samples of the largest size need.
+    `rows` are tokenized, by task; `options` are those of `sample_batches`.
     """
     sizes = sorted(sizes)
     halves = {task: two_samples(of_task, seed) for task, of_task in rows.items()}

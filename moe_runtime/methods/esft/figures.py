@@ -185,6 +185,12 @@ def _page(process: Run, path) -> None:
     analyses.write_page(path, texts, title=f"Experts that ESFT-Token trains, p = {recipe.p.token:g}")
 
 
+def _means(found: Sequence) -> list[tuple]:
+    """Return a row per task of the shared top experts, means over the seeds."""
+    rows = [[f"{statistics.fmean(cell):.2f}" for cell in zip(*row)] for row in zip(*(one.shared for one in found))]
+    return [(name, *row) for name, row in zip(found[0].tasks, rows, strict=True)]
+
+
 def _overlap(process: Run, top: int, score: str) -> dict:
     found = []
     for stages in process.all:
@@ -192,10 +198,7 @@ def _overlap(process: Run, top: int, score: str) -> dict:
         found.append(analyses.overlap(samples, top, score))
     names = found[0].tasks
 
-    def mean(i: int, j: int) -> str:
-        return f"{statistics.fmean(one.shared[i][j] for one in found):.2f}"
-
-    table = [("sample of", *names), *((name, *(mean(i, j) for j in range(len(names)))) for i, name in enumerate(names))]
+    table = [("sample of", *names), *_means(found)]
     note = f"Of the top {top} experts by {score} score, those that two samples share, mean over the layers."
 
     def summary(report: Study) -> list[str]:
@@ -210,13 +213,8 @@ def _overlap(process: Run, top: int, score: str) -> dict:
 
 def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None) -> dict:
     found = [stages.sample_sizes(sizes, top, score) for stages in process.all]
-    names, taken = found[0].tasks, found[0].sizes
-
-    def mean(i: int, j: int) -> str:
-        return f"{statistics.fmean(one.shared[i][j] for one in found):.2f}"
-
-    table = [("task", *(f"{size:,}" for size in taken))]
-    table += [(name, *(mean(i, j) for j in range(len(taken)))) for i, name in enumerate(names)]
+    taken = found[0].sizes
+    table = [("task", *(f"{size:,}" for size in taken)), *_means(found)]
     note = f"Of the top {top} experts by {score} score, those that two samples of so many tokens share, mean over the layers."
 
     def summary(report: Study) -> list[str]:

@@ -64,12 +64,7 @@ def merge_folder(
     check_weights: bool = True,
     progress: Progress | None = None,
 ) -> MergeReceipt:
-    """Write the model folder `base` with the experts of `adapter` to the folder `out`, in base's names, layouts and dtypes.
-
-    Raises ValueError, with nothing written, for another base than the adapter's (`check_weights=False` allows other
-    weights), unknown ids or shapes, a folder whose tensors are quantized or not as transformers names them, an existing
-    target or too little disk space.
-    """
+    """Write the model folder `base` with the experts of `adapter` to the folder `out`, in base's names, layouts and dtypes."""
     check_out_dir(out, overwrite, [base, adapter])
     adapter = as_adapter(adapter)
     config = folders.read_config(base)

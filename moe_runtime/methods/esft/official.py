@@ -53,9 +53,7 @@ def read_logs(
     """Read the logs in `folder` and its folders rank_*; a line is a sample.
 
     `top_k` defaults to the largest number with which no token of the first layer has an expert twice, `num_experts` to the
-    largest id plus one, at most MAX_EXPERTS, `layers` to those that there are, evenly spaced. Raises ValueError for a
-    layer without a log, for layers whose logs are not of the same tokens, and for a line that is malformed or has an
-    expert too many, naming file and line.
+    largest id plus one, at most MAX_EXPERTS, `layers` to those that there are, evenly spaced.
     """
     for name, value in (("top_k", top_k), ("num_experts", num_experts)):
         if value is not None:
@@ -182,10 +180,7 @@ def summary_tables(layers: Sequence[int], num_shared: int, **tables: torch.Tenso
 
 
 def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]]:
-    """Read the tables of a summary: its layers, how many leading experts have no scores, and "token" and "gate" [L, E].
-
-    Raises ValueError naming `source` and the key that is wrong.
-    """
+    """Read the tables of a summary: its layers, how many leading experts have no scores, and "token" and "gate" [L, E]."""
     shapes, tables = {}, {}
     for name, key in TABLES.items():
         ids, rows = None, {}

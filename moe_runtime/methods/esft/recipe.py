@@ -51,8 +51,7 @@ HIDDEN = "f"  # the name of a function whose name is asked for
 def task_rows(tokenizer, task, recipe) -> dict:
     """Return the rows of a task or of the general text, tokenized: train, validation and held_out, the first joined.
 
-    No row is in two of them. `task` is a Task of `recipe`. Raises ValueError for data that cannot be read or have too
-    few rows.
+    No row is in two of them. `task` is a Task of `recipe`.
     """
     train, held_out = split_rows(task, BUILT_IN)
     of = data.require("datasets").Dataset
@@ -73,9 +72,8 @@ def task_rows(tokenizer, task, recipe) -> dict:
 def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0):
     """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as ESFT's code does.
 
-    Of the sample that a row ends with, what does not fit is cut off at its start, so its answer stays. A sample within
-    a row begins without BOS with the probability `drop_bos`. Samples of one row see each other. The last row may be
-    shorter.
+    Of the sample that a row ends with, what does not fit is cut off at its start, so its answer stays. A sample within a row
+    begins without BOS with the probability `drop_bos`. Samples of one row see each other. The last row may be shorter.
     """
     order, generator = [dict(row) for row in rows], random.Random(seed)
     generator.shuffle(order)
@@ -274,11 +272,12 @@ class EsftRecipe(Node):
     def _check_recipe(self):
         check_base(self)
         check_names("tasks", self.tasks)
-        if "general" in self.tasks:
-            raise ValueError("tasks has the name 'general', which is that of the general text; want another")
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
-        if {"deepseek", "chat"} <= prompts:
-            raise ValueError("prompt is 'deepseek' in one place and 'chat' in another; want one chat template for all")
+        if "general" in self.tasks or {"deepseek", "chat"} <= prompts:
+            raise ValueError(
+                f"tasks are {', '.join(self.tasks)}, their prompts {', '.join(sorted(prompts))}; want none with the name "
+                "'general', and one chat template for all, 'deepseek' or 'chat'"
+            )
         return self
 
 

@@ -56,9 +56,8 @@ def score_folder(
 ) -> esft.ExpertScores:
     """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
 
-    `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one
-    of prompts.PROMPTS. Raises ValueError, with nothing written, for a folder or rows that cannot be read and for a model
-    without experts.
+    `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one of
+    prompts.PROMPTS.
     """
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
@@ -125,11 +124,9 @@ def train_folder(
 ) -> TrainingReceipt:
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
-    `dtype` is that of all that trains: unless given the model's, but float32 for one in bfloat16 or float16, which would
-    round the steps of a small learning rate away. The loss is taken on `held_out` rows or, without
-    any, on one in fifty of `rows`. With training.save_steps a checkpoint goes to `out`-checkpoints now and then, from
-    which the same call goes on, and which goes away at the end. Every process of a run calls. Raises ValueError, with
-    nothing written, for what cannot be read or trained, for an existing target, and for checkpoints of another call.
+    `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
+    steps away. The loss is taken on `held_out` rows, else on one in fifty of `rows`. With training.save_steps checkpoints go to
+    `out`-checkpoints, from which the same call goes on, and which go away at the end. Every process of a run calls.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])

@@ -84,10 +84,7 @@ class ExpertScores:
         return None if self.sums is None else self.sums.top_k
 
     def scores(self, score: str = "gate", variant: str | None = None, round: int | None = None) -> torch.Tensor:
-        """Return the scores of one kind, [L, E] float64, to `round` digits (the official code selects by 4).
-
-        Raises ValueError for a variant that cannot be had from what is known.
-        """
+        """Return the scores of one kind, [L, E] float64, to `round` digits (the official code selects by 4)."""
         check_choice("score", score, SCORES)
         variant = self.variant if variant is None else variant
         check_choice("variant", variant, VARIANTS)
@@ -206,12 +203,10 @@ def score_experts(
 ) -> ExpertScores:
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
 
-    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count, prompt and
-    response, and the first ones of the batch that exceeds `n_tokens`. `log_dir` also writes the official logs, a new
-    folder unless `overwrite`; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own
-    data (as accelerate prepares a loader) and scores its share of the tokens, with `per_process` up to `n_tokens` each;
-    all return the same scores. Works on stock models and our own, whose shared expert has none. Raises ValueError for a
-    model without experts, and for data without tokens.
+    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count. `log_dir` also
+    writes the official logs; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own data
+    and scores its share of the tokens, with `per_process` up to `n_tokens` each; all return the same scores. Works on stock
+    models and our own, whose shared expert has none.
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)

@@ -4,8 +4,7 @@ ESFT (arXiv 2407.01906), Eq. (8): the smallest set E_s of a layer's experts, tak
 
     sum_{i in E_s} R_i >= p
 
-R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.esft.scores`. Equal scores: the lower id
-first.
+R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.esft.scores`. Equal scores: the lower id first.
 """
 
 import math
@@ -37,8 +36,7 @@ def check_p(p: float) -> None:
 class ExpertSelection:
     """The experts to train, by layer; the two flags say what trains beside them (the paper's Table 3).
 
-    Layers are the model's own numbers, ids are indices into the experts' stack. No expert of a missing or empty layer
-    trains. `score`, `p` and `variant` say how the selection was made; "random" is the score of `random_experts`.
+    Layers are the model's own numbers, ids are indices into the experts' stack. `score`, `p` and `variant` say how it was made.
     """
 
     experts: Mapping[int, tuple[int, ...]]  # in the order of selection
@@ -111,11 +109,9 @@ def select_experts(
 ) -> ExpertSelection:
     """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
-    `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. An expert without
-    a token is never selected, so a `p` that the layer's scores do not reach selects all that have one. `groups` of each
-    layer are selected together, by the sum of their scores (App. B); `group_size` makes them by `group_experts` from the
-    pairs that `scores` counted. Raises ValueError for p outside (0, 1], a variant that the scores do not have, a layer
-    without scores, scores that are not finite, and groups that do not partition the experts.
+    `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. An expert without a
+    token is never selected. `groups` of each layer are selected together, by the sum of their scores (App. B); `group_size`
+    makes them by `group_experts` from the pairs that `scores` counted.
     """
     check_p(p)
     check_positive("group_size", group_size)
@@ -156,10 +152,7 @@ def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float) -> li
 
 
 def random_experts(selection: ExpertSelection, num_experts: int, seed: int, *, num_shared: int = 0) -> ExpertSelection:
-    """Draw as many experts per layer as `selection` has, uniformly without replacement: the control of Table 4.
-
-    Raises ValueError, by random.sample, for a layer with fewer routed experts.
-    """
+    """Draw as many experts per layer as `selection` has, uniformly without replacement: the control of Table 4."""
     check_positive("num_experts", num_experts)
     generator, pool = random.Random(seed), range(num_shared, num_experts)
     drawn = {layer: generator.sample(pool, len(ids)) for layer, ids in selection.experts.items()}
@@ -169,9 +162,8 @@ def random_experts(selection: ExpertSelection, num_experts: int, seed: int, *, n
 def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) -> list[tuple[int, ...]]:
     """Group the routed experts of one layer by how similar the experts chosen with them are, greedily (App. B).
 
-    `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups of `group_size`
-    experts that are left, the one with the largest mean pairwise cosine between rows of `pairs` without the diagonal.
-    Raises ValueError unless the size divides the number of routed experts.
+    `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups of `group_size` experts
+    that are left, the one with the largest mean pairwise cosine between rows of `pairs` without the diagonal.
     """
     check_positive("group_size", group_size)
     E = pairs.shape[-1] - num_shared

@@ -10,9 +10,11 @@ saved, on the task's held-out rows and on general ones. How stages are stored, a
 `moe_runtime.experiments.stages`.
 """
 
+import functools
 import platform
 import statistics
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +70,6 @@ class Scored(NamedTuple):
     name: str
     folder: Path  # of summary.json
     total_seconds: float
-    history: list
 
     @property
     def scores(self) -> ExpertScores:
@@ -77,62 +78,29 @@ class Scored(NamedTuple):
 
 
 def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
-    """Return one result of a method for all its tasks: the held-out rows of all, means of the rest.
-
-    A general row's loss is its mean over the tasks' models, as in the paper's Table 2.
-    """
+    """Return one result of a method for all its tasks: all held-out rows, means of the rest, general rows' losses included."""
     first, count = next(iter(parts.values())), len(parts)
     losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
     general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
     ways = zip(*(one.history for one in parts.values()), strict=False)
-    mean = {
-        of: statistics.fmean(getattr(one, of) for one in parts.values())
-        for of in ("seconds", "total_seconds", "steps_per_second")
-    }
-    whole = {
-        of: round(statistics.fmean(getattr(one, of) for one in parts.values()))
-        for of in ("trained_parameters", "optimizer_bytes")
-    }
+    costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
+    means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
+    means |= {of: round(means[of]) for of in costs[3:]}
+    history = [(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways]
     return first._replace(
-        name=name,
-        **loss_of(losses, tokens),
-        general_loss=trainers.mean_loss(general, first.general_tokens),
-        general_losses=general,
-        history=[(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways],
-        experts=None,
-        tasks=dict(parts),
-        **mean,
-        **whole,
-    )
+        name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
+        experts=None, tasks=dict(parts), **loss_of(losses, tokens), **means,
+    )  # fmt: skip
 
 
-class Base(NamedTuple):
-    """A base as it is kept: judged on all tasks."""
-
-    name: str
-    folder: Path
-    found: dict  # task -> loss, losses, tokens
-    steps: int
-    seconds: float
-    total_seconds: float
-    parameters: int
-    active_parameters: int
-    history: list
-    steps_per_second: float
-    trained_parameters: int
-    optimizer_bytes: int
-
-
+# a base as it is kept: what it costs, and `found`, by task its loss, losses and tokens
+COSTS = Tuned._fields[:2] + Tuned._fields[Tuned._fields.index("steps") : Tuned._fields.index("experts")]
+Base = namedtuple("Base", (*COSTS, "found"))
 SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_experts", "top_k", "expert_size", "shared_experts", "dense_layers",
 )  # fmt: skip
 GENERAL = "general"  # the name of the general rows among the tasks'
-SMALLEST, LARGEST = 512, 131072  # tokens of a sample whose size is studied
-
-
-def sizes_for(tokens: int) -> list[int]:
-    """Return the powers of two, from SMALLEST to LARGEST, that a sample of `tokens` can be cut to."""
-    return [2**n for n in range(SMALLEST.bit_length() - 1, LARGEST.bit_length()) if 2**n <= tokens]
+SAMPLES = tuple(2**n for n in range(9, 18))  # tokens of a sample whose size is studied
 
 
 class Stages(KeptStages):
@@ -166,33 +134,29 @@ class Stages(KeptStages):
         settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
         stage = self._stage("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0, result=Base)
         general = {f"{GENERAL}_{of}": value for of, value in stage.found[GENERAL].items()}
-        kept = {of: getattr(stage, of) for of in Base._fields if of in Tuned._fields}
+        kept = {of: getattr(stage, of) for of in COSTS}
         return join("base", {task: Tuned(**kept, **stage.found[task], **general) for task in r.tasks})
 
     def scores(self, task: str, group_size: int = 1) -> Scored:
         """Return the experts' scores on a task's rows, or on the general ones; those also count pairs of experts."""
         n_tokens, rows = self.recipe.scores.n_tokens, self.part(f"{task}-train")
 
-        def make(model, tmp: Path) -> None:
+        def make(model) -> dict:
             found = esft.score_experts(model, self._batches(rows), n_tokens, pairs=task == GENERAL, per_process=True)
-            with ranks.leading() as main:
-                if main:
-                    found.save(tmp / "summary.json")
+            return {"summary.json": found}
 
         return self._looked("scores", {"task": task, "n_tokens": n_tokens}, make, group_size)
 
     def halves(self, task: str) -> tuple[esft.ExpertScores, ...]:
         """Return the experts' scores on two samples of a task that have no row in common."""
-        r = self.recipe
+        n_tokens = self.recipe.scores.n_tokens
 
-        def make(model, tmp: Path) -> None:
-            for number, half in enumerate(two_samples(self.part(f"{task}-train"), SEED + self.seed)):
-                scores = esft.score_experts(model, self._batches(half), r.scores.n_tokens, per_process=True)
-                with ranks.leading() as main:
-                    if main:
-                        scores.save(tmp / f"{number}.json")
+        def make(model) -> dict:
+            halves = enumerate(two_samples(self.part(f"{task}-train"), SEED + self.seed))
+            score = functools.partial(esft.score_experts, model, n_tokens=n_tokens, per_process=True)
+            return {f"{number}.json": score(self._batches(half)) for number, half in halves}
 
-        kept = self._looked("halves", {"task": task, "n_tokens": r.scores.n_tokens}, make)
+        kept = self._looked("halves", {"task": task, "n_tokens": n_tokens}, make)
         return tuple(esft.ExpertScores.load(kept.folder / f"{number}.json") for number in range(2))
 
     def sample_sizes(self, sizes: Sequence[int] | None, top: int, score: str) -> SampleSizes:
@@ -201,28 +165,27 @@ class Stages(KeptStages):
         if sizes is None:
             halves = [half for one in rows.values() for half in two_samples(one, SEED + self.seed)]
             tokens = min(sum(len(row["input_ids"]) for row in half) for half in halves)
-            sizes = sizes_for(tokens)
-            if not sizes:
-                raise ValueError(f"half of a task's rows has {tokens} tokens; want {SMALLEST}, or sizes below that")
+            sizes = [size for size in SAMPLES if size <= tokens] or SAMPLES[:1]
 
-        def make(model, tmp: Path) -> None:
+        def make(model) -> dict:
             how = {"length": self.recipe.max_length, "packed": False, "batch_size": self._batch}
-            found = sample_sizes(model, rows, sizes, top=top, score=score, seed=SEED + self.seed, **how)
-            with ranks.leading() as main:
-                if main:
-                    atomic_write_json(tmp / "found.json", found.to_dict())
+            return {"found.json": sample_sizes(model, rows, sizes, top=top, score=score, seed=SEED + self.seed, **how)}
 
         kept = self._looked("sizes", {"sizes": list(sizes), "top": top, "score": score}, make)
         return SampleSizes(**read_json(kept.folder / "found.json"))
 
     def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
-        """Return a stage that only looks at the base: `make(model, folder)` writes what it saw."""
+        """Return a stage that only looks at the base: `make(model)` returns what it saw, by the names of files."""
         base = self.base()
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
             (tmp / "seen").mkdir(exist_ok=True)
             model, start = self._load(base.folder, group_size), time.perf_counter()
-            make(model, tmp / "seen")
+            found = make(model)
+            with ranks.leading() as main:
+                for name, one in found.items() if main else ():
+                    path = tmp / "seen" / name
+                    one.save(path) if isinstance(one, ExpertScores) else atomic_write_json(path, one.to_dict())
             return {"seconds": time.perf_counter() - start}
 
         settings = settings | {"dtype": self.recipe.dtype} | self._groups_in(group_size)
@@ -283,11 +246,8 @@ class Stages(KeptStages):
     def _batches(self, rows) -> Iterator[dict]:
         """This process's share of a sample of rows, in batches on its device."""
         r, state = self.recipe, ranks.state()
-        batches = sample_batches(
-            rows, r.scores.n_tokens, length=r.max_length, packed=False, batch_size=self._batch, seed=SEED + self.seed,
-            part=(state.process_index, state.num_processes),
-        )  # fmt: skip
-        for batch in batches:
+        how = {"batch_size": self._batch, "seed": SEED + self.seed, "part": (state.process_index, state.num_processes)}
+        for batch in sample_batches(rows, r.scores.n_tokens, length=r.max_length, packed=False, **how):
             yield {name: value.to(state.device) for name, value in batch.items()}
 
     @property
@@ -335,19 +295,10 @@ class Stages(KeptStages):
         """Return the base, all of it tuned on a task."""
 
         def make(model) -> tuple:
-            for parameter in model.parameters():
-                parameter.requires_grad_(True)
-            return model, {}
+            return model.requires_grad_(True), {}
 
-        def save(model, trained, folder: Path) -> None:
-            weights = trained.state_dict()
-            with ranks.leading() as main:
-                if main:
-                    ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
-
-        return self._tuned(
-            "fft", task, self.recipe.fft, make, save, self._load, mix, group_size, dtype=self.recipe.trained_dtype
-        )
+        r = self.recipe
+        return self._tuned("fft", task, r.fft, make, self._save, self._load, mix, group_size, dtype=r.trained_dtype)
 
     def lora(self, task: str, rank: int | None = None, mix: float | None = None) -> Tuned:
         """Return low-rank matrices for the base, tuned on a task; `rank` in the place of the recipe's."""
@@ -408,28 +359,21 @@ class Stages(KeptStages):
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
             model, notes = make(self._load(base.folder, group_size, dtype))
-            rows = self._mixed(task, mix)
-            held_out = self.part(f"{task}-validation")
-            trained = self._train(f"{kind} {task}", model, rows, held_out, training, checkpoints)
+            rows = self.part(f"{task}-train")
+            rows = mixed(rows, self.part(f"{GENERAL}-train"), mix) if mix else rows
+            trained = self._train(f"{kind} {task}", model, rows, self.part(f"{task}-validation"), training, checkpoints)
             save(model, trained, tmp / "model")
             notes |= course_of(trained)
             notes |= {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
             del model, trained
             ranks.free_memory()
             sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}  # without what peft puts in
-            return notes | sizes | self._judged(load(tmp / "model", group_size), task)
+            model = load(tmp / "model", group_size)
+            own, general = (loss_of(*self._losses(model, f"{part}-held_out")) for part in (task, GENERAL))
+            return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
 
         settings = self._settings(training) | {"task": task, "mix": mix} | dict(more) | self._groups_in(group_size)
         return self._stage(kind, f"{kind} {task}", settings, [base, *parents], whole)
-
-    def _mixed(self, task: str, mix: float):
-        rows = self.part(f"{task}-train")
-        return mixed(rows, self.part(f"{GENERAL}-train"), mix) if mix else rows
-
-    def _judged(self, model, task: str) -> dict:
-        own = loss_of(*self._losses(model, f"{task}-held_out"))
-        general = loss_of(*self._losses(model, f"{GENERAL}-held_out"))
-        return own | {f"{GENERAL}_{of}": value for of, value in general.items()}
 
 
 def run(recipe: EsftRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Tuned]:

@@ -53,6 +53,11 @@ class EsftReport(Report):
         return GeneralReport(entries=entries, **{name: getattr(self, name) for name in names})
 
     @property
+    def both(self) -> tuple:
+        """The two tables, with where each judges."""
+        return ("On the tasks", self), ("On general text", self.general)
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks' names."""
         return tuple(self.entries[0].results[0].tasks)
@@ -82,32 +87,19 @@ class EsftReport(Report):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
-        own = ("all tasks", f"vs {self.reference}", "p")
-        general = ("general", f"vs {self.reference}", "p")
-        costs = ("trained", "share", "optimizer MB", "train s")
-        right = [(name, "right") for name in (*tasks, *own)]
-        return [
-            ("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in general), ("verdict", "left"),
-            *((name, "right") for name in costs),
-        ]  # fmt: skip
+        own, general = ((name, f"vs {self.reference}", "p", "verdict") for name in ("all tasks", "general"))
+        names = ("method", *tasks, *own, *general, "trained", "share", "optimizer MB", "train s")
+        return [(name, "left" if name in ("method", "verdict") else "right") for name in names]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
         general, first = self.general.entry(entry.name), entry.results[0]
         trained = _mean(entry, "trained_parameters")
-        costs = (
-            f"{trained:,.0f}", f"{trained / first.parameters:.1%}", f"{_mean(entry, 'optimizer_bytes') / 1e6:,.2f}",
-            f"{entry.seconds:,.0f}",
-        )  # fmt: skip
-        return (
-            entry.name,
-            *(f"{self.task_loss(entry, task):.4f}" for task in tasks),
-            entry.mean_sd(),
-            *compared(self.comparison(entry.name)),
-            general.mean_sd(),
-            *compared(self.general.comparison(entry.name)),
-            *(costs if trained else ("", "", "", "")),
-        )
+        memory = _mean(entry, "optimizer_bytes") / 1e6
+        costs = f"{trained:,.0f}", f"{trained / first.parameters:.1%}", f"{memory:,.2f}", f"{entry.seconds:,.0f}"
+        own = *(f"{self.task_loss(entry, task):.4f}" for task in tasks), entry.mean_sd(), *compared(self.comparison(entry.name))
+        others = general.mean_sd(), *compared(self.general.comparison(entry.name))
+        return entry.name, *own, *others, *(costs if trained else ("", "", "", ""))
 
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
@@ -175,11 +167,8 @@ def _main(process: Run) -> dict:
         yield _esft(stages, "gate")
 
     def summary(report: EsftReport) -> list[str]:
-        both = ("On the tasks", report), ("On general text", report.general)
-        return [
-            *(f"{where}, {of.comparison(name)}." for where, of in both for name in (LORA, TOKEN, GATE)),
-            *(_cost(report, name) for name in (LORA, TOKEN, GATE)),
-        ]
+        said = [f"{where}, {of.comparison(name)}." for where, of in report.both for name in (LORA, TOKEN, GATE)]
+        return [*said, *(_cost(report, name) for name in (LORA, TOKEN, GATE))]
 
     return {"entries": process.collect(plan), "reference": FFT, "summary": summary}
 
@@ -210,11 +199,8 @@ def _sweep_p(process: Run, ps: Sequence[float], scores: Sequence[str], ranks: Se
             yield _over(stages, name, lambda task, rank=rank: stages.lora(task, rank))
 
     entries, swept = process.collect(plan), [*names.values(), *loras.values()]
-    share = {
-        entry.name: sum(100 * r.trained_parameters / r.parameters for r in entry.results) / len(entry.results)
-        for entry in entries
-        if entry.name in swept
-    }
+    shares = {entry.name: [100 * r.trained_parameters / r.parameters for r in entry.results] for entry in entries}
+    share = {name: sum(of) / len(of) for name, of in shares.items() if name in swept}
     extra = {"x": share, "x_label": "parameters that are trained, % of the base's", "x_log": True}
     return {"entries": entries, "reference": FFT, "summary": best(swept), "extra": extra}
 
@@ -237,8 +223,7 @@ def _shared_grid(process: Run, score: str) -> dict:
             yield _over(stages, name, lambda task, row=row: result(stages, *row, task))
 
     def summary(report: EsftReport) -> list[str]:
-        both = ("On the tasks", report), ("On general text", report.general)
-        return [f"{where}, {one}" for where, of in both for one in each(of)]
+        return [f"{where}, {one}" for where, of in report.both for one in each(of)]
 
     return {"entries": process.collect(plan), "reference": "relevant", "summary": summary}
 
@@ -278,11 +263,10 @@ def _group_size(process: Run, sizes: Sequence[int]) -> dict:
                 yield _esft(stages, score, names[method, size], group_size=size)
 
     def summary(report: EsftReport) -> list[str]:
-        said = []
-        for method in (FFT, TOKEN, GATE):
-            first, last = (report.entry(names[method, size]).loss for size in (min(sizes), max(sizes)))
-            said.append(f"{method}: {last - first:+.4f} from groups of {min(sizes)} to groups of {max(sizes)}.")
-        return said
+        low, high = min(sizes), max(sizes)
+        losses = {name: report.entry(name).loss for name in names.values()}
+        change = {method: losses[names[method, high]] - losses[names[method, low]] for method in (FFT, TOKEN, GATE)}
+        return [f"{method}: {value:+.4f} from groups of {low} to groups of {high}." for method, value in change.items()]
 
     extra = {"x": {name: size for (_, size), name in names.items()}, "x_label": "experts of a group"}
     return {"entries": process.collect(plan), "reference": names[FFT, sizes[0]], "summary": summary, "extra": extra}

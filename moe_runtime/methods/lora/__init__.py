@@ -49,7 +49,6 @@ def lora_config(model: nn.Module, num_experts: int = 8, top_k: int | None = 2, *
     """Return the routers' MoEConfig for a dense model; `settings` are MoEConfig's other fields.
 
     `gate` defaults to softmax_topk_renorm; top_k None sends every token to every expert, by a softmax over all (LoRAMoE).
-    Raises ValueError for a balance_loss "switch" of routers that choose all experts: it is a constant.
     """
     settings.setdefault("gate", "softmax_topk" if top_k is None else "softmax_topk_renorm")
     top_k = num_experts if top_k is None else top_k
@@ -84,12 +83,10 @@ def to_lora_moe(
     """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers train, the rest is frozen.
 
     `config`, or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP by default. At first every
-    expert equals the base. `experts` are PEFT adapter folders of the base, one for each expert, which then determine rank,
-    alpha, targets and layers; if they have pairs outside of the MLPs (attention), `backbone` "mean" adds the mean of the
-    experts' changes to the base's weights, "base" ignores them. `vectors` [L, E, H] are the routers' rows, in the order of
-    `layers`, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs (form "block", which needs a frozen base),
-    or all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, by default the base's.
-    Raises ValueError, with the model untouched, for what does not fit.
+    expert equals the base. `experts` are PEFT adapter folders of the base, one for each expert, which determine rank, alpha,
+    targets and layers; of pairs outside of the MLPs, `backbone` "mean" adds the mean change to the base's weights, "base"
+    ignores them. `vectors` [L, E, H] are the routers' rows, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs
+    (form "block") or all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, by default the base's.
     """
     # from any iterable; None and a lone name, which the checks refuse, stay
     experts, layers, targets = (
@@ -196,9 +193,8 @@ def _pairs_of(module: nn.Module):
 def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "uniform") -> nn.Module:
     """Merge the LoRA experts of every layer into the MLPs and return the dense model in its stock architecture, in place.
 
-    W + s sum_e alpha_e B_e A_e, summed in float32 and rounded once; all of it trains. `alpha` [E], [L, E] or "uniform" must
-    sum to 1. The routers are dropped, so unless all experts are equal the function differs from the routed one. Raises
-    ValueError for a model without LoRA experts.
+    W + s sum_e alpha_e B_e A_e, summed in float32 and rounded once; all of it trains. `alpha` [E], [L, E] or "uniform" must sum
+    to 1. The routers are dropped, so unless all experts are equal the function differs from the routed one.
     """
     layers, block = _whole_layers(model), model.config.moe_runtime
     path = FAMILIES[block["base_model_type"]].path
@@ -215,10 +211,7 @@ def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "unifo
 
 
 def to_moe(model: nn.Module) -> nn.Module:
-    """Make the LoRA experts whole, in place: an ordinary upcycled model (stage "moe"), the same function; all of it trains.
-
-    Raises ValueError for form "linear": what its linear layers mix before the activation are not experts.
-    """
+    """Make the LoRA experts whole, in place: an ordinary upcycled model (stage "moe"), the same function; all of it trains."""
     layers = _whole_layers(model, only_block="whole experts need one router per MLP; merge can make the model dense")
     block = model.config.moe_runtime
     path, config = FAMILIES[block["base_model_type"]].path, None
@@ -236,9 +229,8 @@ def save_adapters(
 ) -> list[Path]:
     """Write each expert as a PEFT adapter of the dense base to FOLDER/expert-<e>, atomically; return the folders.
 
-    `base_model` is the dense base that the adapters name. `upcycled`, the folder of the base upcycled to as many equal
-    experts, adds FOLDER/stacked: one adapter of all experts and the routers, for that model (form "block"). Raises
-    ValueError for an `upcycled` with other routers or layers, and for a model whose backbone is not the base's.
+    `base_model` is the dense base that the adapters name. `upcycled`, the folder of the base upcycled to as many equal experts,
+    adds FOLDER/stacked: one adapter of all experts and the routers, for that model (form "block").
     """
     stacked = "" if upcycled is None else f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
     layers, block = _whole_layers(model, only_block=stacked), model.config.moe_runtime
@@ -279,8 +271,7 @@ def _check_upcycled(folder: Path, block: dict) -> None:
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
     """Read one adapter of all experts and the routers into a model with LoRA experts of form "block", in place; return it.
 
-    `folder` is the FOLDER/stacked that `save_adapters` wrote, or that PEFT wrote after training it further. Raises
-    ValueError, with the model untouched, for another form, and for an adapter of other layers, sizes or settings.
+    `folder` is the FOLDER/stacked that `save_adapters` wrote, or that PEFT wrote after training it further.
     """
     layers = _whole_layers(model, only_block="linear layers have no stacked adapter")
     block = model.config.moe_runtime
@@ -293,9 +284,8 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
 def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Iterator[None]:
     """Send every token of row b of a batch to expert `ids`[b] with weight 1, within the block, without the routers.
 
-    The base runs once for the batch, whatever the experts: n experts on one row are that row n times. `model` may be
-    wrapped. With gradient checkpointing the block must contain the backward pass too. Raises ValueError for an expert that
-    does not exist, and within the block for a batch with another number of rows.
+    The base runs once for the batch, whatever the experts: n experts on one row are that row n times. `model` may be wrapped.
+    With gradient checkpointing the block must contain the backward pass too.
     """
     ids = torch.as_tensor(ids)
     layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]

@@ -112,11 +112,7 @@ def _places(name: str, layer: LoRAExperts) -> dict[str, tuple[str, tuple[torch.T
 
 @torch.no_grad()
 def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike) -> None:
-    """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same settings, in place.
-
-    Raises ValueError, with the layers untouched, for a file of other layers, sizes or settings, and for a rank that serves
-    both gate and up, which PEFT can train but separate pairs cannot hold.
-    """
+    """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same settings, in place."""
     path = os.path.join(folder, WEIGHTS)
     _check_config(_experts(next(iter(layers.values()))), os.path.join(folder, CONFIG))
     tensors, found = read_tensors(folder), []

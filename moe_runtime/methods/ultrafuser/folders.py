@@ -62,9 +62,7 @@ def save(
 ) -> Path:
     """Write a folder that `load` reads: the gate and, by "reference", the specialists' paths, or by "copy" themselves.
 
-    If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes that are copied. Raises
-    ValueError, with nothing written, for a specialist with an adapter, for a reference to one that has no path, differs
-    from its folder, or is inside `folder`, which is replaced, and for a copy of one inside it but not among its copies.
+    If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes that are copied.
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
@@ -112,8 +110,7 @@ def load(
 ) -> UltraFuser:
     """Load what `save` wrote. `specialists` maps the names of specialists that have moved to their folders.
 
-    `dtype` defaults to the saved one; `device` is one for all or one for each. Raises ValueError for a folder or a
-    specialist that is missing, for other weights than the gate was saved with, another tokenizer, another gate.
+    `dtype` defaults to the saved one; `device` is one for all or one for each.
     """
     config = read(folder)
     parts = locate(folder, config, specialists or {})
@@ -226,8 +223,7 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
 def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
     """Read a checkpoint of a training, which `save_pretrained` wrote, into a fuser of the same specialists, in place.
 
-    Tensor by tensor. Raises ValueError, with nothing read, for tensors that do not fit, and if the checkpoint lacks a
-    specialist that has changed here.
+    Tensor by tensor.
     """
     own = fuser.state_dict()
     with Checkpoint(checkpoint) as saved:
@@ -317,7 +313,6 @@ def fuse_folders(
     """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate drawn by `seed`.
 
     `templates` and `names` are UltraFuser's, a single template for all. `copy` puts the specialists into the folder.
-    Raises ValueError, with nothing written, for specialists that do not fit together and for an existing target.
     """
     check_choice("gate", gate, GATES)
     check_out_dir(out, overwrite, specialists if copy else ())

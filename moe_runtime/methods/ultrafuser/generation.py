@@ -61,9 +61,7 @@ class FuserGeneration(GenerationMixin):
         """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what transformers returns.
 
         `response_ids` [B, n] are beginnings of the answers, without padding; the result starts with them. `kwargs` are
-        transformers': max_new_tokens, do_sample, num_beams, streamer, ... Raises ValueError for what needs another model,
-        one model's states or the prompts' ids (assisted generation, guidance, prompt lookup), and for a specialist whose
-        cache does not count tokens (Mamba) unless use_cache is False.
+        transformers': max_new_tokens, do_sample, num_beams, streamer, ...
         """
         settings = kwargs.get("generation_config") or self.generation_config
         values = {name: kwargs.get(name, getattr(settings, name, None)) for name in _PLAIN}

@@ -5,9 +5,8 @@
 h_s are the states of the specialist's own prompt, padded on the left, and the answer that all share. Padding must not be
 seen: `padding_error` detects a model that looks at masked tokens all the same (RWKV, RecurrentGemma). Cohere and Granite
 scale, Gemma caps, Phi has a bias. If no specialist caps or has a bias and all are on one device in one dtype, the loss is
-`ops.fusion`'s, which never stores the logits; a scale goes into the states. Otherwise (also for a head with an adapter,
-quantized or offloaded) it goes in chunks of tokens through the specialists' own heads, and each chunk's logits are
-recomputed in the backward pass. `FusedHead` is gate and heads without the specialists, for engines that run these elsewhere.
+`ops.fusion`'s, which never stores the logits. Otherwise it goes in chunks of tokens through the specialists' own heads, each
+recomputed in the backward pass. `FusedHead` is gate and heads alone, for engines that run the specialists elsewhere.
 """
 
 import contextlib
@@ -64,11 +63,7 @@ def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.T
 
 @torch.no_grad()
 def padding_error(model: nn.Module) -> float:
-    """Return the relative difference that masked tokens before a prompt make, at the token where it is smallest.
-
-    The smallest, because rounding can route a token to another expert, while a model that ignores the mask is wrong at
-    every token.
-    """
+    """Return the relative difference that masked tokens before a prompt make, at the token where it is smallest."""
     ids = (torch.arange(8) % model.get_input_embeddings().weight.shape[0])[None]
     mask, nothing = torch.tensor([[0] * 4 + [1] * 4]), ids[:, :0]
     padded = run(model, ids, mask, nothing)[:, 4:].float()
@@ -105,10 +100,7 @@ class Head(NamedTuple):
 
 
 def head_of(model, name: str) -> Head:
-    """Return the head of a causal LM, tried on a few tokens if it has weights.
-
-    Raises ValueError if its logits are computed otherwise, or if it sees tokens that are masked.
-    """
+    """Return the head of a causal LM, tried on a few tokens if it has weights."""
     linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
@@ -178,10 +170,7 @@ def loss_of(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> FuserLoss:
-    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s].
-
-    Raises ValueError for a `backend` with heads that the fused loss does not take.
-    """
+    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s]."""
     if _fits_fused_loss(heads, hidden):
         weights, scales = [head.linear.weight for head in heads], [head.scale for head in heads]
         return fuser_loss(gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend)

@@ -88,12 +88,7 @@ class Encoder:
         return ids
 
     def batch(
-        self,
-        prompts: Sequence[str | Sequence[Mapping]],
-        responses: Sequence[str] | None = None,
-        *,
-        system: str | None = None,
-        end: bool = True,
+        self, prompts: Sequence, responses: Sequence[str] | None = None, *, system: str | None = None, end: bool = True
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are `responses`."""
         is_list = not isinstance(prompts, str) and not isinstance(responses, str)
@@ -166,10 +161,7 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
 
 
 def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids.
-
-    Raises ValueError unless they fit; values are checked on the CPU only, where reading them waits for nothing.
-    """
+    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids."""
     counts = [None if tensors is None else len(tensors) for tensors in (ids, mask)]
     shapes = [f"of length {counts[0]} and {counts[1]}"]
     fits = counts == [len(sizes)] * 2

@@ -11,7 +11,7 @@ with the specialists under no_grad and in eval mode (`freeze_specialists`), stag
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,12 +72,10 @@ class UltraFuserOutput(ModelOutput):
 class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for Trainer and generate().
 
-    `templates` are one for each or one for all: a text with {prompt} and optionally {system}, a name in
-    `ultrafuser.TEMPLATES`, or "chat", the specialist's own; the default is "chat" if it has one, else the plain prompt.
-    `tokenizer` is one for all or one for each; the default is those in the specialists' folders. Vocabularies of several
-    sizes are cut to the ids that all have; `joint` is the gate for several hidden sizes. `loss_reduction` is "mean" over
-    tokens, or "sample", the paper's sum over tokens and mean over samples. Raises ValueError for specialists that do not
-    fit together.
+    `templates` are one for each or one for all: a text with {prompt} and optionally {system}, a name in `ultrafuser.TEMPLATES`,
+    or "chat", the specialist's own; by default "chat" if it has one, else the plain prompt. `tokenizer` is one for all or one
+    for each, by default the folders'. Vocabularies are cut to the ids that all have; `joint` is the gate for several hidden
+    sizes. `loss_reduction` is "mean" over tokens, or "sample", the paper's sum over tokens and mean over samples.
     """
 
     config_class = UltraFuserConfig
@@ -255,12 +253,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return UltraFuserOutput(logits=logits, gate_weight=weight.detach(), past_key_values=caches)
 
     def encode(
-        self,
-        prompts: Sequence[str | Sequence[Mapping]],
-        responses: Sequence[str] | None = None,
-        *,
-        system: str | None = None,
-        end: bool = True,
+        self, prompts: Sequence, responses: Sequence[str] | None = None, *, system: str | None = None, end: bool = True
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Return forward's and generate's inputs for prompts, texts or chats, and their answers: `Encoder.batch`."""
         if self.encoder is None:

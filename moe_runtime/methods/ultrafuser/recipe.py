@@ -153,21 +153,16 @@ def check_models(recipe: FuserRecipe) -> None:
 
 def check_source(name: str, source: str) -> None:
     """Raise ValueError for a folder that is no model's, or is not there: the Hub would be asked for it, again and again."""
-    path, want = Path(source), "want a model's folder, or an id of the Hub"
-    if path.exists():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{name} is {source!r}, which has no config.json; {want}")
-        return
+    path = Path(source)
     is_id = len(path.parts) <= 2 and source[0] not in f".~{os.sep}" and not source.endswith(os.sep)
-    if not is_id or (len(path.parts) == 2 and path.parent.is_dir()):
-        raise ValueError(f"{name} is {source!r}, which does not exist; {want}")
+    is_id = is_id and not path.exists() and not (len(path.parts) == 2 and path.parent.is_dir())
+    if not is_id and not (path / "config.json").is_file():
+        what = "has no config.json" if path.exists() else "does not exist"
+        raise ValueError(f"{name} is {source!r}, which {what}; want a model's folder, or an id of the Hub")
 
 
 def encoder_of(recipe: FuserRecipe, own) -> Encoder:
-    """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models.
-
-    Raises ValueError for other ids than the first one's, and for templates that do not fit.
-    """
+    """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models."""
     names, specialists = list(recipe.specialists), recipe.specialists.values()
     tokenizers = [
         own if one.model is None else ranks.load_tokenizer(one.model, f"specialists.{name}.model")

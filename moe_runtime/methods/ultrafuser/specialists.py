@@ -110,10 +110,7 @@ def unchanged_keys(fuser) -> set[str]:
 
 
 def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
-    """Return why specialist `s` could not be read again from its own path once `folder` has been written, or None.
-
-    One that was given as a model is read from its folder here, to compare.
-    """
+    """Return why specialist `s` could not be read again from its own path once `folder` has been written, or None."""
     path, model = fuser.config.specialists[s]["path"], fuser.specialists[s]
     if path is None:
         return "was loaded from no folder"

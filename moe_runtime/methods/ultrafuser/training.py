@@ -5,12 +5,11 @@ UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps
     batch = union over the domains t of S(D_t, n)
 
 S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any comes twice, in an order
-drawn anew for every pass; `replacement=True` draws each row independently, as the paper writes it. The rows come in rounds,
-one of every domain, so any n consecutive rounds are n rows of each: an optimizer step is balanced however it is cut into
-processes and micro-batches, and so is a process's own part if the number of domains divides it.
+drawn anew for every pass (`replacement=True` draws each independently, as in the paper). Rows come in rounds, one of every
+domain, so an optimizer step is balanced however it is cut into processes and micro-batches.
 
-A row has `prompt_ids`, a list of ids per specialist; `response_ids`, the same for all; and `domain`. Encoder.collate makes
-batches of rows. The loss of a step is, over all its processes and micro-batches,
+A row has `prompt_ids`, a list of ids per specialist, `response_ids` and `domain`; Encoder.collate makes batches of them. The
+loss of a step is, over all its processes and micro-batches,
 
     reduction "mean"     sum of the tokens' losses / response tokens of the step
     reduction "sample"   the same sum / rows of the step, the paper's Eq. (2)
@@ -37,9 +36,8 @@ EPOCHS = ("largest", "smallest")
 class BalancedSampler(Sampler[int]):
     """Yields the places of rows in rounds, one row of every domain; the same for the same seed and epoch, in every process.
 
-    `domains` names the domain of each row. `rounds` is how many an epoch has; the default is as many as the largest
-    domain has rows (`epoch` "largest": smaller domains are repeated), or the smallest. A training whose sampler has
-    rounds for all of its steps resumes exactly where it stopped.
+    `domains` names the domain of each row; `rounds` is how many an epoch has, by default as many as the largest domain has rows
+    (`epoch` "largest"), or the smallest. With rounds for all of its steps a training resumes exactly where it stopped.
     """
 
     def __init__(
@@ -99,10 +97,9 @@ def encode_rows(
 ):
     """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
 
-    The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest
-    prompt reach `max_length`; a row whose prompt alone is that long is dropped, and so is one whose prompt is among
-    `without`, the prompt_ids of held-out rows. `where(place, row)` names a row in an error. Raises ValueError for a row
-    that cannot be encoded and if none remains.
+    The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest prompt
+    reach `max_length`; a row is dropped if its prompt alone is that long, or is among `without`, the prompt_ids of held-out
+    rows. `where(place, row)` names a row in an error.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
@@ -173,15 +170,10 @@ def single_rows(rows, specialist: int):
 def sampler_for(
     domains: Sequence[str], *, steps: int, batch_size: int, balanced: bool = True, replacement: bool = False, seed: int = 0
 ) -> Sampler[int]:
-    """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike.
-
-    Raises ValueError for a batch size that the number of domains does not divide.
-    """
+    """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike."""
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))
-    if batch_size % count:
-        raise ValueError(f"batch_size is {batch_size}, there are {count} domains; use a multiple")
     return BalancedSampler(domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed)
 
 

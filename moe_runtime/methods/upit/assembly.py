@@ -57,11 +57,10 @@ def assemble(
 ) -> FolderReceipt:
     """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the folder `out`.
 
-    `vectors` are [L, H] for each expert, in the experts' order; None draws the routers by `seed`. Whole experts are streamed:
-    memory holds one stack of experts and one shard. For adapters the base is loaded, and saved with them; if they change
-    more than MLPs, backbone "mean" adds the mean of that to it. `base` replaces what deltas and adapters name, and is
-    needed for whole experts with backbone "base". Raises ValueError, with nothing written, for experts of different shapes
-    or configs, vectors of other shapes, and an existing target.
+    `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are streamed: memory holds one stack
+    of experts and one shard. For adapters the base is loaded, and saved with them; if they change more than MLPs, backbone
+    "mean" adds the mean of that to it. `base` replaces what deltas and adapters name, and is needed for whole experts with
+    backbone "base".
     """
     check_choice("backbone", backbone, BACKBONES)
     if gate in SHARED_GATES:

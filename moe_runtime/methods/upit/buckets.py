@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,17 @@ from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import open_expert
 
 TOKENS = ("response", "all")
+
+
+class Buckets(NamedTuple):
+    """The seed data, dealt out to the experts."""
+
+    name: str
+    folder: Path
+    rows: int  # of the seed data
+    buckets: list[list[int]]  # rows of the seed data that each expert got
+    perplexity: list[list[float]]  # of each expert on each row
+    total_seconds: float
 
 
 def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
@@ -76,8 +88,6 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
     A bucket holds at most `capacity` rows, ceil(N / n) unless given; a row for which all buckets are full is dropped.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
-    if perplexity.dim() != 2 or not perplexity.numel():
-        raise ValueError(f"perplexity is {tuple(perplexity.shape)}; expected [n, N], at least one expert and one row")
     rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
     bad = rows or perplexity.isnan().any(1).nonzero().flatten().tolist()
     if bad:

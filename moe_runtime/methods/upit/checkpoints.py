@@ -38,13 +38,10 @@ STEP = "step-"
 class ExpertCheckpoints(TrainerCallback):
     """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps` steps, and after the last step.
 
-    For any Trainer, and for models under DDP and FSDP2, where all processes need it. A folder is written atomically, before
-    the Trainer's own checkpoint of that step: a training that resumes finds its experts there and keeps them, except one of
-    a step at which it was stopped early. `base` is the model's folder before the training, which is recorded; with
-    `only_changed`, tensors equal to the base's are left out. `dtype` is that of the written weights, by default their own:
-    with `only_changed` pass the base's if another one trains. Memory holds a shard of `max_shard_size` beside the model.
-    When the training begins, raises ValueError for a model that cannot be saved this way, and for a folder with experts of
-    an earlier training, unless `overwrite`.
+    For any Trainer, also under DDP and FSDP2, where all processes need it. A training that resumes keeps the experts that it
+    finds. `base` is the model's folder before the training, which is recorded; with `only_changed`, tensors equal to the base's
+    are left out. `dtype` is that of the written weights; with `only_changed` pass the base's if another one trains. Memory
+    holds a shard of `max_shard_size` beside the model.
     """
 
     def __init__(

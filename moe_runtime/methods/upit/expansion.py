@@ -3,10 +3,8 @@
     while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
                     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
 
-Only MLPs enter distance and DARE; the rest of a child is its parents' mean ("average the parameters of backbone modules in
-candidate expert models"). LoRA experts: the same on every A and B separately, with a base of zero. What the paper leaves
-open is an option here. `moe_runtime.ops.expansion` has the formulas, `moe_runtime.methods.upit.pool` reads: in bounded
-memory, each of the given experts once, and all once more for each child, while it is being written.
+Only MLPs enter distance and DARE; the rest of a child is its parents' mean. LoRA experts: the same on every A and B, with a
+base of zero. `moe_runtime.ops.expansion` has the formulas; `moe_runtime.methods.upit.pool` reads in bounded memory.
 """
 
 import hashlib
@@ -73,11 +71,9 @@ def expand_experts(
     """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
 
     `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the
-    weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None:
-    a uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also
-    after a kill; the others are replaced or removed, and with `overwrite` all. Raises ValueError, with nothing written, for
-    experts that are not alike, a base without their MLPs or other than the recorded one, and an `out` that holds anything
-    else.
+    weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None: a
+    uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also after a
+    kill; the others are replaced or removed, and with `overwrite` all.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)

@@ -116,10 +116,7 @@ def print_of(checkpoint: Checkpoint) -> str:
 
 
 def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
-    """Open an expert's folder of any kind; `base` replaces the base that it names, which may have moved.
-
-    Raises ValueError for a folder of no kind and for a delta without its base, or with another.
-    """
+    """Open an expert's folder of any kind; `base` replaces the base that it names, which may have moved."""
     path = Path(path)
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
@@ -159,9 +156,8 @@ def saved_experts(folder: str | Path) -> list[Path]:
 def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, which: str = "back") -> list[Path]:
     """Return `count` of the checkpoints `folders`, in the order of their steps, or of those that one folder holds.
 
-    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced up to the last. A
-    step is the number at the end of a folder's name; if one has none, all stay in the order given. Raises ValueError for
-    too few.
+    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced up to the last. A step
+    is the number at the end of a folder's name; if one has none, all stay in the order given.
     """
     check_choice("which", which, WHICH)
     found = saved_experts(folders) if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
@@ -179,10 +175,7 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
 def materialize(
     expert: Expert | str | Path, out: str | Path, *, max_shard_size: int | str = "2GB", overwrite: bool = False
 ) -> Path:
-    """Write a delta, or a whole model, to the folder `out` as a model that transformers loads, tensor by tensor.
-
-    Raises ValueError, with nothing written, for an adapter, an existing target and too little disk space.
-    """
+    """Write a delta, or a whole model, to the folder `out` as a model that transformers loads, tensor by tensor."""
     if not isinstance(expert, Expert):
         with open_expert(expert) as opened:
             return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)

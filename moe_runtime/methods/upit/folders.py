@@ -5,10 +5,9 @@ assemble_folders  experts, or what route_folders wrote -> a Mixture-of-Experts m
 
 An assembled model as a stock Mixtral folder: the same logits in plain transformers, and wherever Mixtral runs.
 
-Mixtral's gate, softmax over all experts, the top k of it, divided by their sum, is softmax over the logits of the top k:
-gates softmax_topk_renorm and topk_softmax. Its base is a Llama or Mistral without biases. The config, the names and the
-layouts come from transformers' own tables. Streamed: memory holds a tensor of the backbone, one expert's matrices and a
-shard of the target.
+Mixtral's gate, softmax over all experts, the top k of it, divided by their sum, is softmax over the logits of the top k: gates
+softmax_topk_renorm and topk_softmax. Its base is a Llama or Mistral without biases. The config, the names and the layouts come
+from transformers' own tables. Streamed: memory holds a tensor of the backbone, one expert's matrices and a shard of the target.
 """
 
 import json
@@ -77,8 +76,7 @@ def route_folders(
 
     `rows` is what `io.rows.read_rows` reads; `share` of them, and no fewer than `at_least`, are the seed data. `buckets`
     "random" distributes as many rows at random. `learning_rate` defaults to the paper's, `training` are Tuning's other
-    settings. Experts that the same call has tuned before are not tuned again. Raises ValueError, with nothing written, for
-    rows or experts that cannot be read, and for an `out` of another call.
+    settings. Experts that the same call has tuned before are not tuned again.
     """
     check_choice("buckets", buckets, BUCKETS)
     check_positive("max_length", max_length)
@@ -211,11 +209,7 @@ def export_mixtral(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FolderReceipt:
-    """Write the upcycled model `folder` as a MixtralForCausalLM to the folder `out`, with its tokenizer.
-
-    Raises ValueError, with nothing written, for whatever Mixtral lacks, by name, for an existing target and too little disk
-    space.
-    """
+    """Write the upcycled model `folder` as a MixtralForCausalLM to the folder `out`, with its tokenizer."""
     check_out_dir(out, overwrite, [folder])
     config = folders.read_config(folder)
     target = mixtral_config(config)

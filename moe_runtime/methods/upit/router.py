@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -82,12 +83,10 @@ def init_router(
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 
     `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a constant rate, by default
-    RATES, for the vectors `vector_learning_rate` if given; `training` are fit.train's other settings. `vector_std` is that
-    of the first vectors, by default STD. A whole expert trains in float32 and is written in `dtype`, by default its own; for
-    an adapter, `dtype` is that of its base during training. With save_steps a killed training resumes from its last
-    checkpoint; a folder that was made of exactly the same is read, not made again. `base` is a delta's or an adapter's dense
-    model, `index` the expert's number, which seeds drawn vectors. `train_ffn=False` trains the vectors alone. In a run of
-    several processes every process must call.
+    RATES; `training` are fit.train's other settings. A whole expert trains in float32 and is written in `dtype`; for an
+    adapter, `dtype` is that of its base during training. A folder that was made of exactly the same is read, not made again.
+    `base` is the dense model of a delta or adapter, `index` the expert's number, which seeds drawn vectors. `train_ffn=False`
+    trains the vectors alone. Every process must call.
     """
     _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
     _check_vectors(vector_std, vector_learning_rate)
@@ -187,6 +186,17 @@ def _remove_checkpoints(folder: Path) -> None:
 
 def _is_made(folder: Path, made_of: dict) -> bool:
     return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(made_of)
+
+
+class Routers(NamedTuple):
+    """Routing vectors, and the experts as they are after step 4."""
+
+    name: str
+    folder: Path  # of expert-<i>/
+    buckets: list[list[int]]  # rows of the seed data that each expert got
+    before: list[float]  # mean sigmoid of each expert's vectors on its bucket
+    after: list[float]
+    total_seconds: float
 
 
 def init_routers(

@@ -12,10 +12,10 @@
 How they are stored, and what a hash is over: `moe_runtime.experiments.stages`.
 """
 
-import copy
 import math
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +24,8 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice
-from moe_runtime.experiments import domains as routing_study
-from moe_runtime.experiments import stages
-from moe_runtime.experiments.corpora import DOMAINS, domains_key
-from moe_runtime.experiments.domains import Judged
+from moe_runtime.experiments.domains import DomainStages, Judged
 from moe_runtime.experiments.recipe import Training
-from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.models import families
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
@@ -53,42 +49,6 @@ class Pool(NamedTuple):
     experts: list[str]  # their folders, below that of all stages
     parents: list  # of each grown one: two places in `experts`
     total_seconds: float
-    history: list
-
-
-class Buckets(NamedTuple):
-    """The seed data, dealt out to the experts."""
-
-    name: str
-    folder: Path
-    rows: int  # of the seed data
-    buckets: list[list[int]]  # rows of the seed data that each expert got
-    perplexity: list[list[float]]  # of each expert on each row
-    total_seconds: float
-    history: list
-
-
-class Routers(NamedTuple):
-    """Routing vectors, and the experts as they are after step 4."""
-
-    name: str
-    folder: Path  # of expert-<i>/
-    buckets: list[list[int]]  # rows of the seed data that each expert got
-    before: list[float]  # mean sigmoid of each expert's vectors on its bucket
-    after: list[float]
-    total_seconds: float
-    history: list
-
-
-class Routed(NamedTuple):
-    """Which experts the tokens of each domain go to."""
-
-    name: str
-    folder: Path
-    counts: dict  # domain -> [L][E] slots
-    layers: list[str]
-    total_seconds: float
-    history: list
 
 
 NONE = "none"  # no expansion: as many checkpoints as experts
@@ -97,42 +57,17 @@ INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows 
 NAMES = {"ffn": "FFN", "lora": "LoRA"}
 
 
-class Stages(KeptStages):
+class Stages(DomainStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 2
     Recipe = UpitRecipe
     result = Judged
-    share = 1.0  # of each domain's train rows that are tuned on
 
     def trainings(self) -> tuple[Training, ...]:
         """Return the recipe's trainings."""
         forms = (getattr(self.recipe, form) for form in self.recipe.forms)
         return tuple(getattr(form, name) for form in forms for name in ("sft", "init", "post", "copied"))
-
-    def change(self, share: float | None = None, **changes):
-        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
-
-        `changes` are as `Node.change` takes them, of experts and trainings alone.
-        """
-        other = copy.copy(self)
-        other.share = self.share if share is None else share
-        other.recipe = self.recipe.change(**changes)
-        return other
-
-    @property
-    def train_rows(self):
-        """The rows of all domains to tune on, tokenized."""
-        parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
-        if self.share < 1:
-            parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
-        return data.require("datasets").concatenate_datasets(parts)
-
-    @property
-    def held_out(self):
-        """The rows to judge by, tokenized, domain after domain; the same for every stage and seed."""
-        parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
-        return data.require("datasets").concatenate_datasets(parts)
 
     def base(self) -> Judged:
         """Return the dense model that all others start from: pre-trained here, or the recipe's."""
@@ -148,7 +83,7 @@ class Stages(KeptStages):
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 
         settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
-        settings |= {"dtype": r.dtype, "bf16": self._form(r.forms[0]).sft.bf16}  # which it is judged in
+        settings |= {"dtype": r.dtype, "bf16": self.judging.bf16}  # which it is judged in
         return self._stage("base", "base", settings, [], make, seed=0)
 
     def dense(self, form: str) -> Judged:
@@ -160,10 +95,9 @@ class Stages(KeptStages):
                 self._save(model, trained, tmp / "model")
                 return self._numbers(model, trained, lambda: self._load(tmp / "model"))
             weights = trained.state_dict()
+            pairs = {name: weights[name].to(getattr(torch, self.recipe.dtype)) for name in weights if "lora_" in name}
             with ranks.leading() as main:
                 if main:
-                    dtype = getattr(torch, self.recipe.dtype)
-                    pairs = {name: tensor.to(dtype) for name, tensor in weights.items() if "lora_" in name}
                     lora_baseline.save_lora(model, tmp / "model", pairs)
             return self._numbers(model, trained, lambda: self._load(tmp / "model", form))
 
@@ -210,10 +144,7 @@ class Stages(KeptStages):
         return self._stage("prepared", f"experts of {form}", settings, [base], make, holds="experts")
 
     def pool(self, form: str, parents: str | None = None) -> Pool:
-        """Return the recipe's number of experts (steps 1 and 2); `parents` in the place of the recipe's, or NONE.
-
-        NONE takes as many checkpoints as there are experts; else those that are missing are grown.
-        """
+        """Return the recipe's number of experts (steps 1 and 2), grown by `parents`; NONE takes as many checkpoints instead."""
         r, parents = self.recipe, parents or self.recipe.expansion.parents
         self.check_steps(form, parents)
         base, prepared, n = self.base(), self.prepared(form), r.experts.num_experts
@@ -226,8 +157,7 @@ class Stages(KeptStages):
             if grows is None:
                 return made
             start = time.perf_counter()
-            # where a killed run finds those that it has grown
-            grown, children = checkpoints / "experts", None
+            grown, children = checkpoints / "experts", None  # where a killed run finds those that it has grown
             with ranks.leading() as main:
                 if main:
                     known = base.folder.resolve()
@@ -245,6 +175,11 @@ class Stages(KeptStages):
 
     def _form(self, form: str):
         return getattr(self.recipe, form)
+
+    @property
+    def judging(self) -> Training:
+        """The training whose batches and precision models are judged with."""
+        return self._form(self.recipe.forms[0]).sft
 
     def _rank(self, form: str) -> dict:
         """What of a form says how its model is made."""
@@ -276,55 +211,7 @@ class Stages(KeptStages):
             more["bf16"] = True
         return super()._train(name, model, *arguments, **more)
 
-    def _settings(self, training: Training) -> dict:
-        return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
-
-    def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
-        """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
-        course = course_of(trained) | {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
-        if self._is_saved_as_trained(model):
-            return course | self._row_counts() | loss_of(trained.losses, trained.tokens) | sizes_of(model)
-        del model, trained
-        return course | self._judge(load)
-
-    def _judge(self, load: Callable) -> dict:
-        """Take the held-out rows' losses of the model that `load` gives; all processes share the rows."""
-        ranks.free_memory()
-        model, training = load(), self._form(self.recipe.forms[0]).sft
-        batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
-        found = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16)
-        return self._row_counts() | loss_of(*found) | sizes_of(model)
-
-    def _row_counts(self) -> dict:
-        return {"rows": {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}}
-
-    def _documents(self) -> list[str]:
-        return stages.domain_documents(self.recipe.pretrain, [d.train for d in self.recipe.domains.values()])
-
-    def data_key(self) -> str:
-        """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
-        r, built_in = self.recipe, domains_key()
-        sources = [source for d in r.domains.values() for source in (d.train, d.held_out) if source]
-        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
-        base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
-        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
-        return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})
-
-    def make_data(self, folder: Path) -> dict:
-        """Write the tokenizer, and each domain's rows to tune on and to judge by."""
-        r = self.recipe
-        tokenizer = self._base_tokenizer(self._documents)
-        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
-        counts = {}
-        for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
-            data.save_rows(rows, folder / part)
-            counts[part] = len(rows)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        said = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
-        self.say(f"rows to tune on: {said}")
-        return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
-
-    def buckets(self, form: str, pool: Pool) -> Buckets:
+    def buckets(self, form: str, pool: Pool) -> upit_buckets.Buckets:
         """Return the seed data, dealt out by the experts' perplexity (step 3)."""
         seed_data = self.recipe.seed_data
 
@@ -335,13 +222,12 @@ class Stages(KeptStages):
                 batch_size=self._form(form).init.per_device_batch_size or self._form(form).init.batch_size,
             )  # fmt: skip
             buckets = upit_buckets.fill_buckets(found, seed_data.capacity)
-            sizes = ", ".join(str(len(bucket)) for bucket in buckets)
-            self.say(f"{len(rows)} rows of seed data, in buckets of {sizes}")
+            self.say(f"{len(rows)} rows of seed data, in buckets of {', '.join(str(len(bucket)) for bucket in buckets)}")
             seconds = time.perf_counter() - start
             return {"rows": len(rows), "buckets": buckets, "perplexity": found.tolist(), "seconds": seconds}
 
         settings = seed_data.to_dict() | ({"share_of_rows": self.share} if self.share < 1 else {})
-        return self._stage("buckets", f"seed data of {form}", settings, [pool], make, result=Buckets)
+        return self._stage("buckets", f"seed data of {form}", settings, [pool], make, result=upit_buckets.Buckets)
 
     def seed_rows(self):
         """Return the rows that experts are compared on, drawn anew by every seed."""
@@ -365,16 +251,15 @@ class Stages(KeptStages):
                 f"{(n - 1) * size}, as {n - 1} experts may take so many: more seed data, or a lower capacity"
             )
 
-    def routers(self, form: str, pool: Pool, init: str = "skilled") -> Routers:
+    def routers(self, form: str, pool: Pool, init: str = "skilled") -> router.Routers:
         """Return experts and routing vectors, tuned on the experts' rows, or on as many drawn at random (step 4)."""
         check_choice("init", init, INITS[:2])
         dealt, r, training = self.buckets(form, pool), self.recipe, self._form(form).init
         rows, buckets = self.seed_rows(), dealt.buckets
         if init == "random":
-            buckets = upit_buckets.random_buckets([len(bucket) for bucket in buckets], len(rows), self.seed)
+            buckets = upit_buckets.random_buckets(list(map(len, buckets)), len(rows), self.seed)
 
         def make(tmp: Path, checkpoints: Path) -> dict:
-            # where a killed run finds the experts that are done
             routed = router.init_routers(
                 pool.experts, rows, buckets, self.tokenizer, folder=checkpoints / "routers", seed=self.seed,
                 base=self.base().folder.resolve(), **r.router.to_dict(), **training.to_dict(),
@@ -382,13 +267,13 @@ class Stages(KeptStages):
             with ranks.leading() as main:
                 if main:
                     os.rename(checkpoints / "routers", tmp / "routers")
-            means = {of: [_mean(getattr(one, of).sigmoid) for one in routed] for of in ("before", "after")}
+            means = {of: [statistics.fmean(getattr(one, of).sigmoid) for one in routed] for of in ("before", "after")}
             course = {of: sum(getattr(one, of) for one in routed) for of in ("steps", "seconds")}
             return course | means | {"buckets": buckets}
 
         settings = self._settings(training) | r.router.to_dict() | {"init": init}
         name = f"routers of {form}, {init}"
-        return self._stage("routers", name, settings, [dealt], make, holds="routers", result=Routers)
+        return self._stage("routers", name, settings, [dealt], make, holds="routers", result=router.Routers)
 
     def upit(self, form: str, pool: Pool | None = None, init: str = "skilled") -> Judged:
         """Return the mixture of experts and vectors, tuned (step 5); UpIT's result. `init` "none" draws the routers."""
@@ -412,7 +297,11 @@ class Stages(KeptStages):
         pool = self.pool(form)
 
         def make(folder: Path):
-            return _only_routers(self._assembled(pool.experts, None, folder))
+            model = self._assembled(pool.experts, None, folder).requires_grad_(False)
+            for module in model.modules():
+                if isinstance(module, Router):
+                    module.requires_grad_(True)
+            return model
 
         return self._mixed("self_moe", f"Self-MoE ({NAMES[form]})", form, self._form(form).post, make, [pool], {})
 
@@ -446,18 +335,6 @@ class Stages(KeptStages):
         settings = {"start": start, "loramoe": lora.loramoe} | self._rank("lora")
         return self._mixed("loramoe", f"LoRAMoE_{start.upper()}", "lora", training, make, [parent], settings)
 
-    def routed(self, moe: Judged) -> Routed:
-        """Return which experts the tokens of each domain's held-out rows go to."""
-
-        def make(tmp: Path, checkpoints: Path) -> dict:
-            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
-            with ranks.leading() as main:
-                found = routing_study.count(self._load(moe.folder), self.tokenizer, rows) if main else None
-            counts, layers = ranks.agree(found)
-            return {"counts": counts, "layers": layers}
-
-        return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
-
     def _start(self, form: str, start: str) -> tuple[Judged, Tuning, Path]:
         """Return the stage that copies are made of, what they are tuned with, and the model's folder, or the LoRA's."""
         check_choice("start", start, STARTS)
@@ -469,8 +346,7 @@ class Stages(KeptStages):
     def _assembled(self, experts: Sequence, vectors: Sequence[torch.Tensor] | None, folder: Path):
         """Assemble a mixture on one process, and load it in all."""
         settings = {name: value for name, value in self.recipe.experts.to_dict().items() if name != "num_experts"}
-        base = self.base().folder
-        how = settings | {"base": base, "seed": 42 + self.seed, "overwrite": True}
+        how = settings | {"base": self.base().folder, "seed": 42 + self.seed, "overwrite": True}
         with ranks.leading() as main:
             if main:
                 assembly.assemble(experts, vectors, folder, **how)
@@ -502,10 +378,7 @@ def _link(source: str, target: str) -> None:
 
 
 def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:
-    """Run the whole method for every kind of expert of the recipe and say what came out; return base and mixtures.
-
-    `seed` is the recipe's unless given. A result's folder is its model.
-    """
+    """Run the method for every kind of expert and say what came out; return base and mixtures, whose folders are models."""
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     for form in recipe.forms:
@@ -522,16 +395,3 @@ def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = Non
     for r in results[2::2]:
         stages.say(f"{r.name}: {r.folder}")
     return results
-
-
-def _only_routers(model):
-    """Freeze all but the routers."""
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.requires_grad_(True)
-    return model
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -13,7 +13,7 @@ against the recipe before anything is made.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,8 +68,6 @@ def check_experts(
     active = different("active", active, lambda one: check_positive("active", one))
     if min(active) > max(sizes):
         raise ValueError(f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are")
-    if max(sizes) > m == 1:
-        raise ValueError(f"experts is {max(sizes)}, checkpoints.count is 1; want two checkpoints to grow others from")
     return {"form": _form(recipe, form), "sizes": sizes, "active": active}
 
 
@@ -165,6 +163,19 @@ def _copies_name(form: str, start: str) -> str:
     return f"{'Upcycle' if form == 'ffn' else 'LoRAMoE'}_{start.upper()}"
 
 
+def _others(form: str) -> list[str]:
+    """Return the names of what UpIT is compared with, in the order of `_compared`."""
+    return [DENSE[form], *(_copies_name(form, start) for start in STARTS)]
+
+
+def _compared(stages: Stages, form: str) -> Iterator[Judged]:
+    """Make the form's tuned model, its copies, and UpIT's."""
+    yield stages.dense(form)
+    for start in STARTS:
+        yield _copies(stages, form, start)
+    yield stages.upit(form)
+
+
 def _check(process: Run, form: str, parents: str | None = None, init: str = "skilled", **changes) -> None:
     """Raise ValueError before the first training if there are too few rows for the stages with these changes."""
     process.all[0].change(**changes).check(form, parents, init)
@@ -194,56 +205,47 @@ def _main(process: Run) -> dict:
             yield _upit(form), stages.upit(form)
 
     entries = process.collect(plan)
-    mixtures = {name for form in forms for name in (*(_copies_name(form, start) for start in STARTS), _upit(form))}
+    mixtures = {name for form in forms for name in (*_others(form)[1:], _upit(form))}
     extra, said = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
 
     def summary(report: UpitReport) -> list[str]:
         lines = []
         for form in forms:
-            others = [DENSE[form], *(_copies_name(form, start) for start in STARTS), f"Self-MoE ({NAMES[form]})"]
-            lines += against(report.entries, _upit(form), others)
+            lines += against(report.entries, _upit(form), [*_others(form), f"Self-MoE ({NAMES[form]})"])
         return [*lines, *said]
 
     return {"entries": entries, "reference": DENSE[forms[0]], "summary": summary, "extra": extra}
 
 
-def _ckpt(process: Run, form: str, strategies: Sequence[str]) -> dict:
-    _check(process, form)
+def _variants(process: Run, form: str, strategies: Sequence[str], make: Callable[[Stages, str], Judged]) -> dict:
+    """Return the table of the tuned model and of UpIT by strategy; the last one is what the others are compared with."""
+    names = {one: f"{_upit(form)}, {one}" for one in strategies}
 
     def plan(stages: Stages):
         yield DENSE[form], stages.dense(form)
-        for which in strategies:
-            yield f"{_upit(form)}, {which}", stages.change(checkpoints__which=which).upit(form)
+        for one, name in names.items():
+            yield name, make(stages, one)
 
-    return {"entries": process.collect(plan), "reference": f"{_upit(form)}, {strategies[-1]}", "summary": each}
+    return {"entries": process.collect(plan), "reference": names[strategies[-1]], "summary": each}
+
+
+def _ckpt(process: Run, form: str, strategies: Sequence[str]) -> dict:
+    _check(process, form)
+    return _variants(process, form, strategies, lambda stages, which: stages.change(checkpoints__which=which).upit(form))
 
 
 def _expand(process: Run, form: str, strategies: Sequence[str]) -> dict:
     for name in strategies:
         _check(process, form, EXPANSIONS[name])
-
-    def plan(stages: Stages):
-        yield DENSE[form], stages.dense(form)
-        for name in strategies:
-            yield f"{_upit(form)}, {name}", stages.upit(form, stages.pool(form, EXPANSIONS[name]))
-
-    return {"entries": process.collect(plan), "reference": f"{_upit(form)}, {strategies[-1]}", "summary": each}
+    return _variants(process, form, strategies, lambda stages, one: stages.upit(form, stages.pool(form, EXPANSIONS[one])))
 
 
 def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
-    names = {init: f"{_upit(form)}, {init}" for init in strategies}
     for init in strategies:
         _check(process, form, init=init)
-
-    def plan(stages: Stages):
-        yield DENSE[form], stages.dense(form)
-        for init, name in names.items():
-            yield name, stages.upit(form, init=init)
-
-    entries = process.collect(plan)
-    extra, said = _routing(process, "router", [entry for entry in entries if entry.name in names.values()])
-    summary = {"summary": lambda report: [*each(report), *said]}
-    return {"entries": entries, "reference": names[strategies[-1]], "extra": extra} | summary
+    made = _variants(process, form, strategies, lambda stages, init: stages.upit(form, init=init))
+    extra, said = _routing(process, "router", made["entries"][1:])
+    return made | {"summary": lambda report: [*each(report), *said], "extra": extra}
 
 
 def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int]) -> dict:
@@ -271,7 +273,7 @@ def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int
 
 
 def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
-    methods = [DENSE[form], *(_copies_name(form, start) for start in STARTS), _upit(form)]
+    methods = [*_others(form), _upit(form)]
     names = {(method, share): f"{method}, {share:.3g} of the rows" for method in methods for share in shares}
     rows = len(process.all[0].train_rows)
     for share in shares:
@@ -280,16 +282,13 @@ def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
     def plan(stages: Stages):
         for share in shares:
             part = stages.change(share=share)
-            yield names[DENSE[form], share], part.dense(form)
-            for start in STARTS:
-                yield names[_copies_name(form, start), share], _copies(part, form, start)
-            yield names[_upit(form), share], part.upit(form)
+            for method, result in zip(methods, _compared(part, form)):
+                yield names[method, share], result
 
     def summary(report: UpitReport) -> list[str]:
         lines = []
         for share in shares:
-            others = [names[method, share] for method in methods[:-1]]
-            lines += against(report.entries, names[_upit(form), share], others)
+            lines += against(report.entries, names[_upit(form), share], [names[method, share] for method in methods[:-1]])
         return lines
 
     extra = {"x": {name: share * rows for (_, share), name in names.items()}, "x_label": "rows", "x_log": True}
@@ -298,7 +297,7 @@ def _data(process: Run, form: str, shares: Sequence[float]) -> dict:
 
 
 def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> dict:
-    others = [DENSE[form], *(_copies_name(form, start) for start in STARTS)]
+    others = _others(form)
     names = {(method, pair): f"{method}, {pair[0]:g} + {pair[1]:g}" for pair in pairs for method in (*others, _upit(form))}
     changes = {pair: {f"{form}__sft__epochs": pair[0], f"{form}__post__epochs": pair[1]} for pair in pairs}
     for pair in pairs:
@@ -307,10 +306,8 @@ def _epochs(process: Run, form: str, pairs: Sequence[tuple[float, float]]) -> di
     def plan(stages: Stages):
         for pair in pairs:
             longer = stages.change(**changes[pair])
-            yield names[DENSE[form], pair], longer.dense(form)
-            for start in STARTS:
-                yield names[_copies_name(form, start), pair], _copies(longer, form, start)
-            yield names[_upit(form), pair], longer.upit(form)
+            for method, result in zip((*others, _upit(form)), _compared(longer, form)):
+                yield names[method, pair], result
 
     def summary(report: UpitReport) -> list[str]:
         lines = each(report)

@@ -118,7 +118,6 @@ def test_stops_at_the_budget_and_counts_the_first_tokens():
     ("batches", "options", "error"),
     [
         ([], {}, "routed no token"),
-        ([{"labels": ids()}], {}, "a batch has labels; expected input_ids or inputs_embeds"),
         ([ids()], {"n_tokens": 0}, "n_tokens is 0; want an integer of at least 1"),
         ([ids()], {"variant": "v2"}, "variant is 'v2'; want one of v1, paper"),
     ],

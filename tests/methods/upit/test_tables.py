@@ -6,10 +6,10 @@ import pytest
 
 from moe_runtime.experiments import domains as upit_routing_study
 from moe_runtime.experiments.compare import compare
+from moe_runtime.experiments.domains import Routed
 from moe_runtime.methods.upit import tables as upit_reports
 from moe_runtime.methods.upit import tables as upit_tables
 from moe_runtime.methods.upit.recipe import load_recipe
-from moe_runtime.methods.upit.study import Routed
 from moe_runtime.methods.upit.tables import UpitReport
 from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
@@ -213,7 +213,7 @@ def test_what_cannot_work_is_refused_before_the_first_training(command, changes,
 
 
 def test_one_domain_has_no_distance():
-    one = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[1, 3]]}, ["0"], 0.0, [])]})
+    one = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[1, 3]]}, ["0"], 0.0)]})
     assert one.said() == []
-    two = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[4, 0]], "b": [[0, 4]]}, ["0"], 0.0, [])]})
+    two = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[4, 0]], "b": [[0, 4]]}, ["0"], 0.0)]})
     assert "differ by 1.000" in two.said()[0]

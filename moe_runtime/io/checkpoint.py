@@ -263,13 +263,9 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        out_dir: str | os.PathLike,
-        max_shard_size: int | str = 2 * 2**30,
-        *,
-        overwrite: bool = False,
+        self, out_dir: str | os.PathLike, max_shard_size: int | str = 2 * 2**30, *, overwrite: bool = False,
         expected_bytes: int | None = None,
-    ):
+    ):  # fmt: skip
         self.out_dir, self.max_shard_size = check_out_dir(out_dir, overwrite), parse_size(max_shard_size)
         free = shutil.disk_usage(next(parent for parent in self.out_dir.parents if parent.exists())).free
         if expected_bytes is not None and free < expected_bytes:

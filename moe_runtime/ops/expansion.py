@@ -132,18 +132,9 @@ def check_drop(drop: float) -> None:
 
 @torch.no_grad()
 def dare_merge(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    base: torch.Tensor | None = None,
-    *,
-    weights: tuple[float, float],
-    drop: float = 0.5,
-    rescale: bool = True,
-    seed: int,
-    tensor: str | int,
-    start: int = 0,
-    backend: str | None = None,
-) -> torch.Tensor:
+    first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None = None, *, weights: tuple[float, float],
+    drop: float = 0.5, rescale: bool = True, seed: int, tensor: str | int, start: int = 0, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the child [...] of `first` and `second` [...], trained from `base` (None: zero, as of LoRA's halves).
 
     `weights` are a and b, `drop` is p. `tensor` names the stream of random numbers under `seed`: a tensor's name, or a

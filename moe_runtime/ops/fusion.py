@@ -88,15 +88,9 @@ def _first(logits: torch.Tensor, V: int) -> torch.Tensor:
 
 
 def fused_cross_entropy(
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[torch.Tensor],
-    gate_weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    backend: str | None = None,
-) -> torch.Tensor:
+    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor, labels: torch.Tensor, *,
+    ignore_index: int = -100, reduction: str = "mean", backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """F.cross_entropy of `fuse_logits` and `labels` [...]: a number, [...] if reduction is "none"; float32.
 
     Differentiable in hidden, heads and gate_weight; autocast as for F.linear. Raises ValueError for shapes, dtypes and

@@ -16,15 +16,9 @@ from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_bac
 
 
 def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    backend: str | None = None,
-    *,
-    trainable: torch.Tensor | None = None,
-    trained: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, expert_offsets: torch.Tensor, bias: torch.Tensor | None = None,
+    backend: str | None = None, *, trainable: torch.Tensor | None = None, trained: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`x` [R, in], `weight` [E, out, in], `expert_offsets` [E + 1] integers, `bias` [E, out] -> [R, out].
 
     Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32, an expert's row there or -1, it

@@ -34,24 +34,11 @@ class LoRA(NamedTuple):
 
 
 def lora_mlp(
-    x: torch.Tensor,
-    gate_proj: torch.Tensor,
-    up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor | None = None,
-    *,
-    gate: LoRA | None = None,
-    up: LoRA | None = None,
-    down: LoRA | None = None,
-    scaling: float = 1.0,
-    act: str = "silu",
-    gate_bias: torch.Tensor | None = None,
-    up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    recompute: bool = False,
-    backend: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, gate_proj: torch.Tensor, up_proj: torch.Tensor, down_proj: torch.Tensor, topk_weight: torch.Tensor,
+    topk_idx: torch.Tensor | None = None, *, gate: LoRA | None = None, up: LoRA | None = None, down: LoRA | None = None,
+    scaling: float = 1.0, act: str = "silu", gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None, recompute: bool = False, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Run x [T, H] through its LoRA experts -> [T, H] in x's dtype, which is that of all weights too.
 
     `gate_proj`, `up_proj` [I, H], `down_proj` [H, I] and the biases are the base's, frozen. Each of `gate`, `up`, `down` may be

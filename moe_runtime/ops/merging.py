@@ -119,14 +119,9 @@ def remerge_experts(
 
 
 def merged_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    merged: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, merged: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`x` [..., in], experts `weight` [E, out, in], `alpha` [E] -> x merged^T + bias, [..., out]; autocast as for F.linear.
 
     `merged` [out, in] is what `merge_experts(weight, alpha)` gave, in x's dtype (autocast's under autocast) and without

@@ -28,15 +28,9 @@ class MoEOutput(NamedTuple):
 
 
 def moe_layer(
-    x: torch.Tensor,
-    router_weight: torch.Tensor,
-    experts: Experts,
-    top_k: int,
-    gate: str = "xft",
-    *,
-    recompute: bool = False,
+    x: torch.Tensor, router_weight: torch.Tensor, experts: Experts, top_k: int, gate: str = "xft", *, recompute: bool = False,
     backend: str | None = None,
-) -> MoEOutput:
+) -> MoEOutput:  # fmt: skip
     """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through `experts`, which train whole.
 
     The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype. Raises ValueError for shapes,

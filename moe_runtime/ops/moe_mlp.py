@@ -23,25 +23,12 @@ _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
 def moe_mlp(
-    x: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
-    *,
-    act: str = "silu",
-    gated: bool = True,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    trainable: torch.Tensor | None = None,
-    trained: tuple[torch.Tensor, torch.Tensor] | None = None,
-    shared: str = "group",
-    recompute: bool = False,
+    x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, topk_weight: torch.Tensor, topk_idx: torch.Tensor, *,
+    act: str = "silu", gated: bool = True, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
+    gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, trainable: torch.Tensor | None = None,
+    trained: tuple[torch.Tensor, torch.Tensor] | None = None, shared: str = "group", recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which is the weights' dtype too.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],

@@ -34,14 +34,9 @@ class Routing(NamedTuple):
 
 
 def route(
-    router_logits: torch.Tensor,
-    top_k: int,
-    gate: str = "xft",
-    noise: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    backend: str | None = None,
-    topk_idx: torch.Tensor | None = None,
-) -> Routing:
+    router_logits: torch.Tensor, top_k: int, gate: str = "xft", noise: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, backend: str | None = None, topk_idx: torch.Tensor | None = None,
+) -> Routing:  # fmt: skip
     """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T, K], best expert first.
 
     `noise`, of the same shape, is added to the logits; `bias` [E] moves the choice of experts but not their weights

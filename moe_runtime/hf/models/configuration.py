@@ -75,17 +75,9 @@ MOE_FIELDS = (
 
 
 def moe_fields(
-    config: MoEConfig,
-    *,
-    layers: list[int],
-    base_model_type: str,
-    base_architecture: str,
-    method: str = "xft",
-    stage: str = "moe",
-    shared_rate: float | None = None,
-    soup: bool = False,
-    lora: dict | None = None,
-) -> dict:
+    config: MoEConfig, *, layers: list[int], base_model_type: str, base_architecture: str, method: str = "xft",
+    stage: str = "moe", shared_rate: float | None = None, soup: bool = False, lora: dict | None = None,
+) -> dict:  # fmt: skip
     """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
 
     Those count the routed experts only: `num_experts` is the width of the router logits. `lora` is what stage "lora" has beyond

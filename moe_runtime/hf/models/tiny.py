@@ -40,19 +40,9 @@ def small_llama(tokenizer, *, hidden_size: int, intermediate_size: int, num_laye
 
 
 def small_deepseek(
-    tokenizer,
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_experts: int,
-    top_k: int,
-    expert_size: int,
-    shared_experts: int,
-    dense_layers: int,
-    max_length: int,
-    seed: int,
-):
+    tokenizer, *, hidden_size: int, intermediate_size: int, num_layers: int, num_experts: int, top_k: int, expert_size: int,
+    shared_experts: int, dense_layers: int, max_length: int, seed: int,
+):  # fmt: skip
     """Return a DeepseekV2ForCausalLM, a mixture of experts, for the tokenizer.
 
     Its layers are DeepSeek-V2-Lite's: `dense_layers` dense ones first, then `num_experts` routed experts, `top_k` per token

@@ -60,38 +60,15 @@ def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings
 
 
 def train(
-    model,
-    rows,
-    tokenizer,
-    *,
-    folder: str | Path,
-    learning_rate: float,
-    batch_size: int,
-    held_out,
-    epochs: float | None = None,
-    steps: int | None = None,
-    warmup_steps: int | None = None,
-    per_device_batch_size: int | None = None,
-    optimizer: str = "adafactor",
-    weight_decay: float = 0.0,
-    schedule: str = "linear",
-    max_grad_norm: float = -1.0,
-    adam_beta1: float = 0.9,
-    adam_beta2: float = 0.999,
-    bf16: bool = False,
-    gradient_checkpointing: bool = False,
-    save_steps: int | None = None,
-    keep_best: bool = False,
-    balance_loss: str | None = None,
-    balance_loss_coef: float | None = None,
-    evaluations: int | Sequence[int] = 4,
-    seed: int = 0,
-    callbacks: Sequence[TrainerCallback] = (),
-    on_step: Callable[[int, int, float], None] | None = None,
-    trainer: Callable[..., MoETrainer] = MoETrainer,
-    collator: Callable | None = None,
-    losses: Callable | None = None,
-) -> Trained:
+    model, rows, tokenizer, *, folder: str | Path, learning_rate: float, batch_size: int, held_out, epochs: float | None = None,
+    steps: int | None = None, warmup_steps: int | None = None, per_device_batch_size: int | None = None,
+    optimizer: str = "adafactor", weight_decay: float = 0.0, schedule: str = "linear", max_grad_norm: float = -1.0,
+    adam_beta1: float = 0.9, adam_beta2: float = 0.999, bf16: bool = False, gradient_checkpointing: bool = False,
+    save_steps: int | None = None, keep_best: bool = False, balance_loss: str | None = None,
+    balance_loss_coef: float | None = None, evaluations: int | Sequence[int] = 4, seed: int = 0,
+    callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float], None] | None = None,
+    trainer: Callable[..., MoETrainer] = MoETrainer, collator: Callable | None = None, losses: Callable | None = None,
+) -> Trained:  # fmt: skip
     """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
 
     `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
@@ -203,16 +180,9 @@ def quiet() -> None:
 
 @torch.no_grad()
 def each_row(
-    model,
-    rows,
-    take: Callable,
-    *,
-    collator: Callable,
-    batch_size: int = 32,
-    bf16: bool = False,
-    by_length: bool = False,
+    model, rows, take: Callable, *, collator: Callable, batch_size: int = 32, bf16: bool = False, by_length: bool = False,
     device: torch.device | None = None,
-) -> list:
+) -> list:  # fmt: skip
     """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
 
     Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,

@@ -180,13 +180,9 @@ def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype:
 
 
 def freeze_for_esft(
-    model: nn.Module,
-    experts: Mapping[int, Sequence[int]],
-    shared_experts: bool = False,
-    non_expert_modules: bool = False,
-    *,
+    model: nn.Module, experts: Mapping[int, Sequence[int]], shared_experts: bool = False, non_expert_modules: bool = False, *,
     dtype: torch.dtype | None = None,
-) -> TrainableReceipt:
+) -> TrainableReceipt:  # fmt: skip
     """`train_rows`, and decide of all else whether it trains: the settings of ESFT's Table 3. By default, none of it.
 
     `shared_experts`: the MLPs beside the experts that every token goes through, and expert 0 of our own layers that have a

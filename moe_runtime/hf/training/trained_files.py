@@ -259,13 +259,9 @@ def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | N
 
 
 def save_trained(
-    model: nn.Module,
-    save_directory: str | Path,
-    is_main_process: bool = True,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-    push_to_hub: bool = False,
-    **_,
-) -> None:
+    model: nn.Module, save_directory: str | Path, is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None, push_to_hub: bool = False, **_,
+) -> None:  # fmt: skip
     """Write what `model` trains into a folder beside what it holds, each file whole: a marked model's `save_pretrained`.
 
     Takes the arguments of transformers' method; of those that are not named here none changes what is written.

@@ -44,14 +44,9 @@ class _MoETrainer(WholeSaves):
     """
 
     def __init__(
-        self,
-        *args,
-        stop_on_nan: bool = True,
-        router_stats: bool = True,
-        balance_loss: str | None = None,
-        balance_loss_coef: float | None = None,
-        **kwargs,
-    ):
+        self, *args, stop_on_nan: bool = True, router_stats: bool = True, balance_loss: str | None = None,
+        balance_loss_coef: float | None = None, **kwargs,
+    ):  # fmt: skip
         self.balance_loss: BalanceLoss | None = None
         if balance_loss is not None:
             model = args[0] if args else kwargs.get("model")

@@ -143,15 +143,9 @@ class _Source(NamedTuple):
 
 
 def import_official(
-    source: str | Path,
-    target: str | Path,
-    *,
-    ffn_folder: str | Path | None = None,
-    rope_theta: float | None = None,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, ffn_folder: str | Path | None = None, rope_theta: float | None = None,
+    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Write a folder of the released XFT code as one of ours: an MoE's at stage "moe", a weighted model's at "mergeable".
 
     `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source`, config.json's ffn_folder_path or its
@@ -308,14 +302,9 @@ def _import_layer(job: Conversion, layer: int, moe: MoEConfig, stage: str) -> No
 
 
 def export_official(
-    source: str | Path,
-    target: str | Path,
-    *,
-    keep_rope: bool = False,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, keep_rope: bool = False, max_shard_size: int | str = SHARD,
+    overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Write an upcycled Llama folder for the released XFT code: stage "moe" as its MoE, "mergeable" as its weighted model.
 
     The weighted model's `ffn_layer_{l}.pt` lie in `target` itself, and config.json names it by its whole path. `keep_rope`

@@ -81,12 +81,9 @@ def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
 
 
 def route_reference(
-    router_logits: torch.Tensor,
-    top_k: int,
-    gate: str = "xft",
-    bias: torch.Tensor | None = None,
+    router_logits: torch.Tensor, top_k: int, gate: str = "xft", bias: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
-) -> Routing:
+) -> Routing:  # fmt: skip
     """Follow the equations above line by line, in the logits' dtype, through autograd: `router_logits` [T, E or E - 1].
 
     `bias` and `topk_idx` are `route`'s.

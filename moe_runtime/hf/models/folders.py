@@ -276,12 +276,9 @@ class Conversion:
     """
 
     def __init__(
-        self,
-        source: Checkpoint,
-        writer: CheckpointWriter,
-        progress: Progress | None,
+        self, source: Checkpoint, writer: CheckpointWriter, progress: Progress | None,
         specs: dict[str, TensorSpec] | None = None,
-    ):
+    ):  # fmt: skip
         self.source, self.writer, self.progress = source, writer, progress
         self.specs = source.specs() if specs is None else specs
         self.total = sum(spec.nbytes for spec in self.specs.values())

@@ -50,21 +50,11 @@ def small_deepseek(
     """
     torch.manual_seed(seed)
     config = DeepseekV2Config(
-        **_fields(tokenizer, hidden_size, intermediate_size, num_layers, max_length),
-        moe_intermediate_size=expert_size,
-        n_routed_experts=num_experts,
-        num_experts_per_tok=top_k,
-        n_shared_experts=shared_experts,
-        first_k_dense_replace=dense_layers,
-        q_lora_rank=None,
-        kv_lora_rank=hidden_size // 2,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        topk_method="greedy",
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-    )
+        **_fields(tokenizer, hidden_size, intermediate_size, num_layers, max_length), moe_intermediate_size=expert_size,
+        n_routed_experts=num_experts, num_experts_per_tok=top_k, n_shared_experts=shared_experts,
+        first_k_dense_replace=dense_layers, q_lora_rank=None, kv_lora_rank=hidden_size // 2, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=32, topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0,
+    )  # fmt: skip
     model = DeepseekV2ForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith(".gate.weight"):
@@ -77,18 +67,11 @@ def _fields(tokenizer, hidden_size: int, intermediate_size: int, num_layers: int
     """Return what the configs of both have."""
     heads = max(hidden_size // 32, 1)
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": 2 * max_length,
-        "tie_word_embeddings": True,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "max_position_embeddings": 2 * max_length, "tie_word_embeddings": True, "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -114,13 +97,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     bos = (BOS, bpe.token_to_id(BOS))
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        padding_side="right",
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, padding_side="right",
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

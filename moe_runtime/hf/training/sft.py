@@ -224,15 +224,10 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
         return _sft_trainer()(
-            model=name,
-            args=args,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            quantization_config=trl.get_quantization_config(model),
-            peft_config=trl.get_peft_config(model),
-            router_stats=ours.router_stats,
-            stop_on_nan=ours.stop_on_nan,
-        )
+            model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
+            quantization_config=trl.get_quantization_config(model), peft_config=trl.get_peft_config(model),
+            router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan,
+        )  # fmt: skip
     except SafetensorError as error:
         raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
 

@@ -116,12 +116,9 @@ class Training:
 
 
 def mark(
-    model: nn.Module,
-    config: dict[str, Any],
-    others: tuple[str, ...],
-    dtype: torch.dtype | None = None,
+    model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None,
     check: Check | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Note what `model` trains, and make it save just that; `others` are made `dtype`, if it is given.
 
     `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would

@@ -277,7 +277,7 @@ def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
     found: tuple[dict, dict] = {}, {}
     for source, text in _sources():
         for paragraph in _paragraphs(text):
-            found[is_held_out(source)].setdefault(_bare(paragraph), paragraph)
+            found[is_held_out(source)].setdefault("".join(filter(str.isalnum, paragraph.lower())), paragraph)
     train, held_out = found
     return tuple(train.values()), tuple(text for bare, text in held_out.items() if bare not in train)
 
@@ -327,10 +327,6 @@ def _is_prose(text: str) -> bool:
     plain = sum(character.isalpha() or character in " ,.'" for character in text)
     whole = text[0].isupper() and text[-1] in ".!?" and " " in text
     return whole and plain >= LETTERS * len(text) and text != text.upper()
-
-
-def _bare(text: str) -> str:
-    return "".join(filter(str.isalnum, text.lower()))
 
 
 def _begun(paragraph: str) -> tuple[str, str]:

@@ -201,10 +201,9 @@ def pack(tokenizer, documents: Iterable[str], length: int):
 def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None):
     """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
 
-    BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what
-    the chat template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped; the
-    first `limit` of the others are returned.
-    `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
+    BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what the chat
+    template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped; the first `limit` of
+    the others are returned. `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
     Raises ValueError if no row remains.
     """
     datasets = require("datasets")

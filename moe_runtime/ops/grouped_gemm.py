@@ -30,10 +30,10 @@ def grouped_gemm(
     if not fits or weight.dtype != x.dtype or weight.device != x.device:
         want = "[R, in] and [E, out, in] of one dtype on one device"
         raise ValueError(f"x is {kind(x)}, weight {kind(weight)}; want {want}")
-    if expert_offsets.shape != (weight.shape[0] + 1,) or expert_offsets.is_floating_point():
-        raise ValueError(f"expert_offsets is {kind(expert_offsets)}; want [{weight.shape[0] + 1}] integers")
-    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {kind(bias)}; want {tuple(weight.shape[:2])} {x.dtype}")
+    fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
+    if not fits or (bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype)):
+        got = f"expert_offsets is {kind(expert_offsets)}, bias is {bias if bias is None else kind(bias)}"
+        raise ValueError(f"{got}; want [{weight.shape[0] + 1}] integers and {tuple(weight.shape[:2])} {x.dtype} or None")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)

@@ -73,22 +73,19 @@ def _check_base(x, base) -> None:
     for name, tensor, shape in zip(names, base, ((I, H), (I, H), (H, I), (I,), (I,), (H,))):
         if tensor is None and name.endswith("bias"):
             continue
-        if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
-            raise ValueError(f"{name} is {kind(tensor)}; want {want}")
-        if tensor.requires_grad:
-            raise ValueError(f"{name} requires a gradient; want a frozen base; call requires_grad_(False) on it")
+        want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
+        if tensor.requires_grad or tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+            frozen = "requires a gradient; want a frozen base; call requires_grad_(False) on it"
+            raise ValueError(f"{name} {frozen if tensor.requires_grad else f'is {kind(tensor)}; want {want}'}")
 
 
 def _check_pairs(x, down, pairs) -> int:
     """Return the number of experts."""
     given = [pair for pair in pairs if pair is not None]
-    if not given:
-        raise ValueError("gate, up and down are None; want the pairs of one projection at least")
-    first, (H, I) = given[0].a, down.shape
-    if first.dim() != 3 or 0 in first.shape[:2]:
-        raise ValueError(f"a is {tuple(first.shape)}; want [E, r, in], E >= 1, r >= 1")
-    E, r = first.shape[:2]
+    if not given or given[0].a.dim() != 3 or 0 in given[0].a.shape[:2]:
+        got = f"a is {tuple(given[0].a.shape)}" if given else "gate, up and down are None"
+        raise ValueError(f"{got}; want the pairs of one projection at least, a [E, r, in], E >= 1, r >= 1")
+    (E, r, _), (H, I) = given[0].a.shape, down.shape
     for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
             if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:

@@ -116,13 +116,13 @@ def _check_slots(x, topk_weight, topk_idx) -> None:
 def _check_shared(experts: Experts, topk_idx) -> None:
     if experts.shared == "group":
         return
-    if experts.trainable is not None:
-        raise ValueError("shared is 'dense', trainable is given; want 'group' where experts are frozen")
     # a GPU would have to wait for the answer
     knows = topk_idx.device.type == "cpu" and not torch.compiler.is_compiling()
     is_shared = topk_idx == 0 if knows and topk_idx.shape[1] else None
-    if topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0])):
+    misplaced = topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0]))
+    if experts.trainable is not None or misplaced:
         got = f"topk_idx {tuple(topk_idx.shape)} does not have expert 0 in every token's last slot, and only there"
+        got = got if experts.trainable is None else "trainable is given"
         raise ValueError(f"shared is 'dense', {got}; want 'group'")
 
 

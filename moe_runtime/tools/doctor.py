@@ -218,8 +218,7 @@ def _launch_configs() -> str:
 def _backends(torch) -> dict[str, str]:
     from moe_runtime import backends
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {op: _ask(explain, op, device) for op in backends.OPS}
+    return {op: _ask(explain, op, torch.device("cuda" if torch.cuda.is_available() else "cpu")) for op in backends.OPS}
 
 
 def explain(op: str, device) -> str:

@@ -71,14 +71,13 @@ def train(
 ) -> Trained:  # fmt: skip
     """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
 
-    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
-    other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
-    steps, and one where the training is interrupted; a second call goes on from the newest whole one. The held-out loss
-    is taken `evaluations` times, evenly, or after those steps; `keep_best` ends with the weights of its lowest.
-    `balance_loss` is MoETrainer's, while this training lasts.
-    For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
-    `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
-    Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
+    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the other.
+    Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many steps, and one where
+    the training is interrupted; a second call goes on from the newest whole one. The held-out loss is taken `evaluations`
+    times, evenly, or after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while
+    this training lasts. For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the
+    batches, and `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does. Raises ValueError for batch sizes
+    that do not go into one another and a warmup as long as the training.
     """
     bf16 = bf16 or needs_autocast(model)
     device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
@@ -111,11 +110,13 @@ def train(
     )  # fmt: skip
     _run(made, recorder, last_checkpoint(folder))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    values = [value for held in made.optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
+    size = sum(t.numel() * t.element_size() for t in (v.to_local() if hasattr(v, "to_local") else v for v in values))
 
     def state_dict() -> dict | None:
         return made.accelerator.get_state_dict(made.model_wrapped)
 
-    return Trained(history, total, *recorder.last, state_dict, trained, _optimizer_bytes(made.optimizer))
+    return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
 
 
 def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
@@ -136,13 +137,6 @@ def _warmup(steps: int | None, total: int) -> int:
     if steps >= total:
         raise ValueError(f"warmup_steps is {steps}, the training has {total} steps; want fewer warmup steps")
     return steps
-
-
-def _optimizer_bytes(optimizer) -> int:
-    """Return the bytes of an optimizer's state, of all processes together: what it holds, not what it should hold."""
-    values = [value for held in optimizer.state.values() for value in held.values()]
-    tensors = (value.to_local() if hasattr(value, "to_local") else value for value in values if torch.is_tensor(value))
-    return sum(gather([sum(tensor.numel() * tensor.element_size() for tensor in tensors)]))
 
 
 def check_training(

@@ -1,13 +1,11 @@
-"""What the config of an upcycled model says beyond its base's, how it comes to say it, and how config.json spells it.
+"""The config of an upcycled model: what it adds to its base's, how it is converted, and how config.json spells it.
 
 base's --become_moe--> upcycled --become_mergeable--> mergeable
    ^                      '-------------.--------------'
    '----------- stock_config -----------'
 
-The rotary keys of config.json as transformers 4 spelled them, beside version 5's `rope_parameters`.
-
-Version 5 writes `rope_parameters` only; 4.57, and whatever else reads the old keys, then runs with its default base of
-10000 and without scaling, and says nothing. Version 5 reads both spellings, and they agree.
+config.json has the rotary keys of transformers 4 beside version 5's `rope_parameters`: 4.57 and other readers of the old keys
+would otherwise silently use a base of 10000 without scaling.
 """
 
 import copy

@@ -10,9 +10,7 @@ their stacks: the shared expert of our own layers is expert 0. Experts are sprea
 fully_shard come after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the
 gradient of the embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the
 reentrant kind). MoETrainer refuses to write checkpoints of such a model before the first step; transformers' Trainer raises
-at the first one.
-
-The layers of a model with experts, and which of them `hf.training.trainable` can train: what cannot is refused, by name.
+at the first one. Experts that cannot be trained are refused by name.
 """
 
 import contextlib

@@ -8,10 +8,8 @@ A folder holds model.safetensors, with the names of `moe_runtime.hf.training.tra
 official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
 `moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
 
-Which model an ESFT adapter belongs to: fields of its config, its experts' shapes, and a few of its weights.
-
-An adapter replaces whole experts: on another base of the same shapes it would silently do harm. The description is stored
-in expert_cfg.json as it is, not as a hash alone, so that an error can say what differs.
+An adapter replaces whole experts and would do harm on another base of the same shapes. So the base is described by fields of
+its config, its experts' shapes and a few of its weights, in plain values rather than a hash alone: errors say what differs.
 """
 
 import functools

@@ -83,13 +83,10 @@ def _forward_fake(x, router_weight, *arguments):
     (E, Z, _), T, R = experts[0].shape, x.shape[0], x.shape[0] * top_k
     indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (E + 1,), (R,))]
     return (
-        x.new_empty(x.shape),
-        x.new_empty(T, router_weight.shape[0]),
-        x.new_empty(T, top_k, dtype=torch.promote_types(x.dtype, torch.float32)),
-        indices[0],
-        x.new_empty(R if save else 0, Z),
+        x.new_empty(x.shape), x.new_empty(T, router_weight.shape[0]),
+        x.new_empty(T, top_k, dtype=torch.promote_types(x.dtype, torch.float32)), indices[0], x.new_empty(R if save else 0, Z),
         *indices[1:],
-    )
+    )  # fmt: skip
 
 
 def _backward(dout, dlogits, dweight, x, router_weight, *arguments):

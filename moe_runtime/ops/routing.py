@@ -101,13 +101,10 @@ def route_reference(
     s = router_logits.softmax(-1).gather(1, idx)
     s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
     weight = {
-        "xft": lambda: s.softmax(-1) * s_max,
-        "nonorm": lambda: s,
-        "topk_softmax": lambda: selected_logits.softmax(-1),
-        "softmax_topk": lambda: s,
-        "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
+        "xft": lambda: s.softmax(-1) * s_max, "nonorm": lambda: s, "topk_softmax": lambda: selected_logits.softmax(-1),
+        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
         "sigmoid_topk": lambda: selected_logits.sigmoid(),
-    }[gate]()
+    }[gate]()  # fmt: skip
     if gate in SHARED_GATES:
         weight = torch.cat([weight, 1 - s_max], -1)
         idx = torch.cat([idx + 1, torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)], -1)

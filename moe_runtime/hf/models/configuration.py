@@ -83,16 +83,9 @@ def moe_fields(
     is: the "base"'s own, or changed by the "mean" of adapters.
     """
     block = {
-        "format": FORMAT,
-        "method": method,
-        "stage": stage,
-        "config": config.to_dict(),
-        "layers": list(layers),
-        "base_model_type": base_model_type,
-        "base_architecture": base_architecture,
-        "shared_rate": shared_rate,
-        "soup": soup,
-    } | ({} if lora is None else {"lora": lora})
+        "format": FORMAT, "method": method, "stage": stage, "config": config.to_dict(), "layers": list(layers),
+        "base_model_type": base_model_type, "base_architecture": base_architecture, "shared_rate": shared_rate, "soup": soup,
+    } | ({} if lora is None else {"lora": lora})  # fmt: skip
     return {
         "moe_runtime": block,
         "num_experts": config.num_routed_experts,

@@ -20,14 +20,11 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 # a turn ends in EOS, inside the generated part, so that a model learns to stop where generate() does
 CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' }}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 SMALLEST = len((PAD, BOS, EOS, *ROLES)) + 256

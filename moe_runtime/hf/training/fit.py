@@ -258,6 +258,8 @@ class SplitAdafactor(TrainerCallback):
 @torch.no_grad()
 def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
     """Give every split matrix that has a gradient and no state the averages that Adafactor starts from: zeros."""
+    from torch.distributed.tensor import Replicate
+
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is None or not hasattr(p, "full_tensor") or p.dim() < 2 or optimizer.state[p]:
@@ -267,16 +269,9 @@ def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
             if group["beta1"] is not None:
                 state["exp_avg"] = zeros.clone()
             for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
-                state[name] = _settled(zeros.mean(dim))
+                mean = zeros.mean(dim)  # a DTensor, whose partial sums become whole on every rank
+                state[name] = mean.redistribute(placements=[Replicate() if p.is_partial() else p for p in mean.placements])
             optimizer.state[p].update(state)
-
-
-def _settled(tensor):
-    """Return a DTensor without placements that are partial sums; those become whole on every rank."""
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)
 
 
 @torch.no_grad()

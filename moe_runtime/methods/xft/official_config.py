@@ -48,11 +48,8 @@ _STOCK_KEYS = {
 }  # fmt: skip
 # the one value of each that we compute
 _FIXED = {
-    "gate_use_softmax": True,
-    "calculator_type": "UniversalCalculator",
-    "multiply_gate_scores": True,
-    "add_weight_norm": False,
-}
+    "gate_use_softmax": True, "calculator_type": "UniversalCalculator", "multiply_gate_scores": True, "add_weight_norm": False,
+}  # fmt: skip
 # what our config says beyond theirs travels under this key, and comes back
 EXTRA = "moe_runtime_extra"
 _EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
@@ -201,17 +198,13 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
         "rope_scaling": None if kind == "default" else {"type": kind, "factor": float(rope["factor"])},
     }
     values |= _MOE_KEYS | {
-        "num_experts": moe.num_experts,
-        "num_selects": moe.top_k,
-        "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate),
-        "gate_network": moe.router,
-        "gate_use_balance": moe.balance_loss == "cv2",
-        "gate_balance_loss_weight": moe.balance_loss_coef,
-        "gate_add_noise": moe.noisy_gate,
-        "gate_noise_epsilon": moe.noise_epsilon,
+        "num_experts": moe.num_experts, "num_selects": moe.top_k,
+        "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate), "gate_network": moe.router,
+        "gate_use_balance": moe.balance_loss == "cv2", "gate_balance_loss_weight": moe.balance_loss_coef,
+        "gate_add_noise": moe.noisy_gate, "gate_noise_epsilon": moe.noise_epsilon,
         "shared_expert_weight": config.moe_runtime["shared_rate"] if stage == "mergeable" else 0.75,
         "ffn_folder_path": None if ffn_folder is None else str(ffn_folder),
-    }
+    }  # fmt: skip
     return values | _extra(config, moe, values)
 
 

@@ -393,8 +393,8 @@ def good():
         pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
         pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),
         pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
-        pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is torch.int64 (5,)", id="labels' shape"),
-        pytest.param({"labels": torch.zeros(6)}, "labels is torch.float32", id="labels that are no ids"),
+        pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is (5,) torch.int64", id="labels' shape"),
+        pytest.param({"labels": torch.zeros(6)}, "labels is (6,) torch.float32", id="labels that are no ids"),
         pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
         pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
         pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
@@ -402,7 +402,7 @@ def good():
         pytest.param(
             {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"
         ),
-        pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "are on cpu, meta", id="devices"),
+        pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "labels on cpu, meta", id="devices"),
     ],
 )
 @pytest.mark.parametrize("train", [False, True])

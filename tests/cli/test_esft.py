@@ -224,7 +224,7 @@ BAD = [
     ("score base --data rows.jsonl --out new.json --n-tokens 0", "n_tokens is 0"),
     ("score nowhere --data rows.jsonl --out new.json", "has no config.json"),
     ("train base --config none.json --data rows.jsonl --out new", "none.json, which cannot be read"),
-    (f"train base --config bad.json --data rows.jsonl --out new {' '.join(map(str, TRAIN))}", "expert 99 of layer 1"),
+    (f"train base --config bad.json --data rows.jsonl --out new {' '.join(map(str, TRAIN))}", r"experts \[99\] of layer 1"),
     ("train base --config config.json --data rows.jsonl --out base", "which exists"),
     ("train base --config config.json --data rows.jsonl --out base --overwrite", "which is or holds base, that is read"),
     ("train base --config config.json --data rows.jsonl --out new --dtype int8", "dtype is 'int8'"),

@@ -76,7 +76,7 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     "arguments, match",
     [
         pytest.param(("assemble", "--out", "moe"), "experts and routers: neither is given; pass", id="nothing"),
-        pytest.param(("assemble", "a", "--routers", "b", "--out", "moe"), "both are given; want", id="both"),
+        pytest.param(("assemble", "a", "--routers", "b", "--out", "moe"), "both are given; pass", id="both"),
         pytest.param(("choose", "none", "--count", 0), "count is 0, checkpoints in none are 0; expected", id="no checkpoints"),
         pytest.param(
             ("init-routers", "none", "--data", "a.jsonl", "--out", "o"), "path is none, which is not a folder", id="expert"

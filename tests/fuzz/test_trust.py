@@ -171,7 +171,7 @@ WAY = (
     "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2 --check",
     "stats {folder}/moe --data {data} --out {folder}/stats",
     "xft to-mergeable {folder}/moe {folder}/mergeable",
-    "merge {folder}/mergeable {folder}/dense",
+    "xft merge {folder}/mergeable {folder}/dense",
 )
 
 

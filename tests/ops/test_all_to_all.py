@@ -127,7 +127,7 @@ def test_rows_go_where_they_are_sent(ranks, results):
     [
         ("columns", r"experts are placed as .*; want Shard\(0\)"),
         ("mixed", "placed differently"),
-        ("half", "some stacks of one layer are sharded"),
+        ("half", "the stacks of one layer are placed differently"),
         ("ragged", "num_experts is 3, on 2 ranks; want a multiple"),
     ],
 )

@@ -402,7 +402,7 @@ def good():
         pytest.param(
             {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"
         ),
-        pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "labels on cpu, meta", id="devices"),
+        pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "on cpu, meta", id="devices"),
     ],
 )
 @pytest.mark.parametrize("train", [False, True])

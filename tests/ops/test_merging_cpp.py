@@ -60,8 +60,8 @@ def test_layouts_are_read_where_they_lie(stored, view, whole, dtype):
     assert out.is_contiguous() and torch.equal(out, merge_experts(weight.contiguous(), alpha, backend="torch"))
     full = torch.randn(shape).to(dtype)
     for dout in (full, full.flatten()[0].expand(shape), torch.randn(shape[::-1]).to(dtype).permute(*range(len(shape))[::-1])):
-        want = merging.backward_alpha(dout.contiguous(), weight.contiguous())
-        assert_parity({"dalpha": merging.backward_alpha(dout, weight)}, {"dalpha": want}, 1e-5)
+        want = merging._merge_backward_alpha_cpp(dout.contiguous(), weight.contiguous())
+        assert_parity({"dalpha": merging._merge_backward_alpha_cpp(dout, weight)}, {"dalpha": want}, 1e-5)
     assert (merging._as_stored(weight)[0].data_ptr() == weight.data_ptr()) == whole
 
 
@@ -71,7 +71,7 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):  # noqa: F811
 
     def results(threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        return [merging.forward(weight, alpha), merging.backward_alpha(dout, weight)]
+        return [merging._merge_cpp(weight, alpha), merging._merge_backward_alpha_cpp(dout, weight)]
 
     want = results(1)
     for threads in (2, 3, 8, 64):
@@ -83,7 +83,7 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):  # noqa: F811
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_gradient_may_come_in_another_dtype(dtype, given, variant):  # noqa: F811
     weight, dout = torch.randn(11, 5003).to(dtype), torch.randn(5003).to(given)
-    assert_parity({"dalpha": merging.backward_alpha(dout, weight)}, {"dalpha": weight.double() @ dout.double()}, 1e-6)
+    assert_parity({"dalpha": merging._merge_backward_alpha_cpp(dout, weight)}, {"dalpha": weight.double() @ dout.double()}, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -105,7 +105,7 @@ def test_long_sums_keep_float32s_last_digits(variant):  # noqa: F811
     """Numbers of one sign: a float32 that sums a million of them one by one is wrong by a thousandth."""
     weight, dout = torch.rand(2, 1_000_003), torch.rand(1_000_003)
     want = weight.double() @ dout.double()
-    got, torchs = merging.backward_alpha(dout, weight), weight.mv(dout)
+    got, torchs = merging._merge_backward_alpha_cpp(dout, weight), weight.mv(dout)
     assert ((got - want).abs() / want).max() <= max(((torchs - want).abs() / want).max().item(), 2e-7)
 
 
@@ -191,8 +191,8 @@ def test_is_the_default_and_compiles_without_a_graph_break():
 def test_the_mergeable_layer_keeps_its_mixture_and_sees_new_logits(dtype, monkeypatch):
     layer = MergedMLP(MoEConfig(hidden_size=34, intermediate_size=17, num_experts=4, top_k=2), dtype=dtype)
     torch.nn.init.normal_(layer.experts.gate_up_proj), torch.nn.init.normal_(layer.experts.down_proj)
-    x, taken, forward = torch.randn(5, 34).to(dtype), [], merging.forward
-    monkeypatch.setattr(merging, "forward", lambda *args: taken.append(1) or forward(*args))
+    x, taken, forward = torch.randn(5, 34).to(dtype), [], merging._merge_cpp
+    monkeypatch.setattr(merging, "_merge_cpp", lambda *args: taken.append(1) or forward(*args))
 
     def step(backend):
         monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)

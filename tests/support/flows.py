@@ -41,7 +41,10 @@ NOT_RUN = {
         "fills a .venv, and takes minutes", "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture"
     ),
     "make test": NotRun("is the suite that this belongs to"),
+    "make test-slow": NotRun("is the rest of the suite"),
+    "make test-all": NotRun("is both"),
     "make stress": NotRun("is the suite's longer form"),
+    "python -m tests.support.planted": NotRun("runs a part of the suite forty times"),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
     "make bench": NotRun("takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),

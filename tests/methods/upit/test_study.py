@@ -381,7 +381,7 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
     assert list(recipe.domains) == ["code", "math"] and recipe.forms == ("ffn", "lora")
     # what it says beside the folders and domains is what is the default anyway
     for name in ("experts", "checkpoints", "expansion", "router"):
-        assert getattr(recipe, name) == UpitRecipe.__dataclass_fields__[name].default_factory()
+        assert getattr(recipe, name) == UpitRecipe.model_fields[name].get_default(call_default_factory=True)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_given_coefficients_and_their_errors(made):
         made.stages.merge(made.moe, alpha=[0.5] * 4)
     with pytest.raises(ValueError, match="shared_rate is 2; want 0 to 1"):
         made.stages.mix(made.moe, shared_rate=2)
-    with pytest.raises(ValueError, match=r"experts.top_k is 5, num_experts is 4; want top_k <= num_experts"):
+    with pytest.raises(ValueError, match=r"top_k is 5, num_experts is 4; want top_k <= num_experts"):
         made.stages.moe(top_k=5)
 
 
@@ -299,7 +299,7 @@ def test_the_samples_of_the_docs(made, tmp_path, monkeypatch):
         pytest.param({"data__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows; want fewer", id="all-held"),
         pytest.param({"data__max_length": 2}, "max_length is 2, within which no row", id="short"),
         pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
-        pytest.param({"tune__warmup_steps": 6}, "warmup_steps is 6, steps is 6; want fewer", id="warmup"),
+        pytest.param({"tune__warmup_steps": 6}, "warmup_steps is 6, the training has 6 steps", id="warmup"),
         pytest.param({"mix__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
         pytest.param({"tune__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes; want", id="batch"),
     ],

@@ -185,13 +185,11 @@ def _backward(dout, z, low, need_x, needs, *arguments):
                 dx.addmm_(dplane, flat(a))
     wanted = Pairs(*(half if need else None for half, need in zip(pairs, needs)))
     grads = Pairs(
-        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape),
-        gate_b=mixed.gate_b,
-        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape),
-        up_b=mixed.up_b,
+        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape), gate_b=mixed.gate_b,
+        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape), up_b=mixed.up_b,
         down_a=mixed.down_a,
         down_b=None if wanted.down_b is None else torch.mm(low[2].t(), dout).mul_(i.scaling).view(wanted.down_b.shape),
-    )
+    )  # fmt: skip
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
     return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
 

@@ -170,11 +170,9 @@ def _forward_fake(x, topk_weight, topk_idx, *arguments):
     *experts, save, _ = arguments
     (E, Z, _), R = experts[0].shape, topk_idx.shape[0] * topk_idx.shape[1]
     return (
-        x.new_empty(x.shape),
-        x.new_empty(R if save else 0, Z),
-        topk_idx.new_empty(E + 1, dtype=torch.int32),
+        x.new_empty(x.shape), x.new_empty(R if save else 0, Z), topk_idx.new_empty(E + 1, dtype=torch.int32),
         topk_idx.new_empty(R, dtype=torch.int32),
-    )
+    )  # fmt: skip
 
 
 def _backward(dout, x, topk_weight, *arguments):

@@ -83,7 +83,9 @@ def test_threads_change_no_bit(dtype, monkeypatch, variant):  # noqa: F811
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_gradient_may_come_in_another_dtype(dtype, given, variant):  # noqa: F811
     weight, dout = torch.randn(11, 5003).to(dtype), torch.randn(5003).to(given)
-    assert_parity({"dalpha": merging._merge_backward_alpha_cpp(dout, weight)}, {"dalpha": weight.double() @ dout.double()}, 1e-6)
+    assert_parity(
+        {"dalpha": merging._merge_backward_alpha_cpp(dout, weight)}, {"dalpha": weight.double() @ dout.double()}, 1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -251,11 +251,9 @@ class RouterCounter:
         layers = [layers[i] for i in called]
         shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
         return RouterStats(
-            counts[called, : max(sizes)],
-            _layer_names([plain_name(layer.name) for layer in layers]),
-            shared if len(set(shared)) > 1 else shared[0],
-            sizes if len(set(sizes)) > 1 else None,
-        )
+            counts[called, : max(sizes)], _layer_names([plain_name(layer.name) for layer in layers]),
+            shared if len(set(shared)) > 1 else shared[0], sizes if len(set(sizes)) > 1 else None,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Remove the hooks."""

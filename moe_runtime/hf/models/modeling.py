@@ -359,11 +359,9 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
     place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = signature.replace(parameters=parameters[:place] + [wanted] + parameters[place:])
     members = {
-        "__module__": __name__,
-        "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.",
-        "config_class": config,
+        "__module__": __name__, "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.", "config_class": config,
         "forward": forward,
-    }
+    }  # fmt: skip
     cls = type(name, (ours, base), members)
     globals()[name] = cls
     return cls

@@ -85,11 +85,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, BOS, EOS, *ROLES],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS, *ROLES], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
+    )  # fmt: skip
     bpe.train_from_iterator(texts, trainer)
     bos = (BOS, bpe.token_to_id(BOS))
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos])

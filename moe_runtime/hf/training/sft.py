@@ -216,11 +216,9 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     """Read the rows and build the MoESFTTrainer; the model is loaded by TRL, which knows the flags for it."""
     register_auto_classes()
     args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    } | (args.model_init_kwargs or {})
+        "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+    } | (args.model_init_kwargs or {})  # fmt: skip
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
         return _sft_trainer()(

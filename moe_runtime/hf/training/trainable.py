@@ -329,9 +329,7 @@ def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
         rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
     others = [p for p in model.parameters() if id(p) not in apart]
     return TrainableReceipt(
-        experts=experts,
-        shared_experts=shared,
-        row_parameters=rows,
+        experts=experts, shared_experts=shared, row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),
-    )
+    )  # fmt: skip

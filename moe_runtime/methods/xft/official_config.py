@@ -192,11 +192,9 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
     kind = rope["rope_type"]
     names = {"moe": (MODEL_TYPE, "LlamaMoEUpscalingForCausalLM"), "mergeable": ("llama", "LlamaWeightedForCausalLM")}
     values = stock | {
-        "model_type": names[stage][0],
-        "architectures": [names[stage][1]],
-        "rope_theta": rope["rope_theta"],
+        "model_type": names[stage][0], "architectures": [names[stage][1]], "rope_theta": rope["rope_theta"],
         "rope_scaling": None if kind == "default" else {"type": kind, "factor": float(rope["factor"])},
-    }
+    }  # fmt: skip
     values |= _MOE_KEYS | {
         "num_experts": moe.num_experts, "num_selects": moe.top_k,
         "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate), "gate_network": moe.router,
@@ -227,13 +225,11 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
             ("rope_parameters", rope, set(rope) <= {"rope_theta", "rope_type", "factor", "type"}, "a base, a type, a factor"),
             ("attention_bias", True, not (is_moe and stock.get("attention_bias")), "False in an MoE's attention"),
             (
-                "rope_theta",
-                base,
-                not is_moe or keep_rope or base == ROPE_BASE,
+                "rope_theta", base, not is_moe or keep_rope or base == ROPE_BASE,
                 f"{ROPE_BASE}, or keep_rope=True, which writes an MoE's folder for readers that heed it",
             ),
         ]
-    )
+    )  # fmt: skip
     if other is not None:
         raise ValueError(f"{other}; the released XFT code has no other")
 

@@ -209,10 +209,9 @@ class Domain(Rows):
 
 
 def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
-    """Return the rows of a domain, prompt and completion, to train on and held out, in an order drawn by `seed`.
+    """Return a domain's rows, prompt and completion, to train on and held out, none in both, in an order drawn by `seed`.
 
-    At most `limit` of each; without a limit all there are, of arithmetic SUMS. No held-out row is in train. Raises
-    ValueError for another name and a limit below 1.
+    At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
     check_choice("domain", name, DOMAINS)
     if limit is not None:
@@ -221,10 +220,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
-
-    Of code these are the library's files as they are, of the others what the train rows are made of.
-    """
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
     check_choice("domain", name, DOMAINS)
     if limit is not None:
         check_positive("limit", limit)

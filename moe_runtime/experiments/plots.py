@@ -29,10 +29,7 @@ def save(figure, path: Path) -> None:
 
 
 def dots(report):
-    """Draw the loss of every method and seed, the reference as a line; a method far away is named at the edge.
-
-    Of a report that has `general` losses too, those are drawn beside.
-    """
+    """Draw the loss of every method and seed, the reference as a line, `general` losses beside; far ones named at the edge."""
     reports = (report, report.general) if hasattr(report, "general") else (report,)
     size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(reports))

@@ -140,10 +140,9 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
 
 
 class Checkpoint:
-    """A safetensors folder open for reading: `model.safetensors`, or shards and their `model.safetensors.index.json`.
+    """A safetensors folder open for reading: `model.safetensors`, or shards and their index; `file` names another single file.
 
-    Opening reads the headers and checks them against the index; ValueError names the file and the key. Tensors are read on
-    demand, into memory of their own. `file` names the one file to read, whatever else is there: an adapter's.
+    Opening checks the headers against the index; ValueError names the file and the key. Tensors are read on demand.
     """
 
     def __init__(self, path: str | os.PathLike, file: str | None = None):

@@ -65,10 +65,7 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
 
 
 def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
-    """Return `stack` [E, N, K] and `apart` [n, N, K] with equal inner strides.
-
-    The stack, which is large, is copied only if it is neither way contiguous.
-    """
+    """Return `stack` [E, N, K], copied only if neither way contiguous, and `apart` [n, N, K] with equal inner strides."""
     if apart is None or apart.stride()[1:] == stack.stride()[1:]:
         return stack, apart
     if stack[0].is_contiguous():

@@ -196,10 +196,7 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
 
 
 def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
-    """Run one layer's `weights` (names of `read_mlp`) through transformers' own MLP and through our formula, in float64.
-
-    Returns the relative difference. No other layer takes memory.
-    """
+    """Return the relative difference of transformers' MLP with `weights` (names of `read_mlp`) and our formula, in float64."""
     family = FAMILIES[config.model_type]
     with torch.device("meta"):
         stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))

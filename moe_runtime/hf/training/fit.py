@@ -209,10 +209,7 @@ def each_row(
 
 
 def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
-    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
-
-    Every process must call, as of `each_row`.
-    """
+    """Return each row's mean loss per label token, without auxiliary losses, and its label tokens; every process must call."""
 
     def take(model, batch: dict) -> list[tuple[float, int]]:
         labels = batch.pop("labels")

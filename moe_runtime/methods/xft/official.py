@@ -62,10 +62,9 @@ def load_tensors(file: Path) -> Mapping:
 
 
 class TorchFiles:
-    """Files of torch.save open for reading, with the reading half of Checkpoint; one file is open at a time.
+    """Files of torch.save, with the reading half of Checkpoint; one is open at a time, `flatten` makes it {key: tensor}.
 
-    `flatten` turns what a file holds into {key: tensor}. Raises ValueError for files that hold anything but dense tensors,
-    and for a key in two files.
+    Raises ValueError for files that hold anything but dense tensors, and for a key in two files.
     """
 
     def __init__(self, path: Path, names: Iterable[str], flatten: Callable[[Mapping, str], Mapping]):
@@ -194,10 +193,7 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
 
 
 def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
-    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts.
-
-    A weighted model's are in `ffn_folder` if given, else in `source`, in the folder that config.json names, or beside `source`.
-    """
+    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts (`import_official`)."""
     model, reason = open_model(source), None
     names = {key.partition(".mlp.")[2] for key in model.keys()}
     is_moe = any(name.startswith("calculator.experts.") for name in names)

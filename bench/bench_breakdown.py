@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_step import DTYPES, IMPLEMENTATIONS, LAYERS, stock, token_ids
+from moe_runtime.bench.bench_step import DTYPES, IMPLEMENTATIONS, LAYERS, stock, token_ids, train
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "breakdown"
@@ -37,14 +37,6 @@ class Step:
         for _, weight, _ in self.routing:
             weight.requires_grad_()
         self.gradients = [torch.randn_like(parameter) for parameter in self.model.parameters()]
-
-    def whole(self):
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        try:
-            loss.backward()
-            self.optimizer.step()
-        finally:  # what a part that fails leaves would lie beside all others
-            self.optimizer.zero_grad()
 
     def ends(self):
         """Embedding, last norm, head and loss."""
@@ -116,7 +108,7 @@ def bench_step_breakdown(interleaved, shape, dtype):
 
     def whole():
         step.model.config._experts_implementation_internal = IMPLEMENTATIONS["moe_runtime"]
-        step.whole()
+        train(step.model, step.ids, step.optimizer)
 
     ours = experts.pop("moe_runtime")
     parts = {

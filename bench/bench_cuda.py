@@ -1,7 +1,7 @@
 """The kernels of csrc/ beside Triton's: each alone against a copy of its bytes, and the way of the tokens end to end.
 
-A layer of few tokens waits for launches, one of many for memory; so T goes from 512 to 65536. A GPU only; the library of csrc/
-must be built: python -m moe_runtime.native.build. What it says of an op at every T decides who runs it: bench/report.py.
+T goes from 512, where launches count, to 65536. A GPU only; the library of csrc/ must be built: python -m
+moe_runtime.native.build. What it says of an op at every T decides who runs it: bench/report.py.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.bench import shapes
-from moe_runtime.bench.clock import random_bytes
+from moe_runtime.bench.clock import copy_floor
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
@@ -31,6 +31,18 @@ KERNELS = {
 
 def random(*size: int) -> torch.Tensor:
     return torch.randn(size, dtype=DTYPE, device=DEVICE)
+
+
+def cost(kernel: str, shape, id_bytes: int = 4) -> tuple[int, int]:
+    """Return the bytes that a kernel must move, and its multiplications and additions; a gate's are five per logit."""
+    T, H, I, E, K, shared = shape
+    R, routed, merge = T * K, E - shared, (2 * (E + 1) * H * I, 2 * E * H * I)
+    return {
+        "route": (2 * T * routed + 8 * R, 5 * T * routed), "route_backward": (4 * T * routed + 8 * R, 5 * T * routed),
+        "dispatch": (id_bytes * R + 3 * 4 * R, 0), "merge": merge, "dalpha": merge,
+        "combine": (2 * (R + T) * H + 8 * R, 2 * R * H), "combine_backward": (2 * (2 * R + T) * H + 12 * R, 4 * R * H),
+        "sum_rows": (2 * (R + T) * H + 4 * R * (-(-I // 128) + 2), R * H),
+    }[kernel]  # fmt: skip
 
 
 class Layer:
@@ -64,25 +76,6 @@ class Layer:
         out = op(leaf)
         return lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True)
 
-    def bytes(self, kernel: str) -> int:
-        """Return the bytes that the kernel must move."""
-        T, H, I, E, K, shared = self.shape
-        R, routed = T * K, E - shared
-        return {
-            "route": 2 * T * routed + 8 * R, "route_backward": 4 * T * routed + 8 * R,
-            "dispatch": 4 * R + 3 * 4 * R, "combine": 2 * (R + T) * H + 8 * R,
-            "combine_backward": 2 * (2 * R + T) * H + 12 * R, "merge": 2 * (E + 1) * H * I,
-            "dalpha": 2 * (E + 1) * H * I,
-        }[kernel]  # fmt: skip
-
-    def flops(self, kernel: str) -> int:
-        """Return its multiplications and additions; a gate's are a softmax's five per logit."""
-        T, H, I, E, K, shared = self.shape
-        return {
-            "route": 5 * T * (E - shared), "dispatch": 0,
-            "combine": 2 * T * K * H * (2 if kernel == "combine_backward" else 1), "merge_experts": 2 * E * H * I,
-        }[KERNELS[kernel]]  # fmt: skip
-
     def way(self, backend: str):
         """Return the way of the tokens: route, sort, gather, multiply, combine; the product is Triton's in each."""
         product = "triton" if CUDA or backends.interpreted() else "torch"
@@ -109,14 +102,11 @@ def usable() -> tuple[list[str], dict[str, str]]:
 @pytest.mark.parametrize("kernel", KERNELS)
 def bench_cuda_kernel(interleaved, shape, kernel):
     names, notes = usable()
+    bytes, flops = cost(kernel, shape)
     with fits():
         layer = Layer(shape)
-        source, target = random_bytes(layer.bytes(kernel), DEVICE)
-        variants = {f"moe_runtime {name}": layer.call(kernel, name) for name in names}
-    interleaved(
-        {"copy (floor)": lambda: target.copy_(source), **variants}, bytes=layer.bytes(kernel),
-        flops=layer.flops(kernel), tokens=shape.T, dtype=DTYPE, notes=notes,
-    )  # fmt: skip
+        variants = copy_floor(bytes, DEVICE) | {f"moe_runtime {name}": layer.call(kernel, name) for name in names}
+    interleaved(variants, bytes=bytes, flops=flops, tokens=shape.T, dtype=DTYPE, notes=notes)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
@@ -128,7 +118,7 @@ def bench_cuda_plan(interleaved, shape, counted):
     T, _, _, E, K, shared = shape
     with fits():
         layer = Layer(shape)
-        source, target = random_bytes(16 * T * K, DEVICE)
+        floor = copy_floor(16 * T * K, DEVICE)
     router = (layer.logits, None, K, layer.gate, int(shared))
 
     def triton():
@@ -145,9 +135,7 @@ def bench_cuda_plan(interleaved, shape, counted):
 
     names, notes = usable()
     variants = {f"moe_runtime {name}": {"triton": triton, "cuda": ours}[name] for name in names if name != "torch"}
-    interleaved(
-        {"copy (floor)": lambda: target.copy_(source), **variants}, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes
-    )
+    interleaved(floor | variants, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes)
 
 
 def bench_cuda_layer(interleaved, shape):

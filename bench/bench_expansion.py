@@ -3,15 +3,11 @@
 import torch
 
 from moe_runtime.bench import machine
+from moe_runtime.bench.clock import copy_floor
 from moe_runtime.bench.machine import DEVICE
 from moe_runtime.ops.expansion import dare_merge, gram
 
 KIND = "op"
-
-
-def copies(elements: int):
-    source, target = torch.empty(2, elements, dtype=torch.bfloat16, device=DEVICE)
-    return lambda: target.copy_(source)
 
 
 def bench_gram(interleaved, shape):
@@ -25,12 +21,9 @@ def bench_gram(interleaved, shape):
 
     names = machine.runnable("gram", base.dtype)
     variants = {f"moe_runtime {b}": lambda b=b: gram(experts, base, backend=b) for b in names}
-    interleaved(
-        {"copy (floor)": copies((shape.E + 1) * P // 2), **variants, "pair by pair": pairs},
-        bytes=2 * (shape.E + 1) * P,
-        flops=shape.E * (shape.E + 2) * P,  # the differences, and each pair's products once
-        dtype=base.dtype,
-    )
+    bytes, flops = 2 * (shape.E + 1) * P, shape.E * (shape.E + 2) * P  # the differences, and each pair's products once
+    functions = copy_floor(bytes, DEVICE) | variants | {"pair by pair": pairs}
+    interleaved(functions, bytes=bytes, flops=flops, dtype=base.dtype)
 
 
 def bench_dare_merge(interleaved, shape):
@@ -47,9 +40,6 @@ def bench_dare_merge(interleaved, shape):
     args = {"weights": (0.3, 0.7), "drop": 0.5, "seed": 1, "tensor": "w"}
     names = machine.runnable("dare_merge", base.dtype)
     variants = {f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b) for b in names}
-    interleaved(
-        {"copy (floor)": copies(2 * P), **variants, "float, rand, where": eager},
-        bytes=8 * P,
-        flops=8 * P,  # of each parent a difference, two factors, a sum; not the random bits
-        dtype=base.dtype,
-    )
+    functions = copy_floor(8 * P, DEVICE) | variants | {"float, rand, where": eager}
+    # flops of each parent: a difference, two factors, a sum; not the random bits
+    interleaved(functions, bytes=8 * P, flops=8 * P, dtype=base.dtype)

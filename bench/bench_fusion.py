@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import machine, shapes
+from moe_runtime.bench.goals import NAIVE
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.fusion import fused_cross_entropy
 
 KIND = "op"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-NAIVE = "sum of logits, cross_entropy (naive)"
+SIZES = (shapes.FUSION_GPU, shapes.FUSION_CPU, shapes.FUSION_TINY)
 
 
 @pytest.fixture
@@ -32,32 +33,18 @@ def step(size):
     return gradients
 
 
-def pytest_generate_tests(metafunc):
-    if "size" in metafunc.fixturenames:
-        tiny = metafunc.config.getoption("--tiny")
-        table = shapes.FUSION_TINY if tiny else shapes.FUSION_GPU if CUDA else shapes.FUSION_CPU
-        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
-
-
 def _naive(hidden, heads, gate, labels):
     logits = sum(gate[:, s : s + 1] * F.linear(h, head).float() for s, (h, head) in enumerate(zip(hidden, heads)))
     return F.cross_entropy(logits, labels)
-
-
-def _variants(step, frozen) -> dict:
-    names = machine.runnable("fused_cross_entropy", DTYPE)
-    losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
-    return {name: functools.partial(step, loss, frozen) for name, loss in {NAIVE: _naive, **losses}.items()}
 
 
 @pytest.mark.parametrize("train", ["all", "gate"])
 def bench_fused_loss(interleaved, step, size, train):
     """Forward and backward; "gate" is stage 1, whose backward pass has no products in either variant."""
     passes = 1 if train == "gate" else 3
-    interleaved(
-        _variants(step, train == "gate"),
-        flops=2 * size.T * size.V * size.S * size.H * passes,
-        bytes=DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes,  # states and heads; no logits
-        tokens=size.T,
-        dtype=DTYPE,
-    )
+    names = machine.runnable("fused_cross_entropy", DTYPE)
+    losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
+    variants = {name: functools.partial(step, loss, train == "gate") for name, loss in {NAIVE: _naive, **losses}.items()}
+    flops = 2 * size.T * size.V * size.S * size.H * passes
+    bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes  # states and heads; no logits
+    interleaved(variants, flops=flops, bytes=bytes, tokens=size.T, dtype=DTYPE)

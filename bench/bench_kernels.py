@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.clock import random_bytes
+from moe_runtime.bench.bench_cuda import cost, random
+from moe_runtime.bench.bench_layer import random_experts
+from moe_runtime.bench.clock import copy_floor
 from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.kernels import combine, dispatch, merging, routing, tiles
 from moe_runtime.tools import tune
@@ -18,18 +20,12 @@ GPU_SHAPES = shapes.kernels()
 DTYPE = torch.bfloat16
 
 
-def random(*size: int) -> torch.Tensor:
-    return torch.randn(size, dtype=DTYPE, device=DEVICE)
-
-
 class Rows:
     """Where the rows of a layer lie, for random experts."""
 
     def __init__(self, shape):
-        T, _, _, E, K, shared = shape
-        idx = torch.rand(T, E - shared, device=DEVICE).topk(K - shared).indices + shared
-        self.idx = torch.cat([idx, idx.new_zeros(T, int(shared))], 1)
-        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(self.idx, E)
+        self.idx = random_experts(shape)
+        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(self.idx, shape.E)
 
 
 def sizes(product: str, shape) -> tuple[int, int]:
@@ -45,17 +41,16 @@ def others(product: str, shape) -> dict:
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
     ends = Rows(shape).offsets[1:].contiguous()
     if product.startswith("dw"):
-        dy, x, dense = random(R, N), random(R, K), random(N, K)
-        return {
-            "dense matmul (floor)": lambda: torch.mm(dy.t(), x, out=dense),
-            "torch grouped_mm, product only": lambda: F.grouped_mm(dy.t(), x, offs=ends),
-        }
-    a, y = random(R, K), random(R, N)
-    # of down and up the sum runs along the stored rows, of dz and dx across them
-    weight = random(shape.E, N, K).transpose(1, 2) if product in ("up", "down") else random(shape.E, K, N)
+        a, out = random(R, N).t(), random(N, K)
+        b = first = random(R, K)
+    else:
+        a, out = random(R, K), random(R, N)
+        # of down and up the sum runs along the stored rows, of dz and dx across them
+        b = random(shape.E, N, K).transpose(1, 2) if product in ("up", "down") else random(shape.E, K, N)
+        first = b[0]
     return {
-        "dense matmul (floor)": lambda: torch.mm(a, weight[0], out=y),
-        "torch grouped_mm, product only": lambda: F.grouped_mm(a, weight, offs=ends),
+        "dense matmul (floor)": lambda: torch.mm(a, first, out=out),
+        "torch grouped_mm, product only": lambda: F.grouped_mm(a, b, offs=ends),
     }
 
 
@@ -66,65 +61,44 @@ def bench_product(interleaved, shape, product):
     tile = tiles.lookup(problem, tiles.device_name(device))
     with fits():
         run, baselines = tune.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
-    floor, grouped = baselines
+    (floor, dense), (grouped, other) = baselines.items()
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
-    variants = {floor: baselines[floor], "moe_runtime": lambda: run(tile), grouped: baselines[grouped]}
-    interleaved(
-        variants,
-        flops=2 * R * N * K,
-        bytes=2 * (R * (N + K) + shape.E * N * K),  # rows, result and weights once
-        tokens=shape.T,
-        dtype=DTYPE,
-        notes={"moe_runtime": tune.short(tile)},
-    )
+    bytes, notes = 2 * (R * (N + K) + shape.E * N * K), {"moe_runtime": tune.short(tile)}  # rows, result and weights once
+    variants = {floor: dense, "moe_runtime": lambda: run(tile), grouped: other}
+    interleaved(variants, flops=2 * R * N * K, bytes=bytes, tokens=shape.T, dtype=DTYPE, notes=notes)
 
 
 def move(kernel: str, shape):
-    """Return a kernel's call and the bytes it must move."""
+    """Return a kernel's call."""
     T, H, I, E, K, shared = shape
     R, routed = T * K, E - shared
     gate = "xft" if shared else "softmax_topk_renorm"
     if kernel in ("merge", "dalpha"):
         weight, dout = random(E, I, H), random(I, H)
         alpha = torch.full([E], 1 / E, device=DEVICE)
-        calls = {
-            "merge": lambda: merging.merge_experts_forward(weight, alpha),
-            "dalpha": lambda: merging.merge_experts_backward_alpha(dout, weight),
-        }
-        return calls[kernel], 2 * (E + 1) * H * I
+        if kernel == "merge":
+            return lambda: merging.merge_experts_forward(weight, alpha)
+        return lambda: merging.merge_experts_backward_alpha(dout, weight)
     if kernel.startswith("route"):
         logits, dweight = random(T, routed), torch.randn(T, K, device=DEVICE)
         if kernel == "route":
-            return lambda: routing.route_forward(logits, None, K, gate, int(shared)), 2 * T * routed + 8 * R
+            return lambda: routing.route_forward(logits, None, K, gate, int(shared))
         idx = routing.route_forward(logits, None, K, gate, int(shared))[1]
-        return lambda: routing.route_backward(dweight, logits, idx, gate, int(shared)), 4 * T * routed + 8 * R
+        return lambda: routing.route_backward(dweight, logits, idx, gate, int(shared))
     at = Rows(shape)
     if kernel == "dispatch":
-        return lambda: dispatch.dispatch_forward(at.idx, E), 8 * R + 3 * 4 * R
+        return lambda: dispatch.dispatch_forward(at.idx, E)
     y, weight = random(R, H), torch.rand(T, K, device=DEVICE)
     if kernel == "combine":
-        return lambda: combine.combine_forward(y, weight, at.slot_row, at.offsets[E:]), 2 * (R + T) * H + 8 * R
-    n = -(-I // 128)
-    partial = torch.randn(R, n, device=DEVICE)
-    return lambda: combine.sum_rows(y, at.slot_row, partial, T, K, at.offsets[E:]), 2 * (R + T) * H + 4 * R * (n + 2)
-
-
-def flops_of(kernel: str, shape) -> int:
-    """Return a kernel's multiplications and additions; a gate's are a softmax's five per logit."""
-    T, H, I, E, K, shared = shape
-    gate, merge = 5 * T * (E - shared), 2 * E * H * I
-    return {
-        "merge": merge, "dalpha": merge, "route": gate, "route_backward": gate, "dispatch": 0, "combine": 2 * T * K * H,
-        "sum_rows": T * K * H,
-    }[kernel]  # fmt: skip
+        return lambda: combine.combine_forward(y, weight, at.slot_row, at.offsets[E:])
+    partial = torch.randn(R, -(-I // 128), device=DEVICE)
+    return lambda: combine.sum_rows(y, at.slot_row, partial, T, K, at.offsets[E:])
 
 
 @pytest.mark.parametrize("kernel", ["dispatch", "combine", "sum_rows", "route", "route_backward", "merge", "dalpha"])
 def bench_moving(interleaved, shape, kernel):
+    bytes, flops = cost(kernel, shape, id_bytes=8)
     with fits():
-        call, bytes = move(kernel, shape)
-        source, target = random_bytes(bytes, DEVICE)
-    interleaved(
-        {"copy (floor)": lambda: target.copy_(source), "moe_runtime": call}, bytes=bytes,
-        flops=flops_of(kernel, shape), tokens=shape.T, dtype=DTYPE,
-    )  # fmt: skip
+        variants = {"moe_runtime": move(kernel, shape)}
+        variants = copy_floor(bytes, DEVICE) | variants
+    interleaved(variants, bytes=bytes, flops=flops, tokens=shape.T, dtype=DTYPE)

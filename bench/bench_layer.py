@@ -4,6 +4,8 @@ Gradients of x, both weights and the gate weights. The floor writes into buffers
 dense FFN of the same FLOPs, a composition of torch's grouped_mm, and the packages of bench/peers.py that are installed.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -22,19 +24,37 @@ EAGER = 4096  # tokens up to which transformers' loop over experts is worth the 
 BATCHED = 64  # and its batched_mm, which is for decoding
 
 
+def mixtral_experts(up, down, K: int, implementation: str):
+    """Return transformers' experts on the parameters `up` [E, 2 * I, H] and `down` [E, H, I]."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    E, H, I = down.shape
+    config = MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=K)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        experts = MixtralExperts(config)
+    experts.gate_up_proj, experts.down_proj = up, down
+    return experts
+
+
+def random_experts(shape) -> torch.Tensor:
+    """Return ids [T, K] of random experts, the shared one last."""
+    idx = torch.rand(shape.T, shape.E - shape.shared, device=DEVICE).topk(shape.K - shape.shared).indices + shape.shared
+    return torch.cat([idx, idx.new_zeros(shape.T, int(shape.shared))], 1)
+
+
 class Layer:
     """Weights, tokens and routing of one shape, and every variant as a function of no argument."""
 
     def __init__(self, shape, dtype):
         torch.manual_seed(0)
         self.shape, where = shape, {"dtype": dtype, "device": DEVICE}
-        T, H, I, E, K, shared = shape
+        T, H, I, E, K, _ = shape
         self.x = torch.randn(T, H, **where, requires_grad=True)
         self.up = torch.nn.Parameter(torch.randn(E, 2 * I, H, **where) * H**-0.5)
         self.down = torch.nn.Parameter(torch.randn(E, H, I, **where) * I**-0.5)
-        self.topk_idx = torch.rand(T, E - shared, device=DEVICE).topk(K - shared).indices + shared
-        if shared:
-            self.topk_idx = torch.cat([self.topk_idx, torch.zeros_like(self.topk_idx[:, :1])], 1)
+        self.topk_idx = random_experts(shape)
         self.topk_weight = torch.rand(T, K, device=DEVICE).softmax(-1).requires_grad_()
         self.dout = torch.randn(T, H, **where)
         self.flops = 6 * T * K * H * I
@@ -66,24 +86,11 @@ class Layer:
         # backward reads the weights once more and writes their gradients; it reads x, dout and writes dx
         return self.x.element_size() * (used * (3 if backward else 1) + T * H * (5 if backward else 2))
 
-    def ours(self):
-        return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx)
-
-    def ours_on(self, backend: str):
-        """Return `ours` on a backend that is asked for."""
-        return lambda: moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, backend=backend)
+    def ours(self, **options):
+        return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, **options)
 
     def transformers(self, implementation):
-        from transformers import MixtralConfig
-        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-        _, H, I, E, K, _ = self.shape
-        config = MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=K)
-        config._experts_implementation = implementation
-        with torch.device("meta"):
-            experts = MixtralExperts(config)
-        # assigned over the registered parameters, as parameters of the same storage
-        experts.gate_up_proj, experts.down_proj = self.up, self.down
+        experts = mixtral_experts(self.up, self.down, self.shape.K, implementation)
         return lambda: experts(self.x, self.topk_idx, self.topk_weight)
 
     def official(self):
@@ -128,9 +135,8 @@ class Layer:
         need, there = 2 * 3 * T * K * H * I * self.x.element_size(), machine.free_memory()
         if need <= there:
             return ["batched_mm"]
-        notes["transformers batched_mm"] = (
-            f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are free"
-        )
+        why = f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are free"
+        notes["transformers batched_mm"] = why
         return []
 
     def gpu_variants(self, notes):
@@ -139,11 +145,8 @@ class Layer:
         if self.shape.T > EAGER:
             found.pop("transformers eager", None)
         if self.shape.shared:
-            found["moe_runtime, shared dense"] = self.ours_dense
+            found["moe_runtime, shared dense"] = functools.partial(self.ours, shared="dense")
         return found | {"dense FFN": self.dense()} | peers.installed(self, notes)
-
-    def ours_dense(self):
-        return moe_mlp(self.x, self.up, self.down, self.topk_weight, self.topk_idx, shared="dense")
 
     def forward(self, variant):
         return variant[0] if isinstance(variant, tuple) else variant
@@ -161,30 +164,30 @@ def variants_of(layer: Layer, tiny: bool) -> tuple[dict, dict]:
     found = layer.gpu_variants(notes) if CUDA or tiny else layer.variants(notes)
     # torch's loop on a GPU, as transformers' own
     names = [name for name in machine.others("moe_mlp", layer.x.dtype) if not CUDA or name != "torch" or layer.shape.T <= EAGER]
-    found |= {f"moe_runtime {name}": layer.ours_on(name) for name in names}
+    found |= {f"moe_runtime {name}": functools.partial(layer.ours, backend=name) for name in names}
     return found | ({"official": layer.official()} if layer.shape.shared else {}), notes
+
+
+def measure(interleaved, layer: Layer, variants: dict, notes: dict, floor: dict, backward: bool = False) -> None:
+    """Measure the variants behind a floor that may be none, forward without gradients or both passes."""
+    work = {"flops": layer.flops * (3 if backward else 1), "bytes": layer.bytes(backward), "tokens": layer.shape.T}
+    make, compare = (layer.both, None) if backward else (layer.forward, "moe_runtime")
+    functions = floor | {name: make(variant) for name, variant in variants.items()}
+    with torch.set_grad_enabled(backward):
+        interleaved(functions, **work, dtype=layer.x.dtype, notes=notes, compare=compare)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
-    functions = {name: layer.forward(variant) for name, variant in variants.items()}
-    with torch.no_grad():
-        interleaved(
-            {"dense matmul (floor)": layer.floor_forward, **functions}, flops=layer.flops, bytes=layer.bytes(),
-            tokens=shape.T, dtype=dtype, notes=notes, compare="moe_runtime",
-        )  # fmt: skip
+    floor = {"dense matmul (floor)": layer.floor_forward}
+    measure(interleaved, layer, *variants_of(layer, request.config.getoption("--tiny")), floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_forward_backward(interleaved, shape, dtype, request):
     with fits():
         layer = Layer(shape, dtype)
-    variants, notes = variants_of(layer, request.config.getoption("--tiny"))
-    functions = {name: layer.both(variant) for name, variant in variants.items()}
-    interleaved(
-        {"dense matmul (floor)": layer.floor_both, **functions}, flops=3 * layer.flops,
-        bytes=layer.bytes(backward=True), tokens=shape.T, dtype=dtype, notes=notes,
-    )  # fmt: skip
+    floor = {"dense matmul (floor)": layer.floor_both}
+    measure(interleaved, layer, *variants_of(layer, request.config.getoption("--tiny")), floor, backward=True)

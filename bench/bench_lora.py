@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.bench.machine import CUDA, DEVICE, fits
+from moe_runtime.bench.bench_layer import DTYPES, random_experts
+from moe_runtime.bench.machine import DEVICE, fits
 from moe_runtime.ops.lora import LoRA, lora_mlp
 from moe_runtime.ops.moe_mlp import moe_mlp
 
 KIND = "layer"
 RANK = 16
-DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 NAMES = ("gate", "up", "down")
 
 
@@ -24,7 +24,7 @@ class Layer:
     def __init__(self, shape, dtype):
         torch.manual_seed(0)
         where = {"dtype": dtype, "device": DEVICE}
-        T, H, I, E, K, shared = shape
+        T, H, I, E, K, _ = shape
         self.E, self.scaling = E, 2.0
         self.x = torch.randn(T, H, **where, requires_grad=True)
         self.base = [torch.randn(*size, **where) * size[1] ** -0.5 for size in ((I, H), (I, H), (H, I))]
@@ -32,8 +32,7 @@ class Layer:
         for name, (size, out) in zip(NAMES, ((H, I), (H, I), (I, H))):
             a, b = (torch.randn(E, RANK, n, **where) * scale for n, scale in ((size, size**-0.5), (out, 0.1)))
             self.pairs[name] = LoRA(a.requires_grad_(), b.requires_grad_())
-        idx = torch.rand(T, E - shared, device=DEVICE).topk(K - shared).indices + shared
-        self.topk_idx = torch.cat([idx, torch.zeros_like(idx[:, :1])], 1) if shared else idx
+        self.topk_idx = random_experts(shape)
         self.topk_weight = torch.rand(T, K, device=DEVICE).softmax(-1).requires_grad_()
         self.dout = torch.randn(T, H, **where)
 
@@ -93,11 +92,7 @@ def bench_lora_experts(interleaved, shape, backward, dtype):
                 return function()
         return torch.autograd.grad(function(), layer.leaves(function == layer.dense), layer.dout)
 
-    interleaved(
-        {name: lambda function=function: step(function) for name, function in functions.items()},
-        flops=6 * shape.T * shape.H * shape.I * (2 if backward else 1),  # the floor's: the pairs' are not in
-        bytes=layer.bytes(backward),
-        tokens=shape.T,
-        dtype=dtype,
-        compare=None if backward else "moe_runtime",
-    )
+    variants = {name: lambda function=function: step(function) for name, function in functions.items()}
+    flops = 6 * shape.T * shape.H * shape.I * (2 if backward else 1)  # the floor's: the pairs' are not in
+    compare = None if backward else "moe_runtime"
+    interleaved(variants, flops=flops, bytes=layer.bytes(backward), tokens=shape.T, dtype=dtype, compare=compare)

@@ -1,8 +1,7 @@
 """What a layer's experts keep for the backward pass, in bytes per token, counted and not timed: the same on every device.
 
-Counted are the storages that autograd saves, each once and whole: x, routing weights and ids among them, the experts' weights
-not. "formula KiB/token" is what we promise at most: s H + 2 s I K + 12 K bytes for elements of s bytes. What a package keeps
-past autograd's hooks is not counted; of that "kept MiB" tells, the memory itself.
+Counted are the storages that autograd saves, each once and whole, without the experts' weights. "formula KiB/token" is what we
+promise at most: s H + 2 s I K + 12 K bytes for elements of s bytes. Of what a package keeps past autograd "kept MiB" tells.
 """
 
 import pytest
@@ -37,8 +36,7 @@ def saved_bytes(function, besides) -> int:
 def formula(layer: Layer) -> int:
     """Return the bytes per token that ours keeps at most."""
     _, H, I, _, K, _ = layer.shape
-    size = layer.x.element_size()
-    return size * (H + 2 * I * K) + 12 * K
+    return layer.x.element_size() * (H + 2 * I * K) + 12 * K
 
 
 def count(layer: Layer, variant) -> int:

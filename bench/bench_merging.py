@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import machine
+from moe_runtime.bench.clock import copy_floor
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.merging import merge_experts, merged_linear
 
@@ -17,9 +18,6 @@ def bench_merge_experts(interleaved, shape, backward):
     weight = torch.randn(shape.E, P, dtype=torch.bfloat16, device=DEVICE)
     alpha = torch.full([shape.E], 1 / shape.E, device=DEVICE, requires_grad=backward)
     dout = torch.randn(P, dtype=torch.bfloat16, device=DEVICE)
-    half = (shape.E + 1) * P // 2
-    source, target = torch.empty(2, half, dtype=torch.bfloat16, device=DEVICE)
-
     stack = weight.float()
 
     def official():
@@ -35,12 +33,9 @@ def bench_merge_experts(interleaved, shape, backward):
         f"moe_runtime {backend}": variant(lambda backend=backend: merge_experts(weight, alpha, backend=backend))
         for backend in machine.runnable("merge_experts", weight.dtype)
     }
-    interleaved(
-        {
-            "copy (floor)": lambda: target.copy_(source), **variants,
-            "fp32 stack, mm, cast (official)": variant(official),
-        }, bytes=2 * (shape.E + 1) * P, flops=2 * shape.E * P, dtype=weight.dtype,
-    )  # fmt: skip
+    bytes = 2 * (shape.E + 1) * P
+    functions = copy_floor(bytes, DEVICE) | variants | {"fp32 stack, mm, cast (official)": variant(official)}
+    interleaved(functions, bytes=bytes, flops=2 * shape.E * P, dtype=weight.dtype)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,7 @@
 """What the four methods do beside a layer's work that takes a user's time: folders, scores, routing vectors, generation.
 
-Folders (a CPU's work): XFT's upcycling and merging and UpIT's child of two experts, tensor by tensor, against a look at every
-byte that is read and a copy of every byte that is written; "in memory" loads the model, changes it and saves it. ESFT's scores
-against the forward passes alone; a step with UpIT's routing vectors against one without; UltraFuser's answers against those of
-its specialists, one after the other.
+The floor of folders, a CPU's work, is a look at every byte that is read and a copy of every byte that is written; "in memory"
+loads the model, changes it and saves it.
 """
 
 import copy
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_step import stock, token_ids
+from moe_runtime.bench.bench_step import llama, stock, token_ids, train
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "method"
@@ -23,15 +21,9 @@ ROUNDS = 15 if CUDA else 5
 CPU_SHAPES, GPU_SHAPES = shapes.STEPS_CPU, shapes.STEPS
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 LAYERS = 4  # of the model that is scored
+SIZES = (shapes.METHODS_GPU, shapes.METHODS_CPU, shapes.METHODS_TINY)
 PIECE = 16 << 20  # bytes that are read at once
 ROWS, PROMPT, NEW = 4, 32, 16  # of a batch of answers
-
-
-def pytest_generate_tests(metafunc):
-    if "size" in metafunc.fixturenames:
-        tiny = metafunc.config.getoption("--tiny")
-        table = shapes.METHODS_TINY if tiny else shapes.METHODS_GPU if CUDA else shapes.METHODS_CPU
-        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
 
 
 @pytest.fixture
@@ -43,17 +35,9 @@ def folder():
         yield Path(path)
 
 
-def llama(size, dtype=DTYPE):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=size.V, hidden_size=size.H, intermediate_size=size.I, num_hidden_layers=size.L,
-        num_attention_heads=size.heads, num_key_value_heads=size.heads, max_position_embeddings=4096,
-    )  # fmt: skip
-    with torch.device(DEVICE):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
-    # an answer ends where the benchmark says
-    model.generation_config.eos_token_id = None
+def dense_model(size, dtype=DTYPE):
+    model = llama(size, dtype, max_position_embeddings=4096)
+    model.generation_config.eos_token_id = None  # an answer ends where the benchmark says
     return model
 
 
@@ -91,7 +75,7 @@ def bench_xft_upcycle_folder(interleaved, size, folder):
     from moe_runtime.methods.xft import folders as xft_folders
 
     dense, out = folder / "dense", folder / "moe"
-    llama(size, torch.bfloat16).save_pretrained(dense)
+    dense_model(size, torch.bfloat16).save_pretrained(dense)
     settings = {"num_experts": size.E, "top_k": size.K}
 
     def in_memory():
@@ -114,7 +98,7 @@ def bench_xft_merge_folder(interleaved, size, folder):
     from moe_runtime.methods.xft import folders as xft_folders
 
     dense, moe, out = (folder / name for name in ("dense", "moe", "merged"))
-    llama(size, torch.bfloat16).save_pretrained(dense)
+    dense_model(size, torch.bfloat16).save_pretrained(dense)
     xft_folders.upcycle_folder(dense, moe, num_experts=size.E, top_k=size.K)
 
     def in_memory():
@@ -130,7 +114,7 @@ def bench_upit_expand_folder(interleaved, size, folder):
     from moe_runtime.methods.upit.expansion import expand_experts
 
     base, *experts = (folder / name for name in ("base", "first", "second"))
-    model = llama(size, torch.bfloat16)
+    model = dense_model(size, torch.bfloat16)
     model.save_pretrained(base)
     for expert in experts:
         with torch.no_grad():
@@ -162,22 +146,12 @@ def bench_upit_vectors(interleaved, size):
     from moe_runtime.methods.upit.vectors import RoutingVectors, drawn
 
     with fits():
-        plain = llama(size).train()
+        plain = dense_model(size).train()
         routed = copy.deepcopy(plain)
         RoutingVectors(routed, drawn(size.L, size.H, 0.02, 0))
     ids = torch.randint(0, size.V, (-(-size.T // 1024), min(size.T, 1024)), device=DEVICE)
 
-    def step_of(model):
-        def step():
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            try:
-                loss.backward()
-            finally:  # what a variant that fails leaves would lie beside the other
-                model.zero_grad()
-
-        return step
-
-    variants = {"without vectors (floor)": step_of(plain), "moe_runtime": step_of(routed)}
+    variants = {"without vectors (floor)": lambda: train(plain, ids), "moe_runtime": lambda: train(routed, ids)}
     interleaved(variants, tokens=ids.numel(), dtype=DTYPE)
 
 
@@ -186,7 +160,7 @@ def bench_ultrafuser_generate(interleaved, size):
     from moe_runtime.methods.ultrafuser.model import UltraFuser
 
     with fits():
-        fuser = UltraFuser([llama(size) for _ in range(3)]).eval()
+        fuser = UltraFuser([dense_model(size) for _ in range(3)]).eval()
     ids = [torch.randint(3, size.V, (ROWS, PROMPT), device=DEVICE) for _ in fuser.specialists]
     mask = torch.ones_like(ids[0])
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.bench import shapes
+from moe_runtime.bench.bench_step import train
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
@@ -37,18 +38,8 @@ def bench_mixing_step(interleaved, preset):
     ids = torch.randint(0, recipe.pretrain.vocab_size, (recipe.tune.batch_size, recipe.data.max_length), device=DEVICE)
 
     def step_of(model):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-4)
-
-        def step():
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            try:
-                loss.backward()
-                optimizer.step()
-            finally:  # gradients that stay would be there before the next call, and out of its peak
-                optimizer.zero_grad()
-
-        return step
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        return lambda: train(model, ids, optimizer)
 
     variants = {"dense SFT step (floor)": step_of(dense), "moe_runtime": step_of(mergeable)}
     interleaved(variants, tokens=ids.numel(), dtype=torch.float32)
@@ -89,8 +80,7 @@ class Official(torch.nn.Module):
     def forward(self, x):
         rest = (1 - self.shared_rate) * self.mixing_logits.softmax(-1)
         alpha = torch.cat([rest.new_full((1,), self.shared_rate), rest])[:, None]
-        weights = (torch.mm(w.t(), alpha).view(shape).to(x.dtype) for w, shape in zip(self.stacks, self.shapes))
-        gate, up, down = weights
+        gate, up, down = (torch.mm(w.t(), alpha).view(shape).to(x.dtype) for w, shape in zip(self.stacks, self.shapes))
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
@@ -120,11 +110,6 @@ def bench_mixing_layer(interleaved, shape):
 
         return step
 
-    interleaved(
-        {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)},
-        flops=18 * T * H * I,
-        bytes=2 * (2 * 3 * E * H * I + 5 * T * H),  # the experts for the merge and for alpha's gradient
-        tokens=T,
-        dtype=torch.bfloat16,
-        compare="official",
-    )
+    variants = {"dense layer (floor)": dense, "moe_runtime": step_of(ours), "official": step_of(official)}
+    bytes = 2 * (2 * 3 * E * H * I + 5 * T * H)  # the experts for the merge and for alpha's gradient
+    interleaved(variants, flops=18 * T * H * I, bytes=bytes, tokens=T, dtype=torch.bfloat16, compare="official")

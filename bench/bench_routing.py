@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime import backends
-from moe_runtime.bench.clock import random_bytes
+from moe_runtime.bench.clock import copy_floor
 from moe_runtime.bench.machine import CUDA, DEVICE
 from moe_runtime.ops.routing import route
 
@@ -22,7 +22,7 @@ def bench_route(interleaved, shape, backward):
     dweight = torch.randn(T, K, device=DEVICE)
     # forward reads x; backward reads it for the router's gradient and writes its own
     bytes = 2 * T * H * (2 if backward else 1)
-    source, target = random_bytes(bytes, DEVICE)
+    floor = copy_floor(bytes, DEVICE)
 
     def forward(backend):
         return route(F.linear(x, weight), K, gate, backend=backend)[0]
@@ -35,8 +35,5 @@ def bench_route(interleaved, shape, backward):
 
     ours = "triton" if CUDA or backends.interpreted() else "torch"
     with torch.set_grad_enabled(backward):
-        variants = {"moe_runtime": variant(ours), "torch": variant("torch")}
-        interleaved(
-            {"copy (floor)": lambda: target.copy_(source), **variants}, bytes=bytes,
-            flops=2 * T * H * (E - shared) * (2 if backward else 1), tokens=T, dtype=x.dtype,
-        )  # fmt: skip
+        variants = floor | {"moe_runtime": variant(ours), "torch": variant("torch")}
+        interleaved(variants, bytes=bytes, flops=bytes * (E - shared), tokens=T, dtype=x.dtype)

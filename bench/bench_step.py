@@ -1,8 +1,7 @@
 """Stock models of transformers: a decoder layer and a whole training step, on our experts and on transformers' own.
 
-The same weights under every `experts_implementation`. Attention, norms and the loss are transformers' and the same for all,
-so the ratios are what a user of the drop-in sees, not what the kernels do. The shapes are those of the experts; attention has
-H / 128 heads, and XFT's shared expert is one more routed one, as no stock class has its router.
+The same weights under every `experts_implementation`: the ratios are what a user of the drop-in sees. Attention has H / 128
+heads, and XFT's shared expert is one more routed one, as no stock class has its router.
 """
 
 import contextlib
@@ -13,11 +12,11 @@ import pytest
 import torch
 
 from moe_runtime.bench import clock, machine, shapes
+from moe_runtime.bench.bench_layer import DTYPES
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "step"
 ROUNDS = 15 if CUDA else 9
-DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
 IMPLEMENTATIONS = {"moe_runtime": "moe_runtime", "transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
 CPU_SHAPES = shapes.STEPS_CPU
 GPU_SHAPES = shapes.STEPS
@@ -47,6 +46,30 @@ def stock(shape, dtype, layers: int):
     torch.manual_seed(0)
     with torch.device(DEVICE):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="moe_runtime")
+
+
+def llama(size, dtype, **options):
+    """A Llama of random weights with a size's H, I, L, heads and V."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.V, hidden_size=size.H, intermediate_size=size.I, num_hidden_layers=size.L,
+        num_attention_heads=size.heads, num_key_value_heads=size.heads, **options,
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        return LlamaForCausalLM._from_config(config, dtype=dtype)
+
+
+def train(model, ids, optimizer=None) -> torch.Tensor:
+    """Run a training step and return its loss; without an optimizer, only the gradients are computed."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    try:
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+    finally:  # gradients that stay would be there before the next call, and out of its peak
+        (optimizer or model).zero_grad()
+    return loss.detach()
 
 
 def with_each(model, run) -> dict:
@@ -119,15 +142,7 @@ def bench_training_step(interleaved, shape, dtype):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=CUDA)
         ids = token_ids(shape)
 
-    def run():
-        loss = model(input_ids=ids, labels=ids).loss
-        try:
-            loss.backward()
-            optimizer.step()
-        finally:  # gradients that stay would be there before the next call, and out of its peak
-            optimizer.zero_grad()
-        return loss.detach()
-
     flops = flops_of(model, ids.numel(), head=True)
     held = functools.partial(clock.held_bytes, model, optimizer)
+    run = functools.partial(train, model, ids, optimizer)
     interleaved(with_each(model, run), flops=flops, tokens=ids.numel(), dtype=dtype, held=held)

@@ -5,10 +5,9 @@ choose few experts, and the bytes are those of the experts that are used.
 """
 
 import pytest
-import torch
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_layer import DTYPES, Layer, variants_of
+from moe_runtime.bench.bench_layer import DTYPES, Layer, measure, variants_of
 from moe_runtime.bench.machine import CUDA, fits
 
 KIND = "tokens"
@@ -30,10 +29,4 @@ def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_tokens(interleaved, shape, dtype, request):
-    layer, variants, notes = experts(shape, dtype, request)
-    functions = {name: layer.forward(variant) for name, variant in variants.items()}
-    with torch.no_grad():
-        interleaved(
-            functions, flops=layer.flops, bytes=layer.bytes(), tokens=shape.T, dtype=dtype, notes=notes,
-            compare="moe_runtime",
-        )  # fmt: skip
+    measure(interleaved, *experts(shape, dtype, request), {})

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.bench_layer import DTYPES
+from moe_runtime.bench.bench_layer import DTYPES, measure
 from moe_runtime.bench.bench_tokens import SWEPT, experts
 from moe_runtime.bench.machine import CUDA
 
@@ -15,9 +15,4 @@ GPU_SHAPES = shapes.sweep(SWEPT, tuple(T for T in shapes.SWEEP_GPU if T >= 256))
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def bench_tokens_backward(interleaved, shape, dtype, request):
-    layer, variants, notes = experts(shape, dtype, request)
-    functions = {name: layer.both(variant) for name, variant in variants.items()}
-    interleaved(
-        functions, flops=3 * layer.flops, bytes=layer.bytes(backward=True), tokens=shape.T, dtype=dtype,
-        notes=notes,
-    )  # fmt: skip
+    measure(interleaved, *experts(shape, dtype, request), {}, backward=True)

@@ -67,14 +67,15 @@ class Partly(Layer):
         return step
 
 
-def _fifth(shape) -> Partly:
+def _measure(interleaved, shape, experts, names, make) -> None:
     with fits():
-        return Partly(shape, range(0, shape.E, FIFTH))
-
-
-def _functions(layer: Partly, make, names) -> dict:
+        layer = Partly(shape, experts)
     ways = layer.ways()
-    return {name: make(*ways[name]) for name in names}
+    interleaved({name: make(layer, *ways[name]) for name in names}, tokens=shape.T, dtype=DTYPE)
+
+
+def _both(layer: Partly, *way):
+    return lambda: layer.both_of(*way)
 
 
 THREE = ("all experts (floor)", "moe_runtime, a mask", "moe_runtime, apart")
@@ -82,23 +83,18 @@ TWO = ("all experts (floor)", "moe_runtime, apart")
 
 
 def bench_partly_trained(interleaved, shape):
-    layer = _fifth(shape)
-    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), THREE), tokens=shape.T, dtype=DTYPE)
+    _measure(interleaved, shape, range(0, shape.E, FIFTH), THREE, _both)
 
 
 def bench_partly_trained_backward(interleaved, shape):
-    layer = _fifth(shape)
-    interleaved(_functions(layer, layer.backward_of, THREE), tokens=shape.T, dtype=DTYPE)
+    _measure(interleaved, shape, range(0, shape.E, FIFTH), THREE, Partly.backward_of)
 
 
 def bench_partly_trained_step(interleaved, shape):
-    layer = _fifth(shape)
-    interleaved(_functions(layer, layer.step_of, TWO), tokens=shape.T, dtype=DTYPE)
+    _measure(interleaved, shape, range(0, shape.E, FIFTH), TWO, Partly.step_of)
 
 
 def bench_selected_experts(interleaved, shape):
     """As many as the released selections have of 64: 3.2 to 5.9 a layer."""
     count = max(1, shape.E * 6 // 64)
-    with fits():
-        layer = Partly(shape, range(shape.E - count, shape.E))
-    interleaved(_functions(layer, lambda *way: lambda: layer.both_of(*way), (*TWO, "no expert")), tokens=shape.T, dtype=DTYPE)
+    _measure(interleaved, shape, range(shape.E - count, shape.E), (*TWO, "no expert"), _both)

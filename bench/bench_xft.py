@@ -1,9 +1,8 @@
 """XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts, 6 per token; random weights.
 
-One model, its weights, its batch and its optimizer's state for all; what differs is who computes the MoE layers. Ours and
-transformers' take one router's result; "official" is the released code's layer, its own gate included (bench/official.py).
-No noise on the router and no balance loss, so that all compute the same function. Attention, norms, head and loss are
-transformers' for all, and there is no gradient checkpointing, as in the released training script.
+One model, batch and optimizer's state for all; what differs is who computes the MoE layers. Ours and transformers' take one
+router's result; "official" is the released code's layer, its own gate included. No noise on the router and no balance loss, so
+that all compute the same function, and no gradient checkpointing, as in the released training script.
 """
 
 import functools
@@ -13,19 +12,14 @@ import torch
 from torch import nn
 
 from moe_runtime.bench import clock, shapes
+from moe_runtime.bench.bench_layer import DTYPES, mixtral_experts
+from moe_runtime.bench.bench_step import llama, train
 from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.bench.official import OfficialBlock
 
 KIND = "step"
 ROUNDS = 15 if CUDA else 3  # a CPU takes half a minute for one
-DTYPES = [pytest.param(torch.float32, id="fp32")] * (not CUDA) + [pytest.param(torch.bfloat16, id="bf16")]
-
-
-def pytest_generate_tests(metafunc):
-    if "size" in metafunc.fixturenames:
-        tiny = metafunc.config.getoption("--tiny")
-        table = shapes.TUNING_TINY if tiny else shapes.TUNING_GPU if CUDA else shapes.TUNING_CPU
-        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
+SIZES = (shapes.TUNING_GPU, shapes.TUNING_CPU, shapes.TUNING_TINY)
 
 
 class TransformersBlock(nn.Module):
@@ -33,7 +27,8 @@ class TransformersBlock(nn.Module):
 
     def __init__(self, moe, implementation: str):
         super().__init__()
-        self.gate, self.experts = moe.gate, mixtral_experts(moe, implementation)
+        self.gate = moe.gate
+        self.experts = mixtral_experts(moe.experts.gate_up_proj, moe.experts.down_proj, moe.config.top_k, implementation)
 
     def forward(self, hidden_states):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -41,38 +36,15 @@ class TransformersBlock(nn.Module):
         return self.experts(x, idx.long(), weight).view_as(hidden_states)
 
 
-def mixtral_experts(moe, implementation: str):
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    c = moe.config
-    config = MixtralConfig(
-        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_local_experts=c.num_experts,
-        num_experts_per_tok=c.top_k,
-    )  # fmt: skip
-    config._experts_implementation = implementation
-    with torch.device("meta"):
-        experts = MixtralExperts(config)
-    experts.gate_up_proj, experts.down_proj = moe.experts.gate_up_proj, moe.experts.down_proj
-    return experts
-
-
 class Tuned:
     """The model, and each variant's layers."""
 
     def __init__(self, size, dtype):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         from moe_runtime.methods import xft
 
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=size.V, hidden_size=size.H, intermediate_size=size.I, num_hidden_layers=size.L,
-            num_attention_heads=size.heads, num_key_value_heads=size.heads, max_position_embeddings=16384,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=False, use_cache=False,
-        )  # fmt: skip
-        with torch.device(DEVICE):
-            self.model = LlamaForCausalLM._from_config(config, dtype=dtype).train()
+        rope = {"rope_type": "default", "rope_theta": 100000.0}
+        self.model = llama(size, dtype, max_position_embeddings=16384, rope_parameters=rope, use_cache=False).train()
         xft.upcycle(self.model, num_experts=size.E, top_k=size.K)
         self.ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
         moes = [layer.mlp for layer in self.model.model.layers]
@@ -88,13 +60,11 @@ class Tuned:
 
     def make_optimizers(self) -> dict:
         """Return an AdamW for each variant; the official layers' parameters and states are views of the stacks'."""
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-6, fused=True)
         stacked = adamw(self.model.parameters())
         for parameter in self.model.parameters():
-            stacked.state[parameter] = {
-                "step": torch.zeros((), device=DEVICE),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            stacked.state[parameter] = {"step": torch.zeros((), device=DEVICE)} | moments
         experts = {p for moe in self.blocks["moe_runtime"] for p in moe.experts.parameters()}
         parts = [part for block in self.blocks["official"] for part in block.parts()]
         apart = adamw([p for p in self.model.parameters() if p not in experts] + parts)
@@ -113,19 +83,9 @@ class Tuned:
         def step():
             for layer, block in zip(self.model.model.layers, blocks):
                 layer.mlp = block
-            loss = self.model(input_ids=self.ids, labels=self.ids).loss
-            try:
-                loss.backward()
-                optimizer.step()
-            finally:  # what a variant that fails leaves would lie beside all others
-                optimizer.zero_grad()
-            return loss.detach()
+            return train(self.model, self.ids, optimizer)
 
         return step
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-6, fused=True)
 
 
 def share(optimizer, parameters, state, part) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from moe_runtime.bench.machine import CUDA
-from moe_runtime.tools.tune import EventTimer
 
 ROUNDS = 5
 PRODUCTS = ((1024, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 1024))
@@ -64,6 +63,8 @@ def _last_cache() -> int:
 
 
 def _of_gpu(dtype: torch.dtype) -> dict[str, float]:
+    from moe_runtime.tools.tune import EventTimer
+
     device = torch.device("cuda", torch.cuda.current_device())
     n, size = 8192, 1 << 32
     if torch.cuda.mem_get_info()[1] < 24 << 30:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from moe_runtime.ops import workspace
-from moe_runtime.tools.tune import EventTimer, worst_row
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 OUT_OF_TIME = "out of time"
@@ -57,8 +56,7 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
 def resident(function) -> tuple[dict[str, float], object]:
     """Return the MiB of the CPU that a call takes beyond what was there, at most and in what it returns; and its result.
 
-    It is the process's resident set, whose peak /proc lets one set back; no MiB where it does not. The allocator's free blocks
-    and our own pools go back to the system first, or they would hide what a call takes.
+    It is the process's resident set, whose peak /proc lets one set back; no MiB where it does not.
     """
     _give_back()
     try:
@@ -79,15 +77,17 @@ def _status(name: str) -> int:
 
 
 def _give_back() -> None:
+    """Give the system our pools and the allocator's free blocks: they would hide what a call takes."""
     gc.collect()
     workspace.release()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)
 
 
 def difference(got, want) -> dict[str, float]:
     """Return the column of how far a result is from that of the variant to compare with, if they can be compared."""
+    from moe_runtime.tools.tune import worst_row  # it imports triton, which --tiny's interpreter is to find unimported
+
     if want is None or got.shape != want.shape:
         return {}
     found = worst_row(got.detach(), want.detach())
@@ -100,9 +100,10 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
     Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about `seconds` in all.
     """
+    from moe_runtime.tools.tune import EventTimer
+
     floor, details, want = next(iter(variants)), {}, None
-    names = sorted(variants, key=lambda name: name != compare)  # the one to compare with first
-    for name in names:
+    for name in sorted(variants, key=lambda name: name != compare):  # the one to compare with first
         try:
             details[name] = _memory(variants[name])
             if compare is not None and (name != floor or name == compare):
@@ -189,14 +190,18 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return what a note has room for."""
     return next(iter(text.strip().splitlines()), "")[:250]
 
 
 def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Source and target of a copy that moves that many bytes, read and written ones counted."""
-    source, target = torch.randint(0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device)
-    return source, target
+    return torch.randint(0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device).unbind()
+
+
+def copy_floor(bytes: int, device: str) -> dict:
+    """Return the floor of what only moves bytes: a copy of as many."""
+    source, target = random_bytes(bytes, device)
+    return {"copy (floor)": lambda: target.copy_(source)}
 
 
 def launch_configs() -> str:
@@ -217,17 +222,13 @@ def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: f
         rows[name] = {
             "ms": median * 1e3, "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
             "spread": (max(seconds) - min(seconds)) / median,
-            **({"iqr": _iqr(seconds) / median} if len(seconds) >= 4 else {}),
             **({"TFLOP/s": flops / median / 1e12} if flops else {}),
             **({"GB/s": bytes / median / 1e9} if bytes else {}),
             **({"tokens/s": tokens / median} if tokens else {}), **details.get(name, {}),
         }  # fmt: skip
+        if len(seconds) >= 4:  # the spread without the rounds that something else disturbed
+            low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+            rows[name]["iqr"] = (high - low) / median
         shares = [rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]]
         rows[name] |= {"share": max(shares)} if shares else {}
     return rows
-
-
-def _iqr(values: list[float]) -> float:
-    """Distance of the quartiles: the spread without the rounds that something else disturbed."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low

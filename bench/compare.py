@@ -1,12 +1,10 @@
 """Two results files side by side: how many times the milliseconds of A each variant takes in B, and what is a regression.
 
-A variant is slower only if that is beyond the noise of both runs: its time grew by more than 5 % and by more than the sum of
-the two interquartile ranges of its rounds (half of the ranges from least to most where a file has no quartiles, the whole ones
-where rounds are few), and so did its ratio to the first variant of the benchmark, so that a machine which is slower today is no
-regression; where the first is ours, the others' median pace takes its place. Memory has no noise but the allocator's: the peak
-is a regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it grew by more than 1 %; the times of
-those benchmarks are beside the point. A variant of ours that ran in A and is missing in B, or whose benchmark failed there, is
-a regression, too. Ours are the variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
+A variant is slower if its time grew by more than 5 % and by more than the two interquartile ranges of its rounds together, and
+so did its ratio to the benchmark's first variant (where that is ours: to the others' median pace), so that a machine which is
+slower today is no regression. The peak of memory is a regression if it grew by more than 10 % and 8 MiB, what is saved for
+backward if it grew by more than 1 %. A variant of ours that is missing in B or failed there is a regression, too. Ours are the
+variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
 
 import statistics
@@ -98,9 +96,8 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
         return []
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
-    return [
-        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in a["rows"] if variant not in rows
-    ]
+    lost = [variant for variant in a["rows"] if variant not in rows]
+    return [Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in lost]
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
@@ -138,9 +135,7 @@ def _rounds(a: dict, b: dict) -> int:
 
 
 def _noise(row: dict, few: bool) -> float:
-    if few:
-        return row["spread"]
-    return row["iqr"] if "iqr" in row else row["spread"] / 2
+    return row["spread"] if few else row.get("iqr", row["spread"] / 2)
 
 
 def _warnings(one: dict, other: dict) -> list[str]:
@@ -155,11 +150,8 @@ def _warnings(one: dict, other: dict) -> list[str]:
     if few:
         warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds: what is slower there cannot be told")
     for unit in ("TFLOP/s", "GB/s"):
-        ratios = [
-            other[name]["ceilings"][unit] / one[name]["ceilings"][unit]
-            for name in both
-            if unit in one[name].get("ceilings", ()) and unit in other[name].get("ceilings", ())
-        ]
+        limits = [(one[name].get("ceilings", {}), other[name].get("ceilings", {})) for name in both]
+        ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
             warnings.append(f"the machine's own {unit} are {times:.2f} times as many in the second file")
     return warnings
@@ -200,10 +192,8 @@ def as_json(found: Comparison) -> dict:
         noise = None if row.noise == float("inf") else row.noise
         grew = {name: None if times == float("inf") else times for name, times in row.grew.items()}
         a, b = row.ms
-        head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b}
-        return head | {
-            "ratio": row.ratio, "noise": noise, "grew": grew, "regression": row.regression, "verdict": row.verdict,
-        }  # fmt: skip
+        head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b, "ratio": row.ratio}
+        return head | {"noise": noise, "grew": grew, "regression": row.regression, "verdict": row.verdict}
 
     names = ("kind", "variant", "benchmarks", "least", "median", "most")
     return {

@@ -68,8 +68,11 @@ def _interpret() -> bool:
 
 
 def pytest_generate_tests(metafunc):
+    tiny = metafunc.config.getoption("--tiny")
+    if "size" in metafunc.fixturenames:  # SIZES: of a GPU, of a CPU, tiny ones
+        table = metafunc.module.SIZES[2 if tiny else not CUDA]
+        metafunc.parametrize("size", [pytest.param(size, id=name) for name, size in table.items()])
     if "shape" in metafunc.fixturenames:
-        tiny = metafunc.config.getoption("--tiny")
         name, default = ("GPU_SHAPES", shapes.GPU) if CUDA else ("CPU_SHAPES", shapes.CPU)
         table = shapes.TINY if tiny else getattr(metafunc.module, name, default)
         if chosen := _chosen(metafunc.config):

@@ -19,13 +19,9 @@ def fields(request, dtype: torch.dtype | None, flops: float, bytes: float, token
     shape = shape_of(request)
     counts = {"flops": flops, "bytes": bytes, "tokens": tokens}
     return {
-        "kind": kind_of(request.module), **({"shape": shape} if shape else {}),
+        "kind": getattr(request.module, "KIND", "op"), **({"shape": shape} if shape else {}),
         "dtype": DTYPES[dtype_of(request, dtype)], **{name: count for name, count in counts.items() if count},
     }  # fmt: skip
-
-
-def kind_of(module) -> str:
-    return getattr(module, "KIND", "op")
 
 
 def shape_of(request) -> dict | None:

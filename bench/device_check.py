@@ -1,8 +1,4 @@
-"""What a GPU machine has: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77 without a GPU for the
-kernels.
-
-The GPU, the driver and the versions first, then whether transformers can be imported, as only some of the rest wants it.
-"""
+"""What a GPU machine has: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77 without one for the kernels."""
 
 import shutil
 import sys
@@ -39,10 +35,10 @@ def main(arguments: list[str]) -> int:
     found = device()
     print("\n".join(f"{name}: {value}" for name, value in found.items()))
     records.write("", device=found)
-    if not machine.CUDA:
-        print("torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU.")
-        return NO_GPU
-    if reason := backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device())):
+    reason = "torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU."
+    if machine.CUDA:
+        reason = backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device()))
+    if reason:
         print(reason)
         return NO_GPU
     transformers = machine.missing("transformers") or "can be imported"

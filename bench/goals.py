@@ -35,16 +35,16 @@ def _share(rows):
     return rows["moe_runtime"]["share"]
 
 
+def _times(one: str, other: str, column: str = "ms"):
+    return lambda rows: rows[one][column] / rows[other][column]
+
+
 def _faster(variant: str):
-    return lambda rows: rows[variant]["ms"] / rows["moe_runtime"]["ms"]
+    return _times(variant, "moe_runtime")
 
 
-def _of_copy(variant: str):
-    return lambda rows: rows["copy (floor)"]["ms"] / rows[variant]["ms"]
-
-
-def _of_all(rows):
-    return rows["moe_runtime, apart"]["ms"] / rows["all experts (floor)"]["ms"]
+_of_all = _times("moe_runtime, apart", "all experts (floor)")
+than_triton = _times("moe_runtime triton", "moe_runtime cuda")
 
 
 def _saved(rows):
@@ -59,10 +59,6 @@ def _gradients(rows):
 
 def _each(function: str, *ways: str, names=tuple(shapes.GPU)) -> list[str]:
     return [f"{function}[{name}-{way}]" for name in names for way in ways]
-
-
-def than_triton(rows):
-    return rows["moe_runtime triton"]["ms"] / rows["moe_runtime cuda"]["ms"]
 
 
 FUSED = [f"bench_fused_loss[V=32000-{train}]" for train in ("all", "gate")]
@@ -84,11 +80,11 @@ GOALS = (
     ),
     Goal(
         "router, times of its bytes' copy, T = 16384", _each("bench_route", "forward", "backward"),
-        lambda rows: rows["moe_runtime"]["ms"] / rows["copy (floor)"]["ms"], most=2.0,
+        _times("moe_runtime", "copy (floor)"), most=2.0,
     ),
     Goal(
         "merge and dalpha, share of the copy's bandwidth", _each("bench_merge_experts", "merge", "dalpha"),
-        _of_copy("moe_runtime triton"), 0.85,
+        _times("copy (floor)", "moe_runtime triton"), 0.85,
     ),
     Goal(
         "XFT's merge stage, forward + backward of a layer, times faster than the official form",
@@ -98,9 +94,7 @@ GOALS = (
         "a fifth of the experts trains: share of the time saved", [f"bench_partly_trained[{name}]" for name in shapes.FINE],
         _saved, 0.20,
     ),
-    Goal(
-        "6 of 64 experts train: share of the time saved", ["bench_selected_experts[DeepSeek-V2-Lite]"], _saved, 0.20,
-    ),
+    Goal("6 of 64 experts train: share of the time saved", ["bench_selected_experts[DeepSeek-V2-Lite]"], _saved, 0.20),
     Goal(
         "6 of 64 experts train: memory of their gradients, times of all", ["bench_selected_experts[DeepSeek-V2-Lite]"],
         _gradients, most=0.10,
@@ -108,7 +102,7 @@ GOALS = (
     Goal(
         "UltraFuser's loss, 3 x Llama-2-13B, times faster than the naive",
         [f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]" for T in (2048, 8192) for train in ("all", "gate")],
-        lambda rows: rows[NAIVE]["ms"] / rows["moe_runtime triton"]["ms"], 1.0,
+        _times(NAIVE, "moe_runtime triton"), 1.0,
     ),
     Goal(
         "dispatch in CUDA C++, times faster than Triton's, T <= 2048",
@@ -116,10 +110,6 @@ GOALS = (
         than_triton, 1.0,
     ),
 )  # fmt: skip
-
-
-def _of_floor(rows):
-    return rows["moe_runtime"]["ratio"]
 
 
 def _of_transformers(rows):
@@ -132,51 +122,42 @@ def _of_transformers(rows):
 
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 LAYERS = {  # times of the floor at most, pass by pass
-    ("coarse", "fp32"): (1.05, 1.12),
-    ("coarse", "bf16"): (1.12, 1.22),
-    ("fine", "fp32"): (1.25, 1.4),
-    ("fine", "bf16"): (1.4, 1.6),
-}
+    ("coarse", "fp32"): (1.05, 1.12), ("coarse", "bf16"): (1.12, 1.22),
+    ("fine", "fp32"): (1.25, 1.4), ("fine", "bf16"): (1.4, 1.6),
+}  # fmt: skip
 CPU_LAYERS = [
-    Goal(f"{shape} layer, {dtype}, {what}, times of dense matmuls", [f"{name}[{shape}-{dtype}]"], _of_floor, most=most)
+    Goal(
+        f"{shape} layer, {dtype}, {what}, times of dense matmuls",
+        [f"{name}[{shape}-{dtype}]"],
+        lambda rows: rows["moe_runtime"]["ratio"],
+        most=most,
+    )
     for (shape, dtype), limits in LAYERS.items()
     for (name, what), most in zip(PASSES.items(), limits)
 ]
+PARTLY = "bench_partly_trained{}[fine]"
 DECODE = [f"{shape}-{T}" for shape in shapes.CPU for T in shapes.DECODE if T <= 64]
 CPU_GOALS = (
     *CPU_LAYERS,
     Goal(
         "decode, T <= 64, times of the fastest of transformers: never slower",
-        [f"bench_tokens[{name}-{dtype}]" for name in DECODE for dtype in ("fp32", "bf16")],
-        _of_transformers, most=1.0,
+        [f"bench_tokens[{name}-{dtype}]" for name in DECODE for dtype in ("fp32", "bf16")], _of_transformers, most=1.0,
     ),
     Goal(
         "XFT's merge stage, a step, times of a dense tuning step", ["bench_mixing_step[small]"],
-        lambda rows: rows["moe_runtime"]["ms"] / rows["dense SFT step (floor)"]["ms"], most=1.25,
+        _times("moe_runtime", "dense SFT step (floor)"), most=1.25,
     ),
-    Goal(
-        "a fifth of the experts trains: backward, times of training all", ["bench_partly_trained_backward[fine]"],
-        _of_all, most=0.85,
-    ),
+    Goal("a fifth of the experts trains: backward, times of training all", [PARTLY.format("_backward")], _of_all, most=0.85),
     Goal(
         "a fifth of the experts trains: forward + backward, and a step with AdamW, times of training all",
-        ["bench_partly_trained[fine]", "bench_partly_trained_step[fine]"], _of_all, most=0.95,
+        [PARTLY.format(""), PARTLY.format("_step")], _of_all, most=0.95,
     ),
-    Goal(
-        "UltraFuser's loss, forward + backward, times of the naive", FUSED[:1],
-        lambda rows: rows["moe_runtime torch"]["ms"] / rows[NAIVE]["ms"], most=1.0,
-    ),
-    Goal(
-        "its stage 1, times of the naive", FUSED[1:],
-        lambda rows: rows["moe_runtime torch"]["ms"] / rows[NAIVE]["ms"], most=0.6,
-    ),
-    Goal(
-        "its peak memory, share of the naive", FUSED,
-        lambda rows: rows["moe_runtime torch"]["peak MiB"] / rows[NAIVE]["peak MiB"], most=0.35,
-    ),
+    Goal("UltraFuser's loss, forward + backward, times of the naive", FUSED[:1], _times("moe_runtime torch", NAIVE), most=1.0),
+    Goal("its stage 1, times of the naive", FUSED[1:], _times("moe_runtime torch", NAIVE), most=0.6),
+    Goal("its peak memory, share of the naive", FUSED, _times("moe_runtime torch", NAIVE, "peak MiB"), most=0.35),
     Goal(
         "LoRA experts on one base, forward + backward, times faster than per slot", ["bench_lora_experts[coarse-both-fp32]"],
-        lambda rows: rows["LoRA per slot"]["ms"] / rows["moe_runtime"]["ms"], 2.5,
+        _faster("LoRA per slot"), 2.5,
     ),
 )  # fmt: skip
 

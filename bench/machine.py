@@ -29,7 +29,8 @@ def describe() -> dict[str, str]:
     """Return machine, driver, versions, commit and date."""
     name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    return {"machine": name, "driver": _driver(), **versions, "commit": commit(), "date": today()}
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
+    return {"machine": name, "driver": driver, **versions, "commit": commit(), "date": today()}
 
 
 def today() -> str:
@@ -86,10 +87,6 @@ def missing(package: str) -> str | None:
     except Exception as error:  # a package may raise anything while it is imported
         return f"cannot be imported: {type(error).__name__}: {error}"
     return None
-
-
-def _driver() -> str:
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
 
 
 def free_memory() -> int:

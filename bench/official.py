@@ -5,8 +5,8 @@
     weights = [softmax(s) s_1, 1 - s_1]                      Eq. (2), rounded to x's dtype
     slots sorted by expert, x gathered, three linears per expert, results joined, weighted, added up by index
 
-Each step also sums up how much and how often every expert is used, whether or not a balance loss is wanted. Here it is not,
-and there is no noise on the logits, so that the function is the same as that of the others in the comparison.
+Each step also sums up how much and how often every expert is used. There is no balance loss and no noise on the logits, so that
+the function is that of the others in the comparison.
 """
 
 import torch

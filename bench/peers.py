@@ -57,9 +57,8 @@ def _sonicmoe(layer):
 
     def call():
         scores = layer.topk_weight.flatten().to(layer.x.dtype)
-        return moe_general_routing_inputs(
-            layer.x, scores, token, experts, up, None, down, None, E, stream, ActivationType.SWIGLU
-        )[0]
+        inputs = (layer.x, scores, token, experts, up, None, down, None, E, stream)
+        return moe_general_routing_inputs(*inputs, ActivationType.SWIGLU)[0]
 
     return call, [layer.x, up, down, layer.topk_weight], layer.dout
 
@@ -75,16 +74,13 @@ def _megablocks(layer):
     )  # fmt: skip
     experts = ParallelDroplessMLP(args)
     # theirs are [E * I, H] each, gate, up and down alike
-    gate, up = layer.up.detach().chunk(2, 1)
-    weights = [
-        torch.nn.Parameter(weight.reshape(E * I, H).contiguous()) for weight in (gate, up, layer.down.detach().transpose(1, 2))
-    ]
+    stacks = (*layer.up.detach().chunk(2, 1), layer.down.detach().transpose(1, 2))
+    weights = [torch.nn.Parameter(stack.reshape(E * I, H).contiguous()) for stack in stacks]
     experts.mlp.w1, experts.mlp.v1, experts.mlp.w2 = weights
     idx = layer.topk_idx.to(torch.int32)
 
     def call():
-        out = experts.forward_once(layer.x[None], layer.topk_weight.to(layer.x.dtype), idx)[0]
-        return out.view_as(layer.x)
+        return experts.forward_once(layer.x[None], layer.topk_weight.to(layer.x.dtype), idx)[0].view_as(layer.x)
 
     return call, [layer.x, *weights, layer.topk_weight], layer.dout
 

@@ -13,26 +13,7 @@ import statistics
 from pathlib import Path
 
 from moe_runtime.bench import pictures_bars as frame
-from moe_runtime.bench.pictures_bars import (
-    GREY,
-    INK,
-    SMALL,
-    STYLES,
-    Bench,
-    bars,
-    figure_of,
-    grid,
-    is_floor,
-    is_ours,
-    key,
-    legend,
-    logarithmic,
-    ordered,
-    plain,
-    share_names,
-    shown,
-    style,
-)
+from moe_runtime.bench.pictures_bars import GREY, INK, SMALL, Bench, is_ours, ordered, plain, style
 from moe_runtime.io.files import atomic_file
 from moe_runtime.io.rows import require
 
@@ -44,7 +25,7 @@ MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
 
 def layer(benches: list[Bench]):
     """Draw the layer's ratios to the floor; None if it was not measured."""
-    found = [bench for bench in benches if bench.function in PASSES and any(map(is_floor, bench.rows)) and ratios(bench)]
+    found = [bench for bench in benches if bench.function in PASSES and any(map(frame.is_floor, bench.rows)) and ratios(bench)]
     found.sort(key=lambda bench: list(PASSES).index(bench.function))
     if not found:
         return None
@@ -52,7 +33,7 @@ def layer(benches: list[Bench]):
 
 
 def ratios(bench: Bench) -> dict[str, float]:
-    return {name: row["ratio"] for name, row in bench.rows.items() if "ratio" in row and not is_floor(name)}
+    return {name: row["ratio"] for name, row in bench.rows.items() if "ratio" in row and not frame.is_floor(name)}
 
 
 def _layer_tokens(bench: Bench) -> str:
@@ -62,18 +43,18 @@ def _layer_tokens(bench: Bench) -> str:
 
 def _layer_bars(found: list[Bench]):
     heights = [frame.bars_height(len(ratios(bench))) + 0.15 for bench in found]
-    figure, all_axes = grid(LAYER_TITLE, found, heights, min(2, len(found)))
+    figure, all_axes = frame.grid(LAYER_TITLE, found, heights)
     for axes, bench in zip(all_axes, found):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
-        bars(axes, ratios(bench), "{:.2f}".format, "times of the floor (less is better)", _layer_end(ratios(bench)))
+        frame.bars(axes, ratios(bench), "{:.2f}".format, "times of the floor (less is better)", _layer_end(ratios(bench)))
         axes.axvline(1, color=GREY, linestyle="--", linewidth=1.2)
-    share_names(all_axes[: len(found)], min(2, len(found)))
+    frame.share_names(all_axes)
     return figure
 
 
 def _layer_end(values: dict[str, float]) -> float:
-    """Return where bars are cut: one that is very long would leave the others nothing to be told apart by."""
+    """Return where bars are cut, as a very long one would leave the others nothing to be told apart by."""
     ours = values.get("moe_runtime", min(values.values()))
     return min(max(values.values()), FAR * max(1.0, ours))
 
@@ -82,9 +63,7 @@ def _layer_dots(found: list[Bench]):
     panels: dict[tuple, list[Bench]] = {}
     for bench in found:
         panels.setdefault((PASSES[bench.function], _layer_tokens(bench), bench.dtype), []).append(bench)
-    columns = min(2, len(panels))
-    heights = [1.1 + 0.3 * len(group) for group in panels.values()]
-    figure, all_axes = grid(LAYER_TITLE, found, heights, columns)
+    figure, all_axes = frame.grid(LAYER_TITLE, found, [1.1 + 0.3 * len(group) for group in panels.values()])
     for axes, (place, group) in zip(all_axes, panels.items()):
         for y, bench in enumerate(group):
             for name in reversed(ordered(ratios(bench))):
@@ -94,11 +73,11 @@ def _layer_dots(found: list[Bench]):
         axes.axvline(1, color=INK, linestyle="--", linewidth=1.2, zorder=1)
         axes.set_yticks(range(len(group)), [bench.shape for bench in group])
         axes.set_ylim(len(group) - 0.5, -0.5)
-        logarithmic(axes, "x")
+        frame.logarithmic(axes, "x")
         plain(axes, ", ".join(filter(None, place)))
         axes.set_xlabel("times of the floor (less is better)", fontsize=SMALL)
-    share_names(all_axes[: len(panels)], columns)
-    legend(figure, key((name for bench in found for name in ratios(bench)), line=True, join=False))
+    frame.share_names(all_axes)
+    frame.legend(figure, frame.key((name for bench in found for name in ratios(bench)), join=""))
     return figure
 
 
@@ -124,34 +103,31 @@ def roofline(benches: list[Bench]):
     used = [bench for group in (*on_roof.values(), *moving.values()) for bench in group]
     if not used:
         return None
-    heights = [3.6] * len(on_roof) + [0.9 + 0.24 * _lines_of(moving)] * bool(moving)
-    figure = figure_of("Reached of the machine's ceilings, measured in the same run", used, 2.2 + sum(heights))
-    all_axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights).flatten()
+    heights = [3.6] * len(on_roof) + [0.9 + 0.24 * sum(1 + len(_shares(group)) for group in moving.values())] * bool(moving)
+    figure, all_axes = frame.grid("Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2)
     marker = dict(zip(dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9))
     for axes, (dtype, group) in zip(all_axes, on_roof.items()):
         _roof(axes, dtype, group, marker)
     if moving:
         _moving(all_axes[-1], moving)
-    names = [name for group in on_roof.values() for bench in group for name in shown(bench.rows, "TFLOP/s")]
-    names += [name for group in moving.values() for bench in group for name in shown(bench.rows, "GB/s")]
-    patches = key(name for name in map(_named, names) if name != OTHER)
+    names = [name for group in on_roof.values() for bench in group for name in frame.shown(bench.rows, "TFLOP/s")]
+    names += [name for group in moving.values() for bench in group for name in frame.shown(bench.rows, "GB/s")]
+    patches = frame.key(name for name in map(_named, names) if name != OTHER)
     if OTHER in map(_named, names):
-        patches.append(require("matplotlib.patches", "bench").Patch(color=OTHER_COLOUR, label=OTHER))
-    lines = require("matplotlib.lines", "bench")
-    shapes = [lines.Line2D([], [], color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
-    legend(figure, [*patches, *shapes])
+        patches.append(frame.patch(color=OTHER_COLOUR, label=OTHER))
+    shapes = [frame.line(color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
+    frame.legend(figure, [*patches, *shapes])
     return figure
 
 
 def _only_moves(bench: Bench) -> bool:
-    floor = next(iter(bench.rows))
-    moves = not bench.info.get("flops") or floor == "copy (floor)"
+    moves = not bench.info.get("flops") or next(iter(bench.rows)) == "copy (floor)"
     return bool(moves and bench.info.get("bytes") and "GB/s" in bench.info.get("ceilings", {}))
 
 
 def _named(name: str) -> str:
     """Return who an implementation is shown as: those that only one benchmark has are all one."""
-    return name if name in STYLES else "moe_runtime" if is_ours(name) else OTHER
+    return name if name in frame.STYLES else "moe_runtime" if is_ours(name) else OTHER
 
 
 def _colour(name: str) -> str:
@@ -166,7 +142,7 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
     ways = [left, ridge, right]
     axes.plot(ways, [min(matmul, x * copy / 1e3) for x in ways], color=INK, linewidth=1.6, label="roof", zorder=1)
     for bench, x in zip(group, xs):
-        rates = shown(bench.rows, "TFLOP/s")
+        rates = frame.shown(bench.rows, "TFLOP/s")
         if len(rates) > 1:
             axes.plot([x, x], [min(rates.values()), max(rates.values())], color=GREY, linewidth=0.6, zorder=2)
         for name, rate in rates.items():
@@ -176,8 +152,8 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
                 linestyle="", zorder=4 if is_ours(name) else 3, label=f"{bench.function}[{bench.id}] {name}",
             )  # fmt: skip
     _sweeps(axes, group)
-    logarithmic(axes, "x")
-    logarithmic(axes, "y")
+    frame.logarithmic(axes, "x")
+    frame.logarithmic(axes, "y")
     plain(axes, f"{dtype}: {matmul:.3g} TFLOP/s in matmul, {copy:.3g} GB/s in copy")
     axes.set_xlabel("FLOPs per byte", fontsize=SMALL)
     axes.set_ylabel("TFLOP/s", fontsize=SMALL)
@@ -195,15 +171,11 @@ def _sweeps(axes, group: list[Bench]) -> None:
         axes.plot(xs, rates, color=style("moe_runtime")[0], linewidth=0.9, alpha=0.6, zorder=2, label="sweep")
 
 
-def _lines_of(moving: dict[str, list[Bench]]) -> int:
-    return sum(1 + len(_shares(group)) for group in moving.values())
-
-
 def _shares(group: list[Bench]) -> dict[str, list[float]]:
     """Return {variant: share of the copy's GB/s in each benchmark}."""
     found: dict[str, list[float]] = {}
     for bench in group:
-        for name, rate in shown(bench.rows, "GB/s").items():
+        for name, rate in frame.shown(bench.rows, "GB/s").items():
             found.setdefault(name, []).append(rate / bench.info["ceilings"]["GB/s"])
     return found
 
@@ -221,7 +193,7 @@ def _moving(axes, moving: dict[str, list[Bench]]) -> None:
             axes.barh(y, middle, color=_colour(name), height=0.8, label=f"{what}: {name}")
             if len(shares[name]) > 1:
                 axes.plot(shares[name], [y] * len(shares[name]), "|", color=INK, markersize=7)
-            said = f"  {middle:.0%}" + (f"  {name}" if name not in STYLES else "")
+            said = f"  {middle:.0%}" + (f"  {name}" if name not in frame.STYLES else "")
             axes.text(max(shares[name]), y, said, va="center", fontsize=SMALL, color=INK)
             end = max(end, max(shares[name]) + LETTER * len(said) * span)
         y += 1
@@ -249,35 +221,28 @@ def throughput(benches: list[Bench]):
     if not found:
         return None
     used = [bench for group in found.values() for bench in group]
-    columns = min(2, len(found))
-    rows = -(-len(found) // columns)
-    groups = sorted(found.items(), key=lambda item: item[0][0])
-    losses = [len(_said(_lost(sorted(group, key=lambda bench: bench.tokens)))) for _, group in groups]
-    heights = [2.7 + 0.15 * max(losses[i : i + columns]) for i in range(0, len(losses), columns)]
-    figure = figure_of("Experts of one layer: tokens/s against tokens", used, 1.9 + sum(heights))
-    all_axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten()
-    for axes in all_axes[len(found) :]:
-        axes.set_visible(False)
+    groups = sorted(((place, sorted(g, key=lambda bench: bench.tokens)) for place, g in found.items()), key=lambda g: g[0][0])
+    heights = [2.7 + 0.15 * len(_said(_lost(group))) for _, group in groups]
+    figure, all_axes = frame.grid("Experts of one layer: tokens/s against tokens", used, heights, base=1.9)
     for axes, (place, group) in zip(all_axes, groups):
         _panel(axes, group)
         plain(axes, f"{place[1]}, {place[2]}: {list(FUNCTIONS.values())[place[0]]}")
-    legend(figure, key((name for bench in used for name in _rates(bench)), line=True))
+    frame.legend(figure, frame.key((name for bench in used for name in _rates(bench)), join="-"))
     return figure
 
 
 def _rates(bench: Bench) -> dict[str, float]:
-    return {name: row[RATE] for name, row in bench.rows.items() if RATE in row and not is_floor(name)}
+    return {name: row[RATE] for name, row in bench.rows.items() if RATE in row and not frame.is_floor(name)}
 
 
 def _panel(axes, group: list[Bench]) -> None:
-    group = sorted(group, key=lambda bench: bench.tokens)
     # ours last, on top
     for name in reversed(ordered(name for bench in group for name in _rates(bench))):
         points = [(bench.tokens, _rates(bench)[name]) for bench in group if name in _rates(bench)]
         colour, marker = style(name)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4.5, linewidth=1.5, label=name)
     axes.set_xscale("log", base=2)
-    logarithmic(axes, "y")
+    frame.logarithmic(axes, "y")
     axes.set_xticks([bench.tokens for bench in group], [_tokens(bench.tokens) for bench in group])
     axes.xaxis.minorticks_off()
     axes.set_xlabel("T (1k = 1024)", fontsize=SMALL)
@@ -320,13 +285,8 @@ PICTURES = {
     "layer": layer, "roofline": roofline, "throughput": throughput, "memory": frame.memory,
     "breakdown": frame.breakdown, "xft": frame.xft,
 }  # fmt: skip
-# text as text, the font that matplotlib brings, ids that are the same in every run
-SETTINGS = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "moe_runtime",
-    "font.family": "DejaVu Sans",
-    "text.parse_math": False,  # a name with two $ is no formula
-}
+# text as text, the font that matplotlib brings, ids that are the same in every run; a name with two $ is no formula
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "font.family": "DejaVu Sans", "text.parse_math": False}
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:

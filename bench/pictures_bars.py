@@ -56,14 +56,12 @@ class Bench(NamedTuple):
     @property
     def dtype(self) -> str:
         """As the file says; of an older one, as the benchmark's name does."""
-        named = next((part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")), "")
-        return self.info.get("dtype") or named
+        return self.info.get("dtype") or next((part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")), "")
 
     @property
     def shape(self) -> str:
         """Name of the shape, without its tokens."""
-        named = (self.info.get("shape") or {}).get("name")
-        return named or self.id.removesuffix(f"-{self.dtype}")
+        return (self.info.get("shape") or {}).get("name") or self.id.removesuffix(f"-{self.dtype}")
 
     @property
     def tokens(self) -> int:
@@ -136,10 +134,9 @@ def caption(benches: list[Bench]) -> str:
     lines = {}
     for bench in benches:
         info = bench.info
-        said = [
-            f"{name} {info[name]}" for name in ("torch", "triton", "transformers") if info.get(name) not in (None, "missing")
-        ]
-        lines[", ".join([info.get("machine", "unknown machine"), *said])] = None
+        packages = [name for name in ("torch", "triton", "transformers") if info.get(name) not in (None, "missing")]
+        said = [info.get("machine", "unknown machine"), *(f"{name} {info[name]}" for name in packages)]
+        lines[", ".join(said)] = None
     commits = ", ".join(dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches))
     dates = ", ".join(dict.fromkeys(str(bench.info.get("date", "unknown")) for bench in benches))
     return "\n".join([*lines, f"commit {commits}, {dates}"])
@@ -164,18 +161,20 @@ def plain(axes, title: str = "") -> None:
         axes.spines[side].set_visible(False)
 
 
-def key(names, *, line: bool = False, join: bool = True) -> list:
-    """Return a legend's handles of implementations: patches for bars, or their markers, joined by a line or not."""
-    names = ordered(names)
-    if not line:
-        patches = require("matplotlib.patches", "bench")
-        return [patches.Patch(color=style(name)[0], label=name) for name in names]
-    lines, joined = require("matplotlib.lines", "bench"), "-" if join else ""
-    return [
-        lines.Line2D([], [], color=colour, marker=marker, markersize=5, linestyle=joined, label=name)
-        for name in names
-        for colour, marker in [style(name)]
-    ]
+def patch(**look):
+    return require("matplotlib.patches", "bench").Patch(**look)
+
+
+def line(**look):
+    return require("matplotlib.lines", "bench").Line2D([], [], **look)
+
+
+def key(names, join: str | None = None) -> list:
+    """Return a legend's handles of implementations: patches for bars, or markers with a line style, "" for none."""
+    looks = [(name, *style(name)) for name in ordered(names)]
+    if join is None:
+        return [patch(color=colour, label=name) for name, colour, _ in looks]
+    return [line(color=c, marker=marker, markersize=5, linestyle=join, label=name) for name, c, marker in looks]
 
 
 def legend(figure, handles: list, columns: int = 3) -> None:
@@ -206,10 +205,8 @@ def logarithmic(axes, which: str) -> None:
 
 
 def _short(value: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    unit, size = ("M", 1e6) if value >= 1e6 else ("k", 1e3) if value >= 1e3 else ("", 1)
+    return f"{value / size:g}{unit}"
 
 
 def bars(axes, values: dict[str, float], form, unit: str, most: float | None = None) -> None:
@@ -229,7 +226,7 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     axes.grid(axis="y", visible=False)
 
 
-def share_names(all_axes, columns: int) -> None:
+def share_names(all_axes, columns: int = 2) -> None:
     """Leave the bars' names away where the panel to the left has the same."""
     for i, axes in enumerate(all_axes):
         left = [label.get_text() for label in all_axes[i - 1].get_yticklabels()] if i % columns else []
@@ -242,21 +239,18 @@ WHOLE = "whole step"
 # parts of a step that are the same code for every implementation, and the experts
 SHARED = {"embedding, head and loss": "#C4C4C4", "attention and norms": "#9C9C9C", "router": "#DADADA", "optimizer": "#868686"}
 EXPERTS = ("experts forward", "experts backward")
-XFT = {
-    "tokens/s": "tokens/s (more is better)",
-    "peak MiB": "peak MiB (less is better)",
-    "total MiB": "total MiB (less is better)",
-}
+XFT = {"tokens/s": "more is better", "peak MiB": "less is better", "total MiB": "less is better"}
 
 
-def grid(title: str, benches: list[Bench], heights: list[float], columns: int):
-    """Return a figure and its axes, a row as high as the highest of its panels."""
+def grid(title: str, benches: list[Bench], heights: list[float], columns: int = 2, base: float = 1.3):
+    """Return a figure and an axes per panel, a row as high as the highest of its panels, `base` for what is around them."""
+    columns = min(columns, len(heights))
     rows = [max(heights[i : i + columns]) for i in range(0, len(heights), columns)]
-    figure = figure_of(title, benches, 1.3 + sum(rows))
+    figure = figure_of(title, benches, base + sum(rows))
     all_axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
     for axes in all_axes[len(heights) :]:
         axes.set_visible(False)
-    return figure, all_axes
+    return figure, all_axes[: len(heights)]
 
 
 def bars_height(count: int) -> float:
@@ -270,7 +264,7 @@ def memory(benches: list[Bench]):
         return None
     heights = [bars_height(len(values)) for _, values in found]
     used = [bench for bench, _ in found]
-    figure, all_axes = grid("Kept for the backward pass, per token of one layer", used, heights, min(2, len(found)))
+    figure, all_axes = grid("Kept for the backward pass, per token of one layer", used, heights)
     for axes, (bench, values) in zip(all_axes, found):
         plain(axes, f"{bench.shape}, {bench.dtype}")
         bars(axes, values, "{:.1f}".format, "KiB per token")
@@ -278,10 +272,9 @@ def memory(benches: list[Bench]):
             if FORMULA in bench.rows[name]:
                 at = bench.rows[name][FORMULA]
                 axes.plot([at, at], [y - 0.45, y + 0.45], color=INK, linewidth=2.5, label="published formula")
-    share_names(all_axes[: len(found)], min(2, len(found)))
+    share_names(all_axes)
     if any(FORMULA in row for bench in used for row in bench.rows.values()):
-        lines = require("matplotlib.lines", "bench")
-        legend(figure, [lines.Line2D([], [], color=INK, linewidth=2.5, label="our published formula")])
+        legend(figure, [line(color=INK, linewidth=2.5, label="our published formula")])
     return figure
 
 
@@ -303,8 +296,8 @@ def xft(benches: list[Bench]):
     for axes, (bench, column) in zip(all_axes, panels):
         values = _column(bench, column)
         plain(axes, f"{bench.shape}, {bench.dtype}")
-        bars(axes, values, number, XFT[column])
-    share_names(all_axes[: len(panels)], columns)
+        bars(axes, values, number, f"{column} ({XFT[column]})")
+    share_names(all_axes, columns)
     return figure
 
 
@@ -319,11 +312,10 @@ def breakdown(benches: list[Bench]):
         _stack(axes, bench)
         plain(axes, f"{bench.shape}, {bench.dtype}")
         axes.grid(axis="y", visible=False)
-    patches = require("matplotlib.patches", "bench")
-    same = [patches.Patch(color=colour, label=part) for part, colour in SHARED.items()]
-    ours = [patches.Patch(color=style("moe_runtime")[0], label="experts forward (colour of each)")]
-    ours += [patches.Patch(color=style("moe_runtime")[0], alpha=0.55, label="experts backward")]
-    legend(figure, [*same, *ours], columns=3)
+    ours = style("moe_runtime")[0]
+    same = [patch(color=colour, label=part) for part, colour in SHARED.items()]
+    forward = patch(color=ours, label="experts forward (colour of each)")
+    legend(figure, [*same, forward, patch(color=ours, alpha=0.55, label="experts backward")])
     return figure
 
 
@@ -347,16 +339,12 @@ def _stack(axes, bench: Bench) -> None:
         for part in (*EXPERTS, *SHARED):
             if part not in one:
                 continue
-            faint = 0.55 if part == EXPERTS[1] else 1.0
-            axes.barh(
-                y, one[part], left=left, color=SHARED.get(part, colour), alpha=faint, height=0.72, edgecolor="white",
-                linewidth=0.8, label=f"{name}: {part}",
-            )  # fmt: skip
+            look = {"color": SHARED.get(part, colour), "alpha": 0.55 if part == EXPERTS[1] else 1.0, "edgecolor": "white"}
+            axes.barh(y, one[part], left=left, height=0.72, linewidth=0.8, label=f"{name}: {part}", **look)
             if one[part] > 0.05 * widest:
                 dark = part == EXPERTS[0] and luminance(colour) < 0.3
-                place = left + one[part] / 2, y
-                ink = "white" if dark else INK
-                axes.text(*place, number(one[part]), ha="center", va="center", fontsize=TINY, color=ink)
+                look = {"ha": "center", "va": "center", "fontsize": TINY, "color": "white" if dark else INK}
+                axes.text(left + one[part] / 2, y, number(one[part]), **look)
             left += one[part]
         end = max(left, whole) if y == 0 else left
         said = f"  sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"  {number(left)} ms"

@@ -38,8 +38,12 @@ class Records:
         """Return the file's lines; half a line is none. Raises ValueError where one is no benchmark's."""
         if self.path is None or not self.path.exists():
             return []
+        try:
+            written = self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"path is {self.path}, which cannot be read ({error.strerror}); {WRITTEN}") from error
         found = []
-        for number, text in enumerate(_bytes(self.path).split(b"\n"), 1):
+        for number, text in enumerate(written.split(b"\n"), 1):
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError):
@@ -87,9 +91,7 @@ class Records:
 
 def benchmarks(path: str | Path) -> list[dict]:
     """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines, under its name of today."""
-    path = Path(path)
-    found = _benchmarks(path)
-    return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in found]
+    return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in _benchmarks(Path(path))]
 
 
 def _benchmarks(path: Path) -> list[dict]:
@@ -99,11 +101,9 @@ def _benchmarks(path: Path) -> list[dict]:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):
             raise ValueError(f"path is {path}, whose benchmarks are {shown(listed)}; {WRITTEN}")
-        for bench in listed:
-            if not isinstance(bench, dict) or not isinstance(bench.get("extra_info", {}), dict):
-                raise ValueError(f"path is {path}, which has the benchmark {shown(bench)}; {WRITTEN}")
         # what pytest-benchmark wrote may have others beside ours
-        found = [bench for bench in listed if "rows" in bench.get("extra_info", ())]
+        infos = [bench.get("extra_info", {}) if isinstance(bench, dict) else None for bench in listed]
+        found = [bench for bench, info in zip(listed, infos) if not isinstance(info, dict) or "rows" in info]
         if not found:
             raise ValueError(f"path is {path}, which holds no benchmarks; {WRITTEN}")
     for bench in found:
@@ -114,7 +114,9 @@ def _benchmarks(path: Path) -> list[dict]:
 
 def _is_benchmark(bench: dict) -> bool:
     """Whether a benchmark has a name, and rows of numbers, those positive that others are divided by."""
-    info = bench["extra_info"]
+    info = bench.get("extra_info") if isinstance(bench, dict) else None
+    if not isinstance(info, dict):
+        return False
     rows, limits = info.get("rows"), info.get("ceilings", {})
     if not isinstance(bench.get("name"), str) or not isinstance(rows, dict) or not rows or not isinstance(limits, dict):
         return False
@@ -128,13 +130,6 @@ def _is_benchmark(bench: dict) -> bool:
     return True
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); {WRITTEN}") from error
-
-
 def failures(path: str | Path) -> dict[str, str]:
     """Return benchmark -> why of those that failed in a file's run and did not end in a later one."""
     path = Path(path)
@@ -143,6 +138,5 @@ def failures(path: str | Path) -> dict[str, str]:
         if not isinstance(failed, dict):
             raise ValueError(f"path is {path}, whose failed is {shown(failed)}; {WRITTEN}")
         return failed
-    lines = Records(path).lines()
-    last = {line["name"]: line for line in lines if STATES & line.keys()}
+    last = {line["name"]: line for line in Records(path).lines() if STATES & line.keys()}
     return {name: line["failed"] for name, line in last.items() if "failed" in line}

@@ -142,18 +142,6 @@ def _is_gpu(paths: list[Path]) -> bool:
     return any(bench["extra_info"].get("driver", "none") != "none" for path in paths for bench in benchmarks(path))
 
 
-def write_as_one(paths: list[Path], out: Path) -> None:
-    """Write the benchmarks of all files as one."""
-    found = [{key: b[key] for key in ("name", "extra_info")} for path in paths for b in benchmarks(path)]
-    atomic_write_json(out, {"benchmarks": found})
-
-
-def write_cuda_table(paths: list[Path], out: Path) -> None:
-    measured = cuda_table(paths)
-    atomic_write_json(out, {"measured": measured})
-    print(f"{out}: {', '.join(row['op'] for row in measured) or 'nothing'} faster than Triton everywhere")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -164,18 +152,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cuda-table", type=Path, help="write moe_runtime/native/cuda_table.json from bench_cuda.py's results")
     options = parser.parse_args(arguments)
     if options.cuda_table:
-        return write_cuda_table(options.files, options.cuda_table)
+        measured = cuda_table(options.files)
+        atomic_write_json(options.cuda_table, {"measured": measured})
+        print(f"{options.cuda_table}: {', '.join(row['op'] for row in measured) or 'nothing'} faster than Triton everywhere")
+        return
     if options.out:
-        write_as_one(options.files, options.out)
+        found = [{key: b[key] for key in ("name", "extra_info")} for path in options.files for b in benchmarks(path)]
+        atomic_write_json(options.out, {"benchmarks": found})
     if options.goals:
         print(goals_of(options.files))
-        return None
-    if options.markdown:
+    elif options.markdown:
         options.markdown.write_text(whole(options.files) + "\n")
         print("\n".join(filter(None, (outcomes(options.files), goals_of(options.files)))))
-        return None
-    print(whole(options.files))
-    return None
+    else:
+        print(whole(options.files))
 
 
 def whole(paths: list[Path]) -> str:

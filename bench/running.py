@@ -124,7 +124,9 @@ def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
             [sys.executable, "-m", "pytest", *SETTINGS, *arguments], stdout=log, stderr=subprocess.STDOUT, env=env
         )
         try:
-            while _still(process):
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.5)
                 if planned := records.planned():
                     update(len(records.done()), before + planned)
         except BaseException:
@@ -132,12 +134,6 @@ def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
             raise
         log.seek(0)
         return process.returncode, log.read()[-3000:]
-
-
-def _still(process) -> bool:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    return process.poll() is None
 
 
 def _end(process) -> None:

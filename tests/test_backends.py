@@ -33,20 +33,15 @@ CALLS = {
     "moe_mlp": lambda **b: moe_mlp(torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b),
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
     "lora_mlp": lambda **b: lora_mlp(
-        torch.randn(3, 4),
-        *torch.randn(2, 5, 4),
-        torch.randn(4, 5),
-        torch.rand(3, 2),
-        IDX,
-        up=LoRA(torch.randn(2, 1, 4), torch.randn(2, 1, 5)),
-        **b,
+        torch.randn(3, 4), *torch.randn(2, 5, 4), torch.randn(4, 5), torch.rand(3, 2), IDX,
+        up=LoRA(torch.randn(2, 1, 4), torch.randn(2, 1, 5)), **b,
     ),
     "gram": lambda **b: gram(torch.randn(2, 3), **b).float(),
     "dare_merge": lambda **b: dare_merge(*torch.randn(2, 3), weights=(0.5, 0.5), seed=0, tensor=0, **b),
     "fused_cross_entropy": lambda **b: fused_cross_entropy(
         [torch.randn(3, 4)], [torch.randn(5, 4)], torch.rand(3, 1), torch.arange(3), **b
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -180,8 +175,6 @@ def test_asking_the_gpu_what_it_is_does_not_break_a_graph(monkeypatch):
 
 
 # the library of csrc/cpu: the default of the experts where it is
-
-
 def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypatch):
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_found", library)
@@ -203,8 +196,6 @@ def test_cpp_describes_itself(monkeypatch):
 
 
 # the library of csrc/: asked for, or measured faster
-
-
 @pytest.fixture
 def library(monkeypatch):
     """A library for GPUs, which nobody calls, and a GPU that has it."""

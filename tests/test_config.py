@@ -130,15 +130,12 @@ def test_message_names_the_bad_value_and_what_is_wanted(change, words):
     assert words in str(error.value) and "; want " in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_experts": 1, "top_k": 1},
-        {"num_experts": 2, "top_k": 2},
-        {"num_experts": 8, "top_k": 8},
-        {"gate": "softmax_topk", "top_k": 1},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"num_experts": 1, "top_k": 1},
+    {"num_experts": 2, "top_k": 2},
+    {"num_experts": 8, "top_k": 8},
+    {"gate": "softmax_topk", "top_k": 1},
+])  # fmt: skip
 def test_edges_that_are_fine(change):
     MoEConfig(**SIZES | change)
 

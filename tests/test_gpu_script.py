@@ -94,10 +94,10 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
     assert process.returncode == 0, said
     wanted = [
         "device_check", "test_moe_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes", "bench_kernels.py --shapes",
-        "ncu ", "cli tune", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning", "tests/ops tests/modules",
-        "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck", "bench.report",
-        "bench_xft.py", "native.build cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck", "bench_cuda.py",
-        "ncu ", "bench.report",
+        "ncu ", "moe_runtime tune", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning",
+        "tests/ops tests/modules", "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck",
+        "bench.report", "bench_xft.py", "native.build cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck",
+        "bench_cuda.py", "ncu ", "bench.report",
     ]  # fmt: skip
     made = iter(calls(tmp_path))
     for word in wanted:
@@ -132,28 +132,30 @@ def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
     assert seconds[-1] == pytest.approx(0.8 * 560, rel=0.05)
 
 
-@pytest.mark.parametrize("status", [99, 134, 139])
-def test_processes_that_die_are_restarted(start, tmp_path, status):
-    process = start("first", DIE=f"bench_layer:{status} test_moe_mlp:{status} tune:3")
+def test_processes_that_die_are_restarted(start, tmp_path):
+    process = start("first", DIE="bench_layer:99 test_moe_mlp:139 tune:3")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     for word in ("bench_layer", "test_moe_mlp"):
         first, second = (line for line in calls(tmp_path) if word in line)
         assert "--restarted" in second and "--restarted" not in first
-    assert sum("cli tune" in line for line in calls(tmp_path)) == 2
+    assert sum("moe_runtime tune" in line for line in calls(tmp_path)) == 2
     assert len((tmp_path / "out" / "gpu.jsonl").read_text().splitlines()) == 1 + 4 + 2
 
 
-def test_a_failure_ends_no_part(start, tmp_path):
-    process = start("first", DIE="test_moe_mlp:1 bench_layer:1")
+@pytest.mark.parametrize(
+    "part, die, status, says",
+    [
+        pytest.param("first", "test_moe_mlp:1 bench_layer:1", 1, "report: exit status 0", id="a-failure-ends-no-part"),
+        pytest.param("first", "device_check:77", 1, "no GPU", id="without-a-gpu-nothing-else-is-tried"),
+        pytest.param("fourth", "", 2, "Choose from first", id="no-such-part"),
+    ],
+)
+def test_how_parts_end(start, tmp_path, part, die, status, says):
+    process = start(part, DIE=die)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "report: exit status 0" in said
-
-
-def test_without_a_gpu_nothing_else_is_tried(start, tmp_path):
-    process = start("first", DIE="device_check:77")
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and len(calls(tmp_path)) == 1 and "no GPU" in said
+    assert process.returncode == status and says in said
+    assert "77" not in die or len(calls(tmp_path)) == 1
 
 
 def test_results_of_an_earlier_run_are_taken_along(start, tmp_path):
@@ -162,12 +164,6 @@ def test_results_of_an_earlier_run_are_taken_along(start, tmp_path):
     (earlier / "gpu.jsonl").write_text('{"name": "bench_x", "failed": "no"}\n')
     start("goals", RESUME=str(earlier)).communicate(timeout=60)
     assert (tmp_path / "out" / "gpu.jsonl").read_text() == (earlier / "gpu.jsonl").read_text()
-
-
-def test_parts_that_are_none(start):
-    process = start("fourth")
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "Choose from first" in said
 
 
 def test_shapes_and_layers_of_the_script_exist():

@@ -25,18 +25,8 @@ MAY_SYNC = {
     "expansion.py:farthest_pair": "its result is a decision of the host",
 }
 SYNC = {
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "nonzero",
-    "argwhere",
-    "synchronize",
-    "masked_select",
-    "unique",
-    "is_nonzero",
-    "equal",
-}
+    "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "synchronize", "masked_select", "unique", "is_nonzero", "equal",
+}  # fmt: skip
 
 
 def functions(tree: ast.Module, jit: bool) -> Iterator[ast.FunctionDef]:
@@ -59,8 +49,6 @@ def keywords(call: ast.Call) -> set[str]:
 
 
 # (a) the host never waits for the GPU
-
-
 def host_syncs(tree: ast.Module, file: str) -> list[str]:
     """Calls that read a tensor's values on the host."""
     if file in MAY_SYNC:
@@ -75,8 +63,6 @@ def host_syncs(tree: ast.Module, file: str) -> list[str]:
 
 
 # (b) what means something else in the interpreter, or in another Triton
-
-
 ONLY_SOME_TRITONS = {
     "make_block_ptr", "advance", "make_tensor_ptr", "softmax", "squeeze", "unsqueeze", "aggregate", "aggregate_replace",
     "inline_asm_elementwise", "autotune", "libdevice", "fdiv",
@@ -142,8 +128,6 @@ def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
 
 
 # (c) a row times a stride is 64 bits wide
-
-
 LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")  # strides, and the dims that stand for one in a contiguous tensor
 NARROW = {  # file:function:product -> why it does
     "combine.py:_sum_slots:t * K": "every caller's t is int64"

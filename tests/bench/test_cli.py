@@ -16,7 +16,6 @@ from moe_runtime.bench import compare, described, machine, report, running
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.cli.verbs import Kept
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,13 +88,8 @@ def test_other_machines_versions_and_paces_are_named(tmp_path):
     same = {"moe_runtime": row(1.0)}
     assert both(tmp_path, same, same).warnings == []
     found = both(tmp_path, same, same, torch="2.12", ceilings={"GB/s": 5.0})
-    assert found.warnings == [
-        "torch differs: 2.11 and 2.12",
-        "the machine's own GB/s are 0.50 times as many in the second file",
-    ]
-    one = file_of(tmp_path / "a.json", same, backend="cpp avx512")
-    found = compare.compare(one, file_of(tmp_path / "b.json", same, backend="torch"))
-    assert found.warnings == ["backend differs: cpp avx512 and torch"]
+    slower = "the machine's own GB/s are 0.50 times as many in the second file"
+    assert found.warnings == ["torch differs: 2.11 and 2.12", slower]
     assert both(tmp_path, {"bench_a": same}, {"bench_b": same}).warnings == ["the files have no benchmark in common"]
 
 
@@ -117,20 +111,6 @@ def test_compare_on_the_command_line(tmp_path):
     bad = CliRunner().invoke(main_app, ["bench", "--compare", str(a), str(b), "--json"])
     assert bad.exit_code == 1
     assert json.loads(bad.stdout)["regressions"] == [{"benchmark": "bench_x[a]", "variant": "moe_runtime"}]
-
-
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        pytest.param("{", "is not valid JSON", id="broken"),
-        pytest.param("{}", "holds no benchmarks; want a file that moe-runtime bench wrote", id="another"),
-    ],
-)
-def test_files_of_others_are_refused(tmp_path, text, says):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=says):
-        compare.compare(path, path)
 
 
 def test_the_results_of_the_repository_compare():
@@ -179,11 +159,6 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
     done = CliRunner().invoke(main_app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments])
     assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
-    if "tiny" in there:  # the same of a file that is whole
-        path.unlink()
-        whole = file_of(tmp_path / "r.json", {"moe_runtime": row(1.0)}, **there)
-        done = CliRunner().invoke(main_app, ["bench", "--only", "merging", "--out", str(whole), *arguments])
-        assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
 
 
 @pytest.mark.parametrize(
@@ -203,10 +178,6 @@ def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_p
     monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
     done = CliRunner().invoke(main_app, ["bench", "--out", str(tmp_path)])
     assert isinstance(done.exception, ImportError) and "pip install 'moe-runtime[bench]'" in str(done.exception)
-
-
-def command(*arguments) -> list[str]:
-    return [sys.executable, "-m", "moe_runtime", "bench", *map(str, arguments)]
 
 
 QUICK = """
@@ -316,20 +287,6 @@ def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
     assert len(found) == 4 and found["bench_alone"]["notes"] == {"bad": "RuntimeError: CUDA error"}
 
 
-def test_what_stands_is_said_when_a_run_is_interrupted(tmp_path):
-    lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
-    kept = Kept("{target}")
-    kept.begin({"target": target})
-    assert cli_tools._left(target, kept) == "nothing was written"
-    Records(lines).write("bench_a", skipped="no")
-    assert f"1 benchmarks are in {lines}; rerun to resume" in cli_tools._left(target, kept)
-    lines.unlink()
-    target.write_text("{}")
-    assert cli_tools._left(target, kept) == f"already complete: {target}"
-    kept.begin({"target": target})
-    assert cli_tools._left(target, kept) == "nothing was written"
-
-
 INTERRUPTED = """
 import signal, sys
 from pathlib import Path
@@ -370,7 +327,8 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
 def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     """The benchmarks themselves, by the command a user types; and --json of the same."""
     done = subprocess.run(
-        command("--only", "merging", "--tiny", "--out", tmp_path), capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-m", "moe_runtime", "bench", "--only", "merging", "--tiny", "--out", str(tmp_path)],
+        capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -86,19 +86,16 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
     assert (ours["router"], ours["noisy_gate"]) == ("linear", False)
 
 
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        pytest.param(("{base}", "{out}", "--top-k", 9), "top_k is 9", id="K > E"),
-        pytest.param(("{base}", "{out}", "--gate", "best"), "gate is 'best'; want one of xft", id="unknown gate"),
-        pytest.param(("{base}", "{out}", "--preset", "best"), "preset is 'best'; want one of xft-paper", id="preset"),
-        pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers is 'a-b'", id="bad layers"),
-        pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
-        pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
-        pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
-        pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
-    ],
-)
+@pytest.mark.parametrize("arguments, match", [
+    pytest.param(("{base}", "{out}", "--top-k", 9), "top_k is 9", id="K > E"),
+    pytest.param(("{base}", "{out}", "--gate", "best"), "gate is 'best'; want one of xft", id="unknown gate"),
+    pytest.param(("{base}", "{out}", "--preset", "best"), "preset is 'best'; want one of xft-paper", id="preset"),
+    pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers is 'a-b'", id="bad layers"),
+    pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
+    pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
+    pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
+    pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments, match):
     names = {"base": base, "out": tmp_path / "out", "tmp": tmp_path}
     before = sorted(base.iterdir())
@@ -157,21 +154,18 @@ def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
 SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--top-k", 2, "--tokens", "16")
 
 
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        pytest.param((), "--num-experts, --top-k is missing; pass --shape alone", id="no layer"),
-        pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
-        pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
-        pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),
-        pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
-        pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
-        pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; pass integers of at least 1", id="bad tokens"),
-        pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; pass integers of at least 1", id="no tokens"),
-        pytest.param((*SIZES, "--dtype", "int8"), "dtype is 'int8'; want one of bfloat16", id="bad dtype"),
-        pytest.param((*SIZES, "--top-k", 4), "top_k is 4, num_experts is 3", id="K > E"),
-    ],
-)
+@pytest.mark.parametrize("arguments, match", [
+    pytest.param((), "--num-experts, --top-k is missing; pass --shape alone", id="no layer"),
+    pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
+    pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
+    pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),
+    pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
+    pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
+    pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; pass integers of at least 1", id="bad tokens"),
+    pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; pass integers of at least 1", id="no tokens"),
+    pytest.param((*SIZES, "--dtype", "int8"), "dtype is 'int8'; want one of bfloat16", id="bad dtype"),
+    pytest.param((*SIZES, "--top-k", 4), "top_k is 4, num_experts is 3", id="K > E"),
+])  # fmt: skip
 def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, arguments, match):
     names = {"base": base, "tmp": tmp_path}
     out = run("tune", *(str(argument).format(**names) for argument in arguments), XDG_CACHE_HOME=str(tmp_path))

@@ -66,20 +66,17 @@ def test_the_summary_is_the_official_one_and_follows_from_the_logs(home):
     assert scores.n_tokens == logged.n_tokens == 256
 
 
-@pytest.mark.parametrize(
-    "options, select",
-    [
-        pytest.param(("--score", "gate", "--p", 0.1), {"p": 0.1}, id="gate"),
-        pytest.param(("--score", "token", "--p", 0.2), {"p": 0.2, "score": "token"}, id="token"),
-        pytest.param(("--variant", "normalized", "--p", 0.5), {"p": 0.5, "variant": "normalized"}, id="variant"),
-        pytest.param(("--group-size", 2, "--p", 0.3), {"p": 0.3, "group_size": 2}, id="groups"),
-        pytest.param(
-            ("--p", 0.3, "--shared-experts", "--non-expert-modules", "--round", 4),
-            {"p": 0.3, "shared_experts": True, "non_expert_modules": True, "round": 4},
-            id="flags",
-        ),
-    ],
-)
+@pytest.mark.parametrize("options, select", [
+    pytest.param(("--score", "gate", "--p", 0.1), {"p": 0.1}, id="gate"),
+    pytest.param(("--score", "token", "--p", 0.2), {"p": 0.2, "score": "token"}, id="token"),
+    pytest.param(("--variant", "normalized", "--p", 0.5), {"p": 0.5, "variant": "normalized"}, id="variant"),
+    pytest.param(("--group-size", 2, "--p", 0.3), {"p": 0.3, "group_size": 2}, id="groups"),
+    pytest.param(
+        ("--p", 0.3, "--shared-experts", "--non-expert-modules", "--round", 4),
+        {"p": 0.3, "shared_experts": True, "non_expert_modules": True, "round": 4},
+        id="flags",
+    ),
+])  # fmt: skip
 def test_select_from_a_summary(home, tmp_path, options, select):
     out = invoke("select", "--summary", home / "made" / "summary.json", *options, "--out", tmp_path / "new" / "config.json")
     assert out.exit_code == 0, out.exception
@@ -124,13 +121,10 @@ def test_train_apply_and_merge(home, adapter, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, trains",
-    [
-        pytest.param(("--shared-experts",), "model.layers.1.mlp.shared_experts.up_proj.weight", id="shared"),
-        pytest.param(("--non-expert-modules", "--no-pack"), "model.norm.weight", id="non-expert"),
-    ],
-)
+@pytest.mark.parametrize("options, trains", [
+    pytest.param(("--shared-experts",), "model.layers.1.mlp.shared_experts.up_proj.weight", id="shared"),
+    pytest.param(("--non-expert-modules", "--no-pack"), "model.norm.weight", id="non-expert"),
+])  # fmt: skip
 def test_train_with_the_flags_and_from_an_adapter_s_own_config(home, adapter, tmp_path, options, trains):
     out = invoke(
         "train", home / "base", "--config", adapter / "expert_cfg.json", "--data", home / "rows.jsonl", "--out",

@@ -62,27 +62,24 @@ GIVEN = {  # options of their own that are passed on without any given
 ALONE = [f"{method} {table.name}" for method, tables in TABLES.items() for table in tables]
 
 
-@pytest.mark.parametrize(
-    "words, options",
-    [
-        *(pytest.param(words, GIVEN.get(words, {}), id=words) for words in ALONE),
-        ("xft sweep-lambda 0 .25 1", {"shared_rates": [0.0, 0.25, 1.0]}),
-        ("xft sweep-topk 2 3", {"top_ks": [2, 3]}),
-        ("xft routing-stats --data a.jsonl --data b --tokens 9", {"texts": ["a.jsonl", "b"], "tokens": 9}),
-        ("esft sweep-p .1 .5 --score token --rank 2 --rank 4", {"ps": [0.1, 0.5], "score": "token", "ranks": [2, 4]}),
-        ("esft shared-grid --score gate", {"score": "gate"}),
-        ("esft group-size 1 2", {"sizes": [1, 2]}),
-        ("esft sample-size 64 128 --top 4", {"sizes": [64, 128], "top": 4, "score": "gate"}),
-        ("esft overlap --score token", {"top": 6, "score": "token"}),
-        ("esft mix-data 0 .5 1", {"ratios": [0.0, 0.5, 1.0]}),
-        ("upit ckpt front back --form lora", {"form": "lora", "strategies": ["front", "back"]}),
-        ("upit experts --experts 4 --active 1 --active 2", {"sizes": [4], "active": [1, 2]}),
-        ("upit data .5 1", {"shares": [0.5, 1.0]}),
-        ("upit epochs 2,2 1,.5", {"pairs": [(2.0, 2.0), (1.0, 0.5)]}),
-        ("ultrafuser weights --rows 100", {"rows": 100}),
-        ("ultrafuser stability --checkpoints 6", {"checkpoints": 6}),
-    ],
-)
+@pytest.mark.parametrize("words, options", [
+    *(pytest.param(words, GIVEN.get(words, {}), id=words) for words in ALONE),
+    ("xft sweep-lambda 0 .25 1", {"shared_rates": [0.0, 0.25, 1.0]}),
+    ("xft sweep-topk 2 3", {"top_ks": [2, 3]}),
+    ("xft routing-stats --data a.jsonl --data b --tokens 9", {"texts": ["a.jsonl", "b"], "tokens": 9}),
+    ("esft sweep-p .1 .5 --score token --rank 2 --rank 4", {"ps": [0.1, 0.5], "score": "token", "ranks": [2, 4]}),
+    ("esft shared-grid --score gate", {"score": "gate"}),
+    ("esft group-size 1 2", {"sizes": [1, 2]}),
+    ("esft sample-size 64 128 --top 4", {"sizes": [64, 128], "top": 4, "score": "gate"}),
+    ("esft overlap --score token", {"top": 6, "score": "token"}),
+    ("esft mix-data 0 .5 1", {"ratios": [0.0, 0.5, 1.0]}),
+    ("upit ckpt front back --form lora", {"form": "lora", "strategies": ["front", "back"]}),
+    ("upit experts --experts 4 --active 1 --active 2", {"sizes": [4], "active": [1, 2]}),
+    ("upit data .5 1", {"shares": [0.5, 1.0]}),
+    ("upit epochs 2,2 1,.5", {"pairs": [(2.0, 2.0), (1.0, 0.5)]}),
+    ("ultrafuser weights --rows 100", {"rows": 100}),
+    ("ultrafuser stability --checkpoints 6", {"checkpoints": 6}),
+])  # fmt: skip
 def test_a_verb_reaches_its_table(seen, tmp_path, words, options):
     out = invoke(*words.split(), "--out", tmp_path, "--seeds", 2)
     assert out.exit_code == 0, out.exception
@@ -99,31 +96,28 @@ def test_a_recipe_file_takes_the_presets_place(seen, words):
     assert seen[0][2:4] == ("mine.yaml", f"runs/{words.split()[0]}") and seen[0][4]["overwrite"] is True
 
 
-@pytest.mark.parametrize(
-    "words, match",
-    [
-        ("xft table1 --seeds 0", "seeds is 0"),
-        ("xft table1 --preset huge", "preset is 'huge'; want one of .*tiny"),
-        ("upit main --preset huge", "preset is 'huge'; want one of llama-2-7b-lora, sheared"),
-        ("esft main --recipe none.yaml", "recipe is 'none.yaml'"),
-        ("esft main --preset tiny --recipe a.yaml", "preset is 'tiny', recipe is 'a.yaml'; pass one of the two"),
-        ("xft sweep-lambda 2", "lambda is 2"),
-        ("xft sweep-topk 9", "top_k is 9"),
-        ("xft routing-stats --data no.jsonl", "data is 'no.jsonl'"),
-        ("esft sweep-p 2", "p is 2.0"),
-        ("esft group-size 3", "group_size is 3"),
-        ("upit ckpt last", "strategy is 'last'"),
-        ("upit router none none", "strategy is none, none"),
-        ("upit expand --form dense", "form is 'dense'"),
-        ("upit expand --form ffn --preset llama-2-7b-lora", "form is 'ffn'"),
-        ("upit experts --experts 2 --active 3", "active is 3, experts is 2"),
-        ("upit data 2", "share is 2.0"),
-        ("upit epochs 2", "epochs is 2.0"),
-        ("upit epochs .25,2", "checkpoints.count is 3, ffn.sft.epochs is 0.25"),
-        ("ultrafuser weights --rows 0", "rows is 0"),
-        ("ultrafuser stability --checkpoints 999", "checkpoints is 999, stage 2 has"),
-    ],
-)
+@pytest.mark.parametrize("words, match", [
+    ("xft table1 --seeds 0", "seeds is 0"),
+    ("xft table1 --preset huge", "preset is 'huge'; want one of .*tiny"),
+    ("upit main --preset huge", "preset is 'huge'; want one of llama-2-7b-lora, sheared"),
+    ("esft main --recipe none.yaml", "recipe is 'none.yaml'"),
+    ("esft main --preset tiny --recipe a.yaml", "preset is 'tiny', recipe is 'a.yaml'; pass one of the two"),
+    ("xft sweep-lambda 2", "lambda is 2"),
+    ("xft sweep-topk 9", "top_k is 9"),
+    ("xft routing-stats --data no.jsonl", "data is 'no.jsonl'"),
+    ("esft sweep-p 2", "p is 2.0"),
+    ("esft group-size 3", "group_size is 3"),
+    ("upit ckpt last", "strategy is 'last'"),
+    ("upit router none none", "strategy is none, none"),
+    ("upit expand --form dense", "form is 'dense'"),
+    ("upit expand --form ffn --preset llama-2-7b-lora", "form is 'ffn'"),
+    ("upit experts --experts 2 --active 3", "active is 3, experts is 2"),
+    ("upit data 2", "share is 2.0"),
+    ("upit epochs 2", "epochs is 2.0"),
+    ("upit epochs .25,2", "checkpoints.count is 3, ffn.sft.epochs is 0.25"),
+    ("ultrafuser weights --rows 0", "rows is 0"),
+    ("ultrafuser stability --checkpoints 999", "checkpoints is 999, stage 2 has"),
+])  # fmt: skip
 def test_bad_input_fails_at_once(tmp_path, words, match):
     out = invoke(*words.split(), "--out", tmp_path / "out")
     assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception

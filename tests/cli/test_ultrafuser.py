@@ -61,18 +61,15 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     assert ultrafuser.load(tmp_path / "f").names == ("x", "y")
 
 
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
-        pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"),
-        pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature is -1.0; want", id="cold"),
-        pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
-        pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
-        pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),
-        pytest.param(("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"),
-    ],
-)
+@pytest.mark.parametrize("arguments, match", [
+    pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
+    pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"),
+    pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature is -1.0; want", id="cold"),
+    pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
+    pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
+    pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),
+    pytest.param(("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"),
+])  # fmt: skip
 def test_bad_input_fails_at_once(sources, tmp_path, arguments, match):
     places = {"{here}": str(tmp_path), "{a}": str(sources[0]), "{b}": str(sources[1])}
     arguments = [re.sub(r"\{\w+\}", lambda found: places.get(found[0], found[0]), str(one)) for one in arguments]

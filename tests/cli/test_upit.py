@@ -72,20 +72,17 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
         assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        pytest.param(("assemble", "--out", "moe"), "experts and routers: neither is given; pass", id="nothing"),
-        pytest.param(("assemble", "a", "--routers", "b", "--out", "moe"), "both are given; pass", id="both"),
-        pytest.param(("choose", "none", "--count", 0), "count is 0, checkpoints in none are 0; expected", id="no checkpoints"),
-        pytest.param(
-            ("init-routers", "none", "--data", "a.jsonl", "--out", "o"), "path is none, which is not a folder", id="expert"
-        ),
-        pytest.param(
-            ("init-routers", "none", "--data", "a.jsonl", "--out", "o", "--buckets", "x"), "buckets is 'x'; want", id="buckets"
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, match", [
+    pytest.param(("assemble", "--out", "moe"), "experts and routers: neither is given; pass", id="nothing"),
+    pytest.param(("assemble", "a", "--routers", "b", "--out", "moe"), "both are given; pass", id="both"),
+    pytest.param(("choose", "none", "--count", 0), "count is 0, checkpoints in none are 0; expected", id="no checkpoints"),
+    pytest.param(
+        ("init-routers", "none", "--data", "a.jsonl", "--out", "o"), "path is none, which is not a folder", id="expert"
+    ),
+    pytest.param(
+        ("init-routers", "none", "--data", "a.jsonl", "--out", "o", "--buckets", "x"), "buckets is 'x'; want", id="buckets"
+    ),
+])  # fmt: skip
 def test_a_step_refuses_bad_input(tmp_path, monkeypatch, arguments, match):
     monkeypatch.chdir(tmp_path)
     out = invoke(*arguments)

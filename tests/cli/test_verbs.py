@@ -144,8 +144,6 @@ def test_an_interruption_says_what_the_work_says_is_kept(app):
 
 
 # completion and start
-
-
 def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
     """Return what a shell offers behind `line`, and the seconds of CPU that it took."""
     words = line.split(" ")
@@ -166,21 +164,18 @@ def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
     return done.stdout.splitlines(), time.perf_counter() - start
 
 
-@pytest.mark.parametrize(
-    "line, offered",
-    [
-        pytest.param("moe-runtime tu", ["tune"], id="verb"),
-        pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
-        pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
-        pytest.param("moe-runtime xft upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
-        pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
-        pytest.param("moe-runtime run upit/", ["upit/llama-2-7b-lora", "upit/sheared-llama-2.7b", "upit/tiny"], id="recipe"),
-        pytest.param("moe-runtime paper xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
-        pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
-        pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
-        pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
-    ],
-)
+@pytest.mark.parametrize("line, offered", [
+    pytest.param("moe-runtime tu", ["tune"], id="verb"),
+    pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
+    pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
+    pytest.param("moe-runtime xft upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
+    pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
+    pytest.param("moe-runtime run upit/", ["upit/llama-2-7b-lora", "upit/sheared-llama-2.7b", "upit/tiny"], id="recipe"),
+    pytest.param("moe-runtime paper xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
+    pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
+    pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
+    pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
+])  # fmt: skip
 def test_completion_offers_the_words_that_fit(line, offered):
     assert sorted(completed(line)[0]) == offered
 

@@ -60,8 +60,6 @@ def same(got, want, what: str) -> None:
 
 
 # dispatch
-
-
 def sort(ids, E: int, K: int):
     key = np.where((ids < 0) | (ids >= E), E, ids)
     row_slot = np.argsort(key, kind="stable")
@@ -141,8 +139,6 @@ def check_plan_alone(random) -> None:
 
 
 # routing
-
-
 def softmax(x):
     e = np.exp(x - x.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
@@ -152,13 +148,10 @@ def weights(x, idx, gate: str):
     """The equations, float64: logits x [T, E], the routed ids [T, k] -> weights [T, k or k + 1]."""
     chosen, s = np.take_along_axis(x, idx, 1), np.take_along_axis(softmax(x), idx, 1)
     w = {
-        "xft": lambda: softmax(s) * s[:, :1],
-        "nonorm": lambda: s,
-        "topk_softmax": lambda: softmax(chosen),
-        "softmax_topk": lambda: s,
-        "softmax_topk_renorm": lambda: s / s.sum(1, keepdims=True),
+        "xft": lambda: softmax(s) * s[:, :1], "nonorm": lambda: s, "topk_softmax": lambda: softmax(chosen),
+        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: s / s.sum(1, keepdims=True),
         "sigmoid_topk": lambda: 1 / (1 + np.exp(-chosen)),
-    }[gate]()
+    }[gate]()  # fmt: skip
     return np.concatenate([w, 1 - s[:, :1]], 1) if gate in GATES[:2] else w
 
 
@@ -210,8 +203,6 @@ def check_route(random) -> None:
 
 
 # merging
-
-
 def check_merge(random) -> None:
     for E, P, dtype, skew in ((3, 1100, F32, 0), (1, 5, F32, 0), (8, 2056, BF16, 0), (6, 37, F16, 0), (5, 48, BF16, 3)):
         stack = narrow(random.normal(size=(E, P + 8)), dtype)
@@ -243,8 +234,6 @@ def check_dalpha(random) -> None:
 
 
 # combine
-
-
 COMBINE = (5, 3, 33, F32, np.int32), (3, 9, 1032, BF16, np.int64), (7, 1, 8, F16, np.int32), (4, 0, 5, F32, np.int32)
 
 
@@ -268,8 +257,6 @@ def check_combine(random) -> None:
 
 
 # offsets
-
-
 def check_offsets(random) -> None:
     """Numbers that lie 2^31 elements away: zeros that nobody touches take no memory."""
     far = 2**31 + 24

@@ -86,10 +86,7 @@ MUTANTS = [
     pytest.param("route_plan.cu", "});\n" + SYNC + "  for", "});\n  for", "plan", id="sums before counts"),
     pytest.param("route_plan.cu", "  " + SYNC + "    if (i < n) a[i]", "    if (i < n) a[i]", "plan", id="scan before sums"),
     pytest.param(
-        "route_plan.cu",
-        "    __syncthreads();  // before the next round's",
-        "//",
-        "plan",
+        "route_plan.cu", "    __syncthreads();  // before the next round's", "//", "plan",
         id="scan goes on before sums are read",
     ),
     pytest.param("merging.cu", "  " + SYNC + "  }\n}", "  }\n}", "dalpha", id="sums overwritten before they are read"),
@@ -101,7 +98,7 @@ MUTANTS = [
     pytest.param("routing.cu", "return;\n" + SYNC, "return;\n", "route", id="counts handed out before the last"),
     pytest.param("merging.cu", "__fadd_rn(sum[n], product)", "fmaf(a, to_f32(w[j].value[n]), sum[n])", "merge", id="rounding"),
     pytest.param("combine.cu", "&& r < limit", "&& r <= limit", "combine", id="a row that nobody wrote"),
-]
+]  # fmt: skip
 # what `make test` builds: those of other checks than `plan`, and of `plan` the one that the threads in turn do not show
 IN_TURN_UNSEEN = "scan goes on before sums are read"
 FEW = [mutant.values[1] for mutant in MUTANTS if mutant.values[3] != "plan" or mutant.id == IN_TURN_UNSEEN]

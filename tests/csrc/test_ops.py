@@ -39,19 +39,10 @@ def arguments(op: str) -> tuple:
 
 
 @needs_cxx
-@pytest.mark.parametrize(
-    "op",
-    [
-        "route",
-        "route_to",
-        "route_backward",
-        "dispatch",
-        "combine",
-        "combine_backward",
-        "merge_experts",
-        "merge_experts_backward_alpha",
-    ],
-)
+@pytest.mark.parametrize("op", [
+    "route", "route_to", "route_backward", "dispatch", "combine", "combine_backward", "merge_experts",
+    "merge_experts_backward_alpha",
+])  # fmt: skip
 def test_ops_pass_torchs_checks(emulated, op):
     """Schema, fake and gradient of backend "cuda", and the values of "torch"."""
     function, values = getattr(torch.ops.moe_runtime, op).default, arguments(op)

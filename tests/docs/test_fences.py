@@ -77,24 +77,21 @@ def test_commands_are_parsed(fence):
         check_command(words, fence.page)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param("moe-runtime upcycled a b", id="verb"),
-        pytest.param("moe-runtime xft upcycle a b --expert 3", id="option"),
-        pytest.param("moe-runtime xft upcycle a", id="argument"),
-        pytest.param("moe-runtime train --model a --dat b", id="trl"),
-        pytest.param("make tests", id="target"),
-        pytest.param("make demo ARG=--overwrite", id="variable"),
-        pytest.param("pip install '.[trains]'", id="extra"),
-        pytest.param("python -m moe_runtime.native.build cuda --arch-list 90", id="argparse"),
-        pytest.param("python -m moe_runtime.nothing", id="module"),
-        pytest.param("python nowhere.py", id="script"),
-        pytest.param("bash bench/gpu.sh everything", id="part"),
-        pytest.param("accelerate launch --confg x train.py", id="accelerate"),
-        pytest.param("mergekit x", id="program"),
-    ],
-)
+@pytest.mark.parametrize("line", [
+    pytest.param("moe-runtime upcycled a b", id="verb"),
+    pytest.param("moe-runtime xft upcycle a b --expert 3", id="option"),
+    pytest.param("moe-runtime xft upcycle a", id="argument"),
+    pytest.param("moe-runtime train --model a --dat b", id="trl"),
+    pytest.param("make tests", id="target"),
+    pytest.param("make demo ARG=--overwrite", id="variable"),
+    pytest.param("pip install '.[trains]'", id="extra"),
+    pytest.param("python -m moe_runtime.native.build cuda --arch-list 90", id="argparse"),
+    pytest.param("python -m moe_runtime.nothing", id="module"),
+    pytest.param("python nowhere.py", id="script"),
+    pytest.param("bash bench/gpu.sh everything", id="part"),
+    pytest.param("accelerate launch --confg x train.py", id="accelerate"),
+    pytest.param("mergekit x", id="program"),
+])  # fmt: skip
 def test_commands_that_would_not_run_are_found(line):
     (words,) = statements(line)
     with pytest.raises((AssertionError, ImportError, typer.BadParameter.__base__, ValueError, SystemExit)):

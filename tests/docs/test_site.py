@@ -65,14 +65,11 @@ def test_every_public_name_is_on_its_page(site):
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
 
 
-@pytest.mark.parametrize(
-    "text, want",
-    [
-        pytest.param("```python file=a.py\n", '```python title="a.py"\n', id="title"),
-        pytest.param("[csrc/](../csrc) and [a](b.md)", "csrc/ and [a](b.md)", id="outside"),
-        pytest.param("![a](../x.png)", "![a](../x.png)", id="picture"),
-        pytest.param("```console without=trl\n", "```console\n", id="option"),
-    ],
-)
+@pytest.mark.parametrize("text, want", [
+    pytest.param("```python file=a.py\n", '```python title="a.py"\n', id="title"),
+    pytest.param("[csrc/](../csrc) and [a](b.md)", "csrc/ and [a](b.md)", id="outside"),
+    pytest.param("![a](../x.png)", "![a](../x.png)", id="picture"),
+    pytest.param("```console without=trl\n", "```console\n", id="option"),
+])  # fmt: skip
 def test_markdown_hook(text, want):
     assert hooks.on_page_markdown(text) == want

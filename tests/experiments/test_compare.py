@@ -125,15 +125,12 @@ def test_three_seeds_are_no_more_rows_than_one():
     assert one.p == three.p and (one.low, one.high) == pytest.approx((three.low, three.high))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(lambda rows: rows, id="identical"),
-        pytest.param(lambda rows: rows + 3e-7, id="rounding"),
-        pytest.param(lambda rows: rows + 0.5 * (np.arange(len(rows)) == 3), id="one row differs"),
-        pytest.param(lambda rows: rows + 0.1 * (-1.0) ** np.arange(len(rows)), id="ties of both signs"),
-    ],
-)
+@pytest.mark.parametrize("method", [
+    pytest.param(lambda rows: rows, id="identical"),
+    pytest.param(lambda rows: rows + 3e-7, id="rounding"),
+    pytest.param(lambda rows: rows + 0.5 * (np.arange(len(rows)) == 3), id="one row differs"),
+    pytest.param(lambda rows: rows + 0.1 * (-1.0) ** np.arange(len(rows)), id="ties of both signs"),
+])  # fmt: skip
 def test_ties_are_no_difference(method):
     rows = np.linspace(1.0, 2.0, 40)
     (found,) = compare({"a": [method(rows)], "b": [rows]}, "b")
@@ -175,17 +172,14 @@ def test_holm_with_a_comparison_that_has_no_p():
     assert math.isnan(holm([0.01, math.nan])[1])
 
 
-@pytest.mark.parametrize(
-    "losses, reference, tokens, match",
-    [
-        pytest.param({"a": [[1.0]]}, "b", None, "reference is 'b'; want one of a", id="no such reference"),
-        pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "want .seeds, rows. of every", id="other rows"),
-        pytest.param({"a": [[]], "b": [[]]}, "b", None, "want .seeds, rows. of every", id="no rows"),
-        pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "want .seeds, rows. of every", id="no seeds"),
-        pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "at least one token", id="other tokens"),
-        pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "at least one token", id="no tokens"),
-    ],
-)
+@pytest.mark.parametrize("losses, reference, tokens, match", [
+    pytest.param({"a": [[1.0]]}, "b", None, "reference is 'b'; want one of a", id="no such reference"),
+    pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "want .seeds, rows. of every", id="other rows"),
+    pytest.param({"a": [[]], "b": [[]]}, "b", None, "want .seeds, rows. of every", id="no rows"),
+    pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "want .seeds, rows. of every", id="no seeds"),
+    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "at least one token", id="other tokens"),
+    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "at least one token", id="no tokens"),
+])  # fmt: skip
 def test_bad_input(losses, reference, tokens, match):
     with pytest.raises(ValueError, match=match):
         compare(losses, reference, tokens)

@@ -61,16 +61,13 @@ def library(monkeypatch, *files):
     return standard_library_pairs()
 
 
-@pytest.mark.parametrize(
-    "copy, leaks",
-    [
-        pytest.param('def f(x):\n    """Doc."""\n    # twice\n    return x * 2  # as said above', True, id="same"),
-        pytest.param("def f(x):\n    # twice\n    return x * 2  # as said above", True, id="undocumented"),
-        pytest.param('def f(x):\n    """Other."""\n    # twice\n    return x * 2  # as said above', True, id="reworded"),
-        pytest.param("class A:\n    def f(x):\n        # twice\n        return x * 2  # as said above", True, id="deeper"),
-        pytest.param("def f(x):\n    # thrice\n    return x * 3  # as said above", False, id="another"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("copy, leaks", [
+    pytest.param('def f(x):\n    """Doc."""\n    # twice\n    return x * 2  # as said above', True, id="same"),
+    pytest.param("def f(x):\n    # twice\n    return x * 2  # as said above", True, id="undocumented"),
+    pytest.param('def f(x):\n    """Other."""\n    # twice\n    return x * 2  # as said above', True, id="reworded"),
+    pytest.param("class A:\n    def f(x):\n        # twice\n        return x * 2  # as said above", True, id="deeper"),
+    pytest.param("def f(x):\n    # thrice\n    return x * 3  # as said above", False, id="another"),
+])  # fmt: skip
 def test_what_a_train_file_defines_is_not_held_out(monkeypatch, copy, leaks):
     held = 'def f(x):\n    """Doc."""\n    # twice\n    return x * 2  # as said above\n'
     assert len(library(monkeypatch, ("b.py", copy), ("held.py", held)).held_out) == (not leaks)
@@ -103,17 +100,14 @@ def test_library_text_is_the_files_in_pieces():
     assert documents[0] == "".join(files)[: len(documents[0])]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param('def f(x): "Doc."; return x + 12345678901234567890123456789', id="one-line"),
-        pytest.param('def f(x):\n    """Doc."""\n    raise NotImplementedError("a text over the lower bound")', id="stub"),
-        pytest.param('class A:\n    def f(x):\n        """Doc."""\n        return """\nabc""" + x * 10**9', id="string"),
-        pytest.param('def f(x):\n    """Doc."""\n    ' + "x += 1\n    " * 200 + "return x", id="long"),
-        pytest.param('def f(x):\n    """Doc."""\n    return x', id="short"),
-        pytest.param("def f(x):\n    y = x * x + 1234567890\n    return y * y * y", id="no-docstring"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("source", [
+    pytest.param('def f(x): "Doc."; return x + 12345678901234567890123456789', id="one-line"),
+    pytest.param('def f(x):\n    """Doc."""\n    raise NotImplementedError("a text over the lower bound")', id="stub"),
+    pytest.param('class A:\n    def f(x):\n        """Doc."""\n        return """\nabc""" + x * 10**9', id="string"),
+    pytest.param('def f(x):\n    """Doc."""\n    ' + "x += 1\n    " * 200 + "return x", id="long"),
+    pytest.param('def f(x):\n    """Doc."""\n    return x', id="short"),
+    pytest.param("def f(x):\n    y = x * x + 1234567890\n    return y * y * y", id="no-docstring"),
+])  # fmt: skip
 def test_functions_without_a_clean_pair_are_left_out(monkeypatch, source):
     good = '\n\ndef g(x):\n    """Double it."""\n    # twice\n    return x * 2  # as said above\n'
     (row,) = library(monkeypatch, ("b.py", source + good)).train

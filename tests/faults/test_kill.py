@@ -99,18 +99,11 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
 
 # of what resumes: these are what it is for, and the same in every run
 GOES_ON = {
-    "train": (".safetensors", "out/config.json"),
-    "esft train": (".safetensors", "out/expert_cfg.json"),
-    "run": (".safetensors", "model/config.json"),
-    "upit init-routers": (".safetensors",),
-    "upit grow": (".safetensors", ".json"),
-    "ultrafuser train": (".safetensors",),
-    "demo": (".safetensors", "config.json"),
-    "esft score": ("out", ".txt"),
-    "stats": (".csv", ".png"),
-    "tune": ("out",),
-    "bench": (".json",),
-}
+    "train": (".safetensors", "out/config.json"), "esft train": (".safetensors", "out/expert_cfg.json"),
+    "run": (".safetensors", "model/config.json"), "upit init-routers": (".safetensors",),
+    "upit grow": (".safetensors", ".json"), "ultrafuser train": (".safetensors",), "demo": (".safetensors", "config.json"),
+    "esft score": ("out", ".txt"), "stats": (".csv", ".png"), "tune": ("out",), "bench": (".json",),
+}  # fmt: skip
 
 
 def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:

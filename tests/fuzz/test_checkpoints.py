@@ -14,19 +14,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save
 
-from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint
+from moe_runtime.io.checkpoint import INDEX, SINGLE
 from tests.fuzz.attempts import Verdict, attempt, run_seeds
 from tests.fuzz.mutations import HOSTILE, mutate_bytes, mutate_value, to_json
+from tests.support.checkpoints import tensors
 from tests.support.stress import scaled
 
 pytestmark = pytest.mark.stress
 TENSORS = {
-    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4),
-    "model.b": torch.arange(6, dtype=torch.bfloat16),
-    "model.c": torch.zeros(0, 4),
-    "model.d": torch.tensor(7, dtype=torch.int64),
-    "model.e": torch.tensor([True, False, True]),
-}
+    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4), "model.b": torch.arange(6, dtype=torch.bfloat16),
+    "model.c": torch.zeros(0, 4), "model.d": torch.tensor(7, dtype=torch.int64), "model.e": torch.tensor([True, False, True]),
+}  # fmt: skip
 FIELDS = ("dtype", "shape", "data_offsets")
 SHARDS = {"model-00001-of-00002.safetensors": ("model.a", "model.b"), "model-00002-of-00002.safetensors": None}
 
@@ -40,11 +38,6 @@ def parts(data: bytes) -> tuple[dict, bytes]:
 def joined(header: bytes, body: bytes, length: int | None = None) -> bytes:
     """Return a file of a header and tensors' bytes; `length` stands for the header's."""
     return (len(header) if length is None else length).to_bytes(8, "little") + header + body
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -66,7 +59,7 @@ def plain(data: bytes) -> bytes:
 def judge(folder: Path, data: bytes) -> Verdict:
     """Write a single file, read it, and compare what was read with what the safetensors package reads."""
     (folder / SINGLE).write_bytes(data)
-    verdict = attempt(lambda: read(folder), SINGLE)
+    verdict = attempt(lambda: tensors(folder), SINGLE)
     if verdict.is_read:
         try:
             theirs = load_bytes(plain(data))
@@ -149,7 +142,7 @@ def test_mutated_indexes(tmp_path):
             changed = json.loads(json.dumps(index))
             changed["weight_map"][rng.choice([*TENSORS, "model.x", ""])] = rng.choice([*names, *HOSTILE])
         (folder / INDEX).write_bytes(to_json(rng, changed))
-        verdict = attempt(lambda: read(folder), INDEX, folder.name)
+        verdict = attempt(lambda: tensors(folder), INDEX, folder.name)
         if verdict.is_read:  # then the index says just what the shards that it names hold
             named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
             held = {key: tensor for key, tensor in TENSORS.items() if index["weight_map"][key] in named}
@@ -179,7 +172,7 @@ def test_what_stands_in_place_of_a_file(tmp_path, target, kind):
         os.mkfifo(file)
     elif kind != "missing":
         file.write_bytes(b"" if kind == "empty" else data)
-    verdict = attempt(lambda: read(folder), folder.name)
+    verdict = attempt(lambda: tensors(folder), folder.name)
     assert not verdict.is_read
 
 
@@ -189,7 +182,7 @@ def test_a_link_of_the_hub_cache_is_read(tmp_path):
     blob.parent.mkdir()
     blob.write_bytes(save(TENSORS))
     (folder / SINGLE).symlink_to("../blobs/0123")
-    assert same(attempt(lambda: read(folder)).value, TENSORS)
+    assert same(attempt(lambda: tensors(folder)).value, TENSORS)
 
 
 def test_one_key_in_two_shards(tmp_path):
@@ -197,4 +190,4 @@ def test_one_key_in_two_shards(tmp_path):
     write_shards(folder)
     second = folder / list(SHARDS)[1]
     second.write_bytes(save({**load_bytes(second.read_bytes()), "model.a": TENSORS["model.a"] + 1}))
-    assert "model.a" in attempt(lambda: read(folder)).error
+    assert "model.a" in attempt(lambda: tensors(folder)).error

@@ -90,19 +90,13 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
 
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
 VERBS = (
-    "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check",
-    "xft to-mergeable {model} {out}",
-    "xft merge {model} {out}",
-    "upit export {model} {out}",
-    "stats {model} --data {data} --out {out}",
-    *["train --model {model} --data {data} --output_dir {out} --max_steps 1"] * STRESS,
-    "xft import-official {model} {out}",
-    "xft export {model} {out} --to official",
-    "esft score {model} --data {data} --out {out}.json",
-    "esft merge {model} {model} {out}",
-    "upit assemble {model} {model} --out {out}",
+    "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check", "xft to-mergeable {model} {out}", "xft merge {model} {out}",
+    "upit export {model} {out}", "stats {model} --data {data} --out {out}",
+    *["train --model {model} --data {data} --output_dir {out} --max_steps 1"] * STRESS, "xft import-official {model} {out}",
+    "xft export {model} {out} --to official", "esft score {model} --data {data} --out {out}.json",
+    "esft merge {model} {model} {out}", "upit assemble {model} {model} --out {out}",
     "ultrafuser fuse {model} {model} --name a --name b --out {out}",
-)
+)  # fmt: skip
 
 
 def evil_folder(folder: Path, touched: Path, model_type: str) -> None:

@@ -181,8 +181,6 @@ def test_combine_equals(T, H, K, dtype):
 
 
 # what only a GPU has
-
-
 def all_ops(logits, weight, alpha, y, backend="cuda"):
     """One result of each op, gradients among them."""
     logits, alpha, y = (t.detach().requires_grad_() for t in (logits, alpha, y))
@@ -208,11 +206,8 @@ def same(ours, theirs) -> bool:
 def test_every_kernel_for_the_sanitizer(T, dtype):
     """What bench/gpu.sh runs under compute-sanitizer: one block and several, rows that no 16 bytes divide."""
     inputs = (
-        random(T, 15, dtype=dtype),
-        random(16, 999, dtype=dtype),
-        torch.rand(16, device="cuda"),
-        random(3 * T, 33, dtype=dtype),
-    )
+        random(T, 15, dtype=dtype), random(16, 999, dtype=dtype), torch.rand(16, device="cuda"), random(3 * T, 33, dtype=dtype),
+    )  # fmt: skip
     for ours, theirs in zip(all_ops(*inputs), all_ops(*inputs, backend="torch"), strict=True):
         assert ours.dtype == theirs.dtype and (
             relative_error(ours, theirs) < ROUNDING[dtype] if ours.is_floating_point() else torch.equal(ours, theirs)

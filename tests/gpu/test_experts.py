@@ -16,15 +16,9 @@ from moe_runtime.hf.dropin.experts import is_experts
 pytestmark = pytest.mark.gpu
 
 COMMON = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts_per_tok": 4,
-    "pad_token_id": 0,
-}
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "num_experts_per_tok": 4, "pad_token_id": 0,
+}  # fmt: skip
 MODELS = {
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 192},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 320},

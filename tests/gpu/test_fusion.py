@@ -7,17 +7,10 @@ import torch.nn.functional as F
 from moe_runtime import backends
 from moe_runtime.ops import fusion
 from moe_runtime.ops.fusion import fused_cross_entropy
-from tests.support.oracle import relative_error
+from tests.support.oracle import poison, relative_error
 
 pytestmark = pytest.mark.gpu
 IGNORED = -100
-
-
-def poison() -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-    torch.cuda.synchronize()
-    del blocks
 
 
 def sample(T, sizes, vocabularies, dtype):

@@ -6,16 +6,9 @@ import torch
 from moe_runtime import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts, merged_linear
-from tests.support.oracle import relative_error
+from tests.support.oracle import poison, relative_error
 
 pytestmark = pytest.mark.gpu
-
-
-def poison() -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-    torch.cuda.synchronize()
-    del blocks
 
 
 def run(weight, alpha, dout, backend):
@@ -85,8 +78,6 @@ def test_layer_equals_the_cpu():
 
 
 # merged_linear
-
-
 def linear_sample(T, E, N, K, dtype, weight_dtype):
     x, weight = torch.randn(T, K, device="cuda", dtype=dtype), torch.randn(E, N, K, device="cuda", dtype=weight_dtype)
     return x, weight, torch.rand(E, device="cuda").softmax(-1), torch.randn(T, N, device="cuda", dtype=dtype)
@@ -100,16 +91,12 @@ def linear_gradients(x, weight, alpha, dout):
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize(
-    "dtype, weight_dtype",
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype, weight_dtype", [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("T, E, N, K", [(4096, 8, 2048, 5504), (2049, 3, 1408, 2048), (100, 8, 33, 17), (1, 1, 5, 3)])
 def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
@@ -154,8 +141,6 @@ def test_linear_beyond_two_to_the_31_elements():
 
 
 # the layer, which keeps its merged weights
-
-
 def layer_and_input(**kwargs):
     config = MoEConfig(hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs)
     return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)

@@ -170,8 +170,6 @@ def test_twenty_runs_give_the_same_bits(variant, device):
 
 
 # what only a GPU can show
-
-
 def poison() -> None:
     """Leave NaN in the memory that the allocator hands out next."""
     blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]

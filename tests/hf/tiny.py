@@ -10,18 +10,10 @@ from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
 ALL = list(FAMILIES)
 VOCAB = 96
 _BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rope_theta": 1e5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rope_theta": 1e5, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _CHANGES = {
     "llama": {"mlp_bias": True},
     "gemma2": {"head_dim": 8},

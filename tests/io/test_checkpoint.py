@@ -25,8 +25,6 @@ pytestmark = [
 
 
 # reading and writing
-
-
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_round_trip(tmp_path, shards):
     tensors = ten_tensors()
@@ -58,12 +56,9 @@ def test_round_trip(tmp_path, shards):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_path, dtype):
     tensors = {
-        "matrix": random_tensor(dtype, 3, 5),
-        "scalar": random_tensor(dtype),
-        "empty": random_tensor(dtype, 0, 4),
-        "void": random_tensor(dtype, 4, 0),
-        "transposed": random_tensor(dtype, 5, 3).t(),
-    }
+        "matrix": random_tensor(dtype, 3, 5), "scalar": random_tensor(dtype), "empty": random_tensor(dtype, 0, 4),
+        "void": random_tensor(dtype, 4, 0), "transposed": random_tensor(dtype, 5, 3).t(),
+    }  # fmt: skip
     (tmp_path / "theirs").mkdir()
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "theirs" / SINGLE)
     write(tmp_path / "ours", tensors)
@@ -160,22 +155,14 @@ def test_symlinked_files_are_followed(tmp_path):
 
 
 # the writer
-
-
 def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
     base = torch.arange(24.0).view(4, 6)
     complex_ = torch.complex(base, base + 1)
     views = {
-        "transposed": base.t(),
-        "strided": base[::2, 1::3],
-        "expanded": torch.arange(3.0)[:, None].expand(3, 50),
-        "shared": base,
-        "shared part": base[1:3],
-        "same again": base,
-        "parameter": torch.nn.Parameter(base + 5),
-        "conj": complex_.conj(),
-        "imaginary of conj": complex_.conj().imag,
-    }
+        "transposed": base.t(), "strided": base[::2, 1::3], "expanded": torch.arange(3.0)[:, None].expand(3, 50),
+        "shared": base, "shared part": base[1:3], "same again": base, "parameter": torch.nn.Parameter(base + 5),
+        "conj": complex_.conj(), "imaginary of conj": complex_.conj().imag,
+    }  # fmt: skip
     want = {key: view.detach().clone() for key, view in views.items()}
     for max_shard_size in (10**6, 100, 1):
         with CheckpointWriter(tmp_path / "out", max_shard_size, overwrite=True) as writer:
@@ -216,16 +203,13 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path):
         assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()} == {mode}
 
 
-@pytest.mark.parametrize(
-    "tensor, message",
-    [
-        pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
-        pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
-        pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
-        pytest.param([1.0], "a list", id="list"),
-        pytest.param(torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"),
-    ],
-)
+@pytest.mark.parametrize("tensor, message", [
+    pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
+    pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
+    pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
+    pytest.param([1.0], "a list", id="list"),
+    pytest.param(torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"),
+])  # fmt: skip
 def test_add_refuses_what_cannot_be_stored(tmp_path, tensor, message):
     with pytest.raises(ValueError, match=rf"tensor of 'bad' is .*{message}.*; want a plain dense tensor"):
         write(tmp_path / "out", {"good": torch.zeros(2), "bad": tensor})
@@ -305,25 +289,20 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
 
 
 # sizes
-
-
-@pytest.mark.parametrize(
-    "size, value",
-    [
-        (1, 1),
-        (2 * 2**30, 2**31),
-        ("123", 123),
-        ("5B", 5),
-        ("2GB", 2 * 10**9),
-        ("500MB", 5 * 10**8),
-        ("500 mb", 5 * 10**8),
-        ("1.5GiB", 3 * 2**29),
-        ("4KIB", 4096),
-        ("0.1KB", 100),
-        ("2TB", 2 * 10**12),
-        (2**63 + 1, 2**63 + 1),
-    ],
-)
+@pytest.mark.parametrize("size, value", [
+    (1, 1),
+    (2 * 2**30, 2**31),
+    ("123", 123),
+    ("5B", 5),
+    ("2GB", 2 * 10**9),
+    ("500MB", 5 * 10**8),
+    ("500 mb", 5 * 10**8),
+    ("1.5GiB", 3 * 2**29),
+    ("4KIB", 4096),
+    ("0.1KB", 100),
+    ("2TB", 2 * 10**12),
+    (2**63 + 1, 2**63 + 1),
+])  # fmt: skip
 def test_parse_size(size, value):
     assert parse_size(size) == value
 

@@ -24,21 +24,10 @@ def sharded(tmp_path: Path) -> tuple[Path, dict]:
     return out, json.loads((out / INDEX).read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "/etc/a.safetensors",
-        "../a.safetensors",
-        "..",
-        "sub/a.safetensors",
-        "sub\\a.safetensors",
-        "a\0.safetensors",
-        "",
-        "a.bin",
-        7,
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("name", [
+    "/etc/a.safetensors", "../a.safetensors", "..", "sub/a.safetensors", "sub\\a.safetensors", "a\0.safetensors", "",
+    "a.bin", 7,
+], ids=repr)  # fmt: skip
 def test_shard_names_cannot_leave_the_folder(tmp_path, monkeypatch, name):
     out, index = sharded(tmp_path)
     (tmp_path / "a.safetensors").write_bytes((out / "model-00001-of-00002.safetensors").read_bytes())
@@ -115,35 +104,32 @@ def one(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
     return {"w": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}, **more}
 
 
-@pytest.mark.parametrize(
-    "header, message",
-    [
-        pytest.param(one(offsets=(0, 12)), "w in the header of", id="more bytes than the shape holds"),
-        pytest.param(one(offsets=(8, 0)), "w in the header of", id="offsets backwards"),
-        pytest.param(one(offsets=(-8, 0)), "w in the header of", id="negative offset"),
-        pytest.param(one(offsets=(0, 8, 9)), "w in the header of", id="three offsets"),
-        pytest.param(one(offsets=(0.0, 8.0)), "w in the header of", id="float offsets"),
-        pytest.param(one(shape=(-2,), offsets=(0, 8)), "w in the header of", id="negative shape"),
-        pytest.param(one(shape=(-1, -2)), "w in the header of", id="negatives that multiply to the right size"),
-        pytest.param(one(shape=(True, 2)), "w in the header of", id="bool in the shape"),
-        pytest.param(one(dtype="F4"), "w in the header of", id="dtype that torch has not"),
-        pytest.param({"w": {"dtype": "F32"}}, "w in the header of", id="fields missing"),
-        pytest.param({"w": 3}, "w in the header of", id="no object"),
-        pytest.param(one(offsets=(4, 12)), "w in the header of", id="hole before the tensor"),
-        pytest.param(one(v=one()["w"]), "(v|w) in the header of", id="two tensors on the same bytes"),
-        pytest.param(one(v=one(shape=(1,), offsets=(4, 8))["w"]), "v in the header of", id="overlap"),
-        pytest.param(
-            one(offsets=(0, 2**62), shape=(2**60,)),
-            r"is \d+ bytes; want 46116860184\d+, as its header says",
-            id="beyond the file",
-        ),
-        pytest.param(one(__metadata__=[]), "__metadata__ in the header of", id="metadata no object"),
-        pytest.param(b"[1]", "is a JSON list; want one JSON object", id="header no object"),
-        pytest.param(b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2", id="header no JSON"),
-        pytest.param(b"\xff\xfe{}", "is not valid JSON", id="header not UTF-8"),
-        pytest.param(b"[" * 200_000, "is not valid JSON", id="header too deep"),
-    ],
-)
+@pytest.mark.parametrize("header, message", [
+    pytest.param(one(offsets=(0, 12)), "w in the header of", id="more bytes than the shape holds"),
+    pytest.param(one(offsets=(8, 0)), "w in the header of", id="offsets backwards"),
+    pytest.param(one(offsets=(-8, 0)), "w in the header of", id="negative offset"),
+    pytest.param(one(offsets=(0, 8, 9)), "w in the header of", id="three offsets"),
+    pytest.param(one(offsets=(0.0, 8.0)), "w in the header of", id="float offsets"),
+    pytest.param(one(shape=(-2,), offsets=(0, 8)), "w in the header of", id="negative shape"),
+    pytest.param(one(shape=(-1, -2)), "w in the header of", id="negatives that multiply to the right size"),
+    pytest.param(one(shape=(True, 2)), "w in the header of", id="bool in the shape"),
+    pytest.param(one(dtype="F4"), "w in the header of", id="dtype that torch has not"),
+    pytest.param({"w": {"dtype": "F32"}}, "w in the header of", id="fields missing"),
+    pytest.param({"w": 3}, "w in the header of", id="no object"),
+    pytest.param(one(offsets=(4, 12)), "w in the header of", id="hole before the tensor"),
+    pytest.param(one(v=one()["w"]), "(v|w) in the header of", id="two tensors on the same bytes"),
+    pytest.param(one(v=one(shape=(1,), offsets=(4, 8))["w"]), "v in the header of", id="overlap"),
+    pytest.param(
+        one(offsets=(0, 2**62), shape=(2**60,)),
+        r"is \d+ bytes; want 46116860184\d+, as its header says",
+        id="beyond the file",
+    ),
+    pytest.param(one(__metadata__=[]), "__metadata__ in the header of", id="metadata no object"),
+    pytest.param(b"[1]", "is a JSON list; want one JSON object", id="header no object"),
+    pytest.param(b"{'a'", r"is not valid JSON \(Expecting.*line 1 column 2", id="header no JSON"),
+    pytest.param(b"\xff\xfe{}", "is not valid JSON", id="header not UTF-8"),
+    pytest.param(b"[" * 200_000, "is not valid JSON", id="header too deep"),
+])  # fmt: skip
 def test_bad_headers(tmp_path, header, message):
     raw_file(tmp_path / SINGLE, header, bytes(16))
     # whatever the reader of safetensors refuses we refuse, with the file's name
@@ -163,15 +149,12 @@ def test_header_length_beyond_the_file_is_not_allocated(tmp_path):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "names, found",
-    [
-        (["pytorch_model.bin", "training_args.bin", "config.json"], "pytorch_model.bin, training_args.bin"),
-        (["model.pt"], "model.pt"),
-        (["weights.safetensors"], "weights.safetensors"),
-        (["config.json"], "no weights"),
-    ],
-)
+@pytest.mark.parametrize("names, found", [
+    (["pytorch_model.bin", "training_args.bin", "config.json"], "pytorch_model.bin, training_args.bin"),
+    (["model.pt"], "model.pt"),
+    (["weights.safetensors"], "weights.safetensors"),
+    (["config.json"], "no weights"),
+])  # fmt: skip
 def test_a_folder_without_our_files_says_what_it_holds_and_how_to_convert(tmp_path, names, found):
     for name in names:
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pickled'\ntR.")
@@ -191,18 +174,13 @@ def test_paths_and_keys_that_are_not_there(tmp_path):
 
 
 # check_keys
-
-
 def test_check_keys_collects_everything_in_one_error():
     spec = TensorSpec((2, 3), torch.float32)
     same = {"a": spec, "b": spec}
     check_keys(same, dict(reversed(same.items())), source="x")
     have = {
-        "shape": TensorSpec((3, 2), torch.float32),
-        "dtype": TensorSpec((2, 3), torch.bfloat16),
-        "extra": spec,
-        "both": spec,
-    }
+        "shape": TensorSpec((3, 2), torch.float32), "dtype": TensorSpec((2, 3), torch.bfloat16), "extra": spec, "both": spec,
+    }  # fmt: skip
     want = {f"lost.{i}": spec for i in range(10)}
     want |= {"shape": spec, "dtype": spec, "both": TensorSpec((), torch.int8)}
     with pytest.raises(ValueError, match=r"^some/folder has 4 tensors; want the 13 asked for") as error:

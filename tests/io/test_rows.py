@@ -198,17 +198,14 @@ def test_what_is_not_used_is_not_judged(tmp_path):
         data.read_rows(tmp_path / "array.jsonl")
 
 
-@pytest.mark.parametrize(
-    "name, text, says",
-    [
-        pytest.param("none.jsonl", None, "does not exist", id="missing"),
-        pytest.param("empty.jsonl", "", "is empty", id="empty-file"),
-        pytest.param("empty.json", "[]", "want", id="empty-list"),
-        pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
-        pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
-        pytest.param("other.jsonl", '{"question": "q", "prompt": "p"}', "columns question, prompt; want", id="columns"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, text, says", [
+    pytest.param("none.jsonl", None, "does not exist", id="missing"),
+    pytest.param("empty.jsonl", "", "is empty", id="empty-file"),
+    pytest.param("empty.json", "[]", "want", id="empty-list"),
+    pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
+    pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
+    pytest.param("other.jsonl", '{"question": "q", "prompt": "p"}', "columns question, prompt; want", id="columns"),
+])  # fmt: skip
 def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)

@@ -214,13 +214,10 @@ def ranks(tmp_path_factory) -> list[dict]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    "case, how, steps",
-    [
-        pytest.param("one of them", "Terminated", 2, id="a signal to one"),
-        pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
-    ],
-)
+@pytest.mark.parametrize("case, how, steps", [
+    pytest.param("one of them", "Terminated", 2, id="a signal to one"),
+    pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
+])  # fmt: skip
 def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, steps):
     for one in ranks:
         found, whole = one[case], one["whole"]["weights"]

@@ -101,21 +101,16 @@ def test_docs_hold_what_compiles(reports):
 
 
 # the gate itself
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        pytest.param({}, None, id="as it should be"),
-        pytest.param({"error": "no"}, "no", id="does not compile"),
-        pytest.param({"stack": 8}, "spills into 8 bytes", id="spills"),
-        pytest.param({"registers": 200}, "200 registers; want 128", id="registers"),
-        pytest.param({"shared": 102400}, "sm_86 has 101376", id="shared memory"),
-        pytest.param({"global_atomics": 1}, "1 atomics on global", id="global atomics"),
-        pytest.param({"shared_atomics": 1}, "1 on shared", id="shared atomics"),
-        pytest.param({"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"),
-    ],
-)
+@pytest.mark.parametrize("change, says", [
+    pytest.param({}, None, id="as it should be"),
+    pytest.param({"error": "no"}, "no", id="does not compile"),
+    pytest.param({"stack": 8}, "spills into 8 bytes", id="spills"),
+    pytest.param({"registers": 200}, "200 registers; want 128", id="registers"),
+    pytest.param({"shared": 102400}, "sm_86 has 101376", id="shared memory"),
+    pytest.param({"global_atomics": 1}, "1 atomics on global", id="global atomics"),
+    pytest.param({"shared_atomics": 1}, "1 on shared", id="shared atomics"),
+    pytest.param({"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"),
+])  # fmt: skip
 def test_gate_sees(change, says):
     case = Case("a._kernel", {}, {}, expect=("mma.sync", "cp.async"), max_registers=128)
     good = Report(registers=128, shared=101376, features=("mma.sync", "cp.async"))

@@ -45,16 +45,13 @@ def test_mean_stays_and_deviations_shrink_by_the_factor(E, share, device):
     torch.testing.assert_close(after - after.mean(0), factor * (before - before.mean(0)), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stored, view",
-    [
-        pytest.param((6, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
-        pytest.param((34, 33, 6), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
-        pytest.param((12, 34, 33), lambda w: w[::2], id="every other expert"),
-        pytest.param((6, 34, 66), lambda w: w[:, :, 1::2], id="strided"),
-        pytest.param((8, 34, 33), lambda w: w[1:-1], id="not the first"),
-    ],
-)
+@pytest.mark.parametrize("stored, view", [
+    pytest.param((6, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
+    pytest.param((34, 33, 6), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
+    pytest.param((12, 34, 33), lambda w: w[::2], id="every other expert"),
+    pytest.param((6, 34, 66), lambda w: w[:, :, 1::2], id="strided"),
+    pytest.param((8, 34, 33), lambda w: w[1:-1], id="not the first"),
+])  # fmt: skip
 def test_layouts(stored, view, device, tolerance):
     memory = torch.randn(stored, device=device)
     want = memory.double()

@@ -60,17 +60,14 @@ def double_pair(experts, target):
     return LoRA(experts.lora_a[target].double(), experts.lora_b[target].double())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="top 2 of 3"),
-        pytest.param({"bias": True}, id="biases"),
-        pytest.param({"E": 4, "top_k": 4, "gate": "softmax_topk"}, id="LoRAMoE: all of 4, by their softmax"),
-        pytest.param({"targets": ("up_proj",)}, id="one projection"),
-        pytest.param({"E": 1, "top_k": 1}, id="E = 1"),
-        pytest.param({"recompute": True}, id="recompute"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    pytest.param({}, id="top 2 of 3"),
+    pytest.param({"bias": True}, id="biases"),
+    pytest.param({"E": 4, "top_k": 4, "gate": "softmax_topk"}, id="LoRAMoE: all of 4, by their softmax"),
+    pytest.param({"targets": ("up_proj",)}, id="one projection"),
+    pytest.param({"E": 1, "top_k": 1}, id="E = 1"),
+    pytest.param({"recompute": True}, id="recompute"),
+])  # fmt: skip
 def test_layer_is_the_equation(options, tolerance):
     layer, x = make(**options), torch.randn(2, 9, H)
     flat = x.flatten(0, 1)
@@ -182,8 +179,6 @@ def test_a_base_that_computes_more_than_its_weights_is_refused(target):
 
 
 # files
-
-
 @pytest.fixture(scope="module")
 def mixtral():
     """A stock model whose experts are all equal, and its blocks as MLPs."""
@@ -219,16 +214,13 @@ def with_lora(model, rank, targets=TARGETS):
     return model, layers
 
 
-@pytest.mark.parametrize(
-    "rank, targets",
-    [
-        pytest.param(2, TARGETS, id="E is not r"),
-        pytest.param(3, TARGETS, id="E is r"),
-        pytest.param(2, ("gate_proj", "up_proj"), id="no down"),
-        pytest.param(4, ("down_proj",), id="down alone"),
-        pytest.param(2, ("up_proj", "down_proj"), id="no gate"),
-    ],
-)
+@pytest.mark.parametrize("rank, targets", [
+    pytest.param(2, TARGETS, id="E is not r"),
+    pytest.param(3, TARGETS, id="E is r"),
+    pytest.param(2, ("gate_proj", "up_proj"), id="no down"),
+    pytest.param(4, ("down_proj",), id="down alone"),
+    pytest.param(2, ("up_proj", "down_proj"), id="no gate"),
+])  # fmt: skip
 @torch.no_grad()
 def test_peft_reads_all_experts(rank, targets, mixtral, tmp_path):
     from peft import PeftModel

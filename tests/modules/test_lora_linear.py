@@ -139,8 +139,6 @@ def test_what_weighs_the_experts_is_not_rounded():
 
 
 # what both forms share
-
-
 def both() -> dict[str, nn.Module]:
     """An MLP of each form, over the same weights, the same pairs in both."""
     torch.manual_seed(0)

@@ -119,8 +119,6 @@ def test_gradcheck(gate, router):
 
 
 # XFT
-
-
 def upcycled(**kwargs) -> MoE:
     layer = make(**kwargs)
     with torch.no_grad():
@@ -198,8 +196,6 @@ def test_one_routed_expert_makes_nonorm_and_xft_the_same(top_k):
 
 
 # noise
-
-
 def test_noise_can_be_injected_and_follows_the_formula(tolerance):
     layer, x = make(noisy_gate=True, noise_epsilon=0.05), torch.randn(13, H)
     eps = torch.randn(13, 7)
@@ -279,8 +275,6 @@ def test_checkpointing_leaves_one_record_of_one_forward_pass():
 
 
 # shapes, dtypes, modes
-
-
 @pytest.mark.parametrize("shape", [(H,), (7, H), (0, H), (2, 0, H), (2, 7, H), (2, 3, 5, H)], ids=str)
 def test_takes_every_shape_that_a_dense_mlp_takes(shape):
     layer, x = make(), torch.randn(shape, requires_grad=True)
@@ -327,16 +321,12 @@ def test_memory_kept_per_token(dtype, size):
     assert kept <= T * (size * (64 + 2 * 96 * K) + 12 * K + 4 * (E - 1)) + 4 * (E + 1)  # bf16: 2H + 4IK + 12K, and the logits
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"gate": "topk_softmax"},
-        {"router": "mlp", "noisy_gate": True, "balance_loss": "cv2"},
-        {"bias": True, "gated": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("variant", [
+    {},
+    {"gate": "topk_softmax"},
+    {"router": "mlp", "noisy_gate": True, "balance_loss": "cv2"},
+    {"bias": True, "gated": False},
+], ids=str)  # fmt: skip
 def test_compiles_without_a_graph_break(variant):
     torch._dynamo.reset()
     layer, x = make(**variant).eval(), torch.randn(2, 7, H)

@@ -37,8 +37,6 @@ def toolkit(tmp_path, monkeypatch):
 
 
 # what is missing
-
-
 def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or pip install"):
@@ -65,15 +63,12 @@ def test_an_old_nvcc_is_refused(tmp_path, monkeypatch):
 
 
 @needs_cxx
-@pytest.mark.parametrize(
-    "archs, says",
-    [
-        pytest.param("90;75", "expected a list such as .* knows: 80, 90", id="unknown to nvcc"),
-        pytest.param("native", "expected a list such as", id="a GPU would be asked"),
-        pytest.param("90+SASS", "expected a list such as", id="a word of nobody's"),
-        pytest.param(" ; ", "expected a list such as", id="empty"),
-    ],
-)
+@pytest.mark.parametrize("archs, says", [
+    pytest.param("90;75", "expected a list such as .* knows: 80, 90", id="unknown to nvcc"),
+    pytest.param("native", "expected a list such as", id="a GPU would be asked"),
+    pytest.param("90+SASS", "expected a list such as", id="a word of nobody's"),
+    pytest.param(" ; ", "expected a list such as", id="empty"),
+])  # fmt: skip
 def test_architectures_are_named_and_known(toolkit, archs, says):
     with pytest.raises(BuildError, match=f"architectures are '{re.escape(archs)}'.*{says}"):
         build.check_cuda(toolkit / "csrc", archs)
@@ -94,8 +89,6 @@ def test_architectures_become_flags(toolkit):
 
 
 # the build
-
-
 @needs_cxx
 def test_build_and_launch(toolkit):
     csrc, out = toolkit / "csrc", toolkit / "lib" / "out.so"
@@ -183,22 +176,17 @@ def test_a_library_of_other_sources_is_refused(toolkit):
         cuda.bind(out, csrc)
 
 
-@pytest.mark.parametrize(
-    "archs, gpus, others",
-    [
-        pytest.param(["sm_80"], [(8, 0), (8, 6), (8, 9)], [(9, 0), (7, 5)], id="machine code of one major version"),
-        pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not of an older minor one"),
-        pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="one GPU alone"),
-        pytest.param(["sm_90", "compute_100"], [(9, 0), (10, 0), (11, 0), (12, 1)], [(8, 9)], id="PTX"),
-    ],
-)
+@pytest.mark.parametrize("archs, gpus, others", [
+    pytest.param(["sm_80"], [(8, 0), (8, 6), (8, 9)], [(9, 0), (7, 5)], id="machine code of one major version"),
+    pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not of an older minor one"),
+    pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="one GPU alone"),
+    pytest.param(["sm_90", "compute_100"], [(9, 0), (10, 0), (11, 0), (12, 1)], [(8, 9)], id="PTX"),
+])  # fmt: skip
 def test_code_runs_where_it_can(archs, gpus, others):
     assert all(native.covers(archs, *gpu) for gpu in gpus) and not any(native.covers(archs, *gpu) for gpu in others)
 
 
 # ptxas' report
-
-
 REPORT = """ptxas info    : Compiling entry function 'a' for 'sm_90'
 ptxas info    : Function properties for a
     416 bytes stack frame, 804 bytes spill stores, 824 bytes spill loads
@@ -220,8 +208,6 @@ def test_the_gate_sees_spills_and_registers():
 
 
 # the header
-
-
 def test_every_function_of_the_header_is_read():
     text = (CSRC / "moert.h").read_text()
     functions = native.read_header(text)
@@ -241,8 +227,6 @@ def test_types_of_the_header():
 
 
 # the real library
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """csrc/ for every architecture; compiled once, whichever test worker asks first."""

@@ -139,13 +139,10 @@ def test_ids_follow_the_contents(tmp_path, monkeypatch):
     assert id_of("c") != first
 
 
-@pytest.mark.parametrize(
-    "newest, says",
-    [
-        pytest.param("GLIBC_2.34", r"needs glibc 2\.34; the Hub accepts 2\.28 or older.*zig cc", id="too new"),
-        pytest.param(None, "lib.so cannot be read", id="missing"),
-    ],
-)
+@pytest.mark.parametrize("newest, says", [
+    pytest.param("GLIBC_2.34", r"needs glibc 2\.34; the Hub accepts 2\.28 or older.*zig cc", id="too new"),
+    pytest.param(None, "lib.so cannot be read", id="missing"),
+])  # fmt: skip
 def test_a_library_that_the_hub_would_not_take(tmp_path, capsys, newest, says):
     path = library(tmp_path / "lib.so", newest) if newest else tmp_path / "lib.so"
     assert hub.main([str(tmp_path / "out"), "--library", str(path)]) == 2

@@ -238,8 +238,6 @@ def test_an_expert_that_nobody_selects_gives_no_nan():
 
 
 # top_k: the auxiliary loss of transformers' stock models
-
-
 def top_k_in_python(logits: list[list[float]], k: int, mask: list[int]) -> float:
     """E sum_e F_e P_e, F_e = mean_t [e selected by t], P_e = mean_t softmax(logits)[t, e], over the tokens with mask 1."""
     rows = [row for row, live in zip(logits, mask, strict=True) if live]

@@ -88,23 +88,20 @@ def test_rows_by_token_and_slot_as_well(backend, device):
     assert torch.equal(combine(y, weight, slot_row.view(4, 3).t().contiguous().t(), backend), want)
 
 
-@pytest.mark.parametrize(
-    "change, view",
-    [
-        pytest.param(lambda v: v.update(y=v["y"].t().contiguous()), lambda v: v | {"y": v["y"].t()}, id="y transposed"),
-        pytest.param(lambda v: v.update(y=v["y"].repeat(1, 2)), lambda v: v | {"y": v["y"][:, ::2]}, id="y strided"),
-        pytest.param(
-            lambda v: v.update(topk_weight=v["topk_weight"].t().contiguous()),
-            lambda v: v | {"topk_weight": v["topk_weight"].t()},
-            id="weights stored [K, T]",
-        ),
-        pytest.param(
-            lambda v: v.update(topk_weight=v["topk_weight"][:, :1].clone()),
-            lambda v: v | {"topk_weight": v["topk_weight"].expand(-1, 3)},
-            id="one weight for all slots (stride 0)",
-        ),
-    ],
-)
+@pytest.mark.parametrize("change, view", [
+    pytest.param(lambda v: v.update(y=v["y"].t().contiguous()), lambda v: v | {"y": v["y"].t()}, id="y transposed"),
+    pytest.param(lambda v: v.update(y=v["y"].repeat(1, 2)), lambda v: v | {"y": v["y"][:, ::2]}, id="y strided"),
+    pytest.param(
+        lambda v: v.update(topk_weight=v["topk_weight"].t().contiguous()),
+        lambda v: v | {"topk_weight": v["topk_weight"].t()},
+        id="weights stored [K, T]",
+    ),
+    pytest.param(
+        lambda v: v.update(topk_weight=v["topk_weight"][:, :1].clone()),
+        lambda v: v | {"topk_weight": v["topk_weight"].expand(-1, 3)},
+        id="one weight for all slots (stride 0)",
+    ),
+])  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layouts(change, view, dtype, backend, tolerance, device):

@@ -252,8 +252,6 @@ def test_no_routed_expert_or_no_token(device):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module, bound, device) -> list[str]:
     """What the checks say of the kernels of `module`."""
     checks = [

@@ -69,17 +69,14 @@ def test_rows_and_slots_are_permutations_of_each_other(T, E, K, routing, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "dtype, E",
-    [
-        pytest.param(torch.int8, 128, id="int8 cannot hold the mark E of a dropped slot"),
-        pytest.param(torch.uint8, 256, id="uint8 cannot hold the mark E of a dropped slot"),
-        pytest.param(torch.int16, 40000, id="int16 cannot hold E"),
-        pytest.param(torch.int32, 32767, id="the first E beyond 16-bit sort keys"),
-        pytest.param(torch.int32, 32766, id="the last E of 16-bit sort keys"),
-        pytest.param(torch.int64, 3, id="int64"),
-    ],
-)
+@pytest.mark.parametrize("dtype, E", [
+    pytest.param(torch.int8, 128, id="int8 cannot hold the mark E of a dropped slot"),
+    pytest.param(torch.uint8, 256, id="uint8 cannot hold the mark E of a dropped slot"),
+    pytest.param(torch.int16, 40000, id="int16 cannot hold E"),
+    pytest.param(torch.int32, 32767, id="the first E beyond 16-bit sort keys"),
+    pytest.param(torch.int32, 32766, id="the last E of 16-bit sort keys"),
+    pytest.param(torch.int64, 3, id="int64"),
+])  # fmt: skip
 def test_any_integer_dtype(dtype, E, backend, device):
     limit = min(torch.iinfo(dtype).max, E - 1)
     idx = torch.tensor([[0, limit], [5, limit - 1], [limit, 0]], dtype=dtype)

@@ -42,16 +42,13 @@ def map_mismatches(counts: list[int], dropped: int, BLOCK_M: int, first: int, de
     return found + [f"{tile} behind the last tile" for tile in got[len(want) :] if tile[0] != -1]
 
 
-@pytest.mark.parametrize(
-    "T, E, K, routing",
-    [
-        pytest.param(211, 3, 3, "dropped", id="several blocks, the last one ragged"),
-        pytest.param(128, 300, 2, "random", id="300 experts, whole blocks"),
-        pytest.param(65, 128, 8, "dropped", id="128 experts"),
-        pytest.param(300, 64, 1, "skip", id="K = 1"),
-        pytest.param(40, 33, 33, "random", id="K = E = 33"),
-    ],
-)
+@pytest.mark.parametrize("T, E, K, routing", [
+    pytest.param(211, 3, 3, "dropped", id="several blocks, the last one ragged"),
+    pytest.param(128, 300, 2, "random", id="300 experts, whole blocks"),
+    pytest.param(65, 128, 8, "dropped", id="128 experts"),
+    pytest.param(300, 64, 1, "skip", id="K = 1"),
+    pytest.param(40, 33, 33, "random", id="K = E = 33"),
+])  # fmt: skip
 @pytest.mark.parametrize("scan", [2, 1024])
 def test_scan_in_steps(T, E, K, routing, scan, device, monkeypatch):
     monkeypatch.setattr(kernels, "SCAN", scan)
@@ -186,8 +183,6 @@ def test_offsets_beyond_int32(tmp_path):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module, device) -> list[str]:
     """What the checks say of the kernels of `module`."""
     module.SCAN, row_slot = 2, torch.randperm(1500, device=device).int()

@@ -28,8 +28,6 @@ def gram_in_float64(experts, base=None):
 
 
 # Gram
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_base", [False, True], ids=["", "base"])
@@ -55,15 +53,12 @@ def test_near_experts_are_told_apart_by_their_differences(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "view",
-    [
-        pytest.param(lambda w: w.transpose(1, 2), id="transposed"),
-        pytest.param(lambda w: w[::2], id="every other expert"),
-        pytest.param(lambda w: w[:1].expand(5, -1, -1), id="E views of one expert"),
-        pytest.param(lambda w: w[:, :, 1::2], id="strided"),
-    ],
-)
+@pytest.mark.parametrize("view", [
+    pytest.param(lambda w: w.transpose(1, 2), id="transposed"),
+    pytest.param(lambda w: w[::2], id="every other expert"),
+    pytest.param(lambda w: w[:1].expand(5, -1, -1), id="E views of one expert"),
+    pytest.param(lambda w: w[:, :, 1::2], id="strided"),
+])  # fmt: skip
 def test_gram_of_views(view, backend, device):
     experts = view(torch.randn(6, 34, 33, device=device))
     base = torch.randn(tuple(reversed(experts.shape[1:])), device=device).t()
@@ -284,23 +279,20 @@ def test_float64_is_computed_in_float64(monkeypatch):
     assert relative_error(dare_merge(*parts, **ARGS), child(*parts, **ARGS)) < 1e-15
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"second": torch.zeros(4)}, "second is (4,)", id="another shape"),
-        pytest.param({"base": torch.zeros(3).half()}, "base is (3,) torch.float16", id="another dtype"),
-        pytest.param(
-            {"first": torch.zeros(3).int(), "second": torch.zeros(3).int()}, "second is (3,) torch.int32", id="integers"
-        ),
-        pytest.param({"drop": 1.5}, "drop is 1.5", id="a probability above 1"),
-        pytest.param({"drop": -0.1}, "drop is -0.1", id="a probability below 0"),
-        pytest.param({"weights": (1.0,)}, "weights is (1.0,)", id="one weight"),
-        pytest.param({"weights": (1.0, math.inf)}, "weights is (1.0, inf)", id="an infinite weight"),
-        pytest.param({"seed": -1}, "seed is -1", id="a negative seed"),
-        pytest.param({"start": 2}, "start is 2", id="a part that begins within four"),
-        pytest.param({"tensor": 1 << 63}, "tensor is 9223372036854775808", id="a stream beyond 63 bits"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"second": torch.zeros(4)}, "second is (4,)", id="another shape"),
+    pytest.param({"base": torch.zeros(3).half()}, "base is (3,) torch.float16", id="another dtype"),
+    pytest.param(
+        {"first": torch.zeros(3).int(), "second": torch.zeros(3).int()}, "second is (3,) torch.int32", id="integers"
+    ),
+    pytest.param({"drop": 1.5}, "drop is 1.5", id="a probability above 1"),
+    pytest.param({"drop": -0.1}, "drop is -0.1", id="a probability below 0"),
+    pytest.param({"weights": (1.0,)}, "weights is (1.0,)", id="one weight"),
+    pytest.param({"weights": (1.0, math.inf)}, "weights is (1.0, inf)", id="an infinite weight"),
+    pytest.param({"seed": -1}, "seed is -1", id="a negative seed"),
+    pytest.param({"start": 2}, "start is 2", id="a part that begins within four"),
+    pytest.param({"tensor": 1 << 63}, "tensor is 9223372036854775808", id="a stream beyond 63 bits"),
+])  # fmt: skip
 def test_bad_arguments_of_dare_are_named(change, words):
     args = {"first": torch.zeros(3), "second": torch.zeros(3), **ARGS} | change
     with pytest.raises(ValueError) as error:

@@ -196,8 +196,6 @@ def test_more_dims_and_layouts(backend, device, tolerance):
 
 
 # what the mixture is
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_specialists_are_one_whatever_the_gate(backend, device):
     (h,), (head,), _, labels = sample(30, (32,), (50,), device=device)
@@ -235,8 +233,6 @@ def test_ids_that_not_all_have_get_no_gradient():
 
 
 # what torch asks of an op
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradcheck(reduction, frozen):
@@ -378,33 +374,28 @@ def test_gradients_come_with_one_forward_pass():
 
 
 # wrong arguments
-
-
 def good():
     return dict(zip(("hidden", "heads", "gate_weight", "labels"), sample(6, (16, 17), (20, 21), ignored=0)))
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"hidden": []}, "hidden 0 of [(), H_s], heads are 2", id="none"),
-        pytest.param({"heads": [torch.randn(20, 16)]}, "hidden 2 of [(6,), H_s], heads are 1", id="a head is missing"),
-        pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17), heads[1] (20, 16)", id="H_s"),
-        pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
-        pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),
-        pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
-        pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is (5,) torch.int64", id="labels' shape"),
-        pytest.param({"labels": torch.zeros(6)}, "labels is (6,) torch.float32", id="labels that are no ids"),
-        pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
-        pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
-        pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
-        pytest.param({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel", id="backend"),
-        pytest.param(
-            {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"
-        ),
-        pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "on cpu, meta", id="devices"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"hidden": []}, "hidden 0 of [(), H_s], heads are 2", id="none"),
+    pytest.param({"heads": [torch.randn(20, 16)]}, "hidden 2 of [(6,), H_s], heads are 1", id="a head is missing"),
+    pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17), heads[1] (20, 16)", id="H_s"),
+    pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
+    pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),
+    pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
+    pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is (5,) torch.int64", id="labels' shape"),
+    pytest.param({"labels": torch.zeros(6)}, "labels is (6,) torch.float32", id="labels that are no ids"),
+    pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
+    pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
+    pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
+    pytest.param({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel", id="backend"),
+    pytest.param(
+        {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"
+    ),
+    pytest.param({"gate_weight": torch.rand(6, 2, device="meta")}, "on cpu, meta", id="devices"),
+])  # fmt: skip
 @pytest.mark.parametrize("train", [False, True])
 def test_bad_arguments_are_named(change, words, train):
     arguments = good() | change
@@ -423,8 +414,6 @@ def test_float64_is_never_summed_in_float32(monkeypatch):
 
 
 # mutants of the torch backend's source; each has to be caught by the checks above
-
-
 def caught() -> list[str]:
     """What parity says in the dtypes' paths, in several blocks and chunks."""
     torch.manual_seed(0)

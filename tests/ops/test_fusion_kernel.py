@@ -142,8 +142,6 @@ def test_config_fits_the_gpu():
 
 
 # the right element beyond 2^31
-
-
 def test_logits_beyond_int32(tmp_path):
     """Rows of 2^30 ids: the third lies at 2^31. One tile of many, on a file without content."""
     if torch.cuda.is_available():
@@ -167,8 +165,6 @@ def test_logits_beyond_int32(tmp_path):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module) -> list[str]:
     """What the checks say of the launchers of `module`."""
     torch.manual_seed(0)

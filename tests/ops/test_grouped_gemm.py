@@ -95,17 +95,14 @@ def _one_expert(leaves):
     leaves["weight"] = leaves["weight"][:1].clone()
 
 
-@pytest.mark.parametrize(
-    "change, view",
-    [
-        pytest.param(_transposed, lambda v: v | {"weight": v["weight"].transpose(1, 2)}, id="weights stored in x out"),
-        pytest.param(
-            _one_expert, lambda v: v | {"weight": v["weight"].expand(3, -1, -1)}, id="E views of one expert (stride 0)"
-        ),
-        pytest.param(lambda v: v.update(x=v["x"].t().contiguous()), lambda v: v | {"x": v["x"].t()}, id="x transposed"),
-        pytest.param(lambda v: v.update(x=v["x"].repeat(1, 2)), lambda v: v | {"x": v["x"][:, ::2]}, id="x strided"),
-    ],
-)
+@pytest.mark.parametrize("change, view", [
+    pytest.param(_transposed, lambda v: v | {"weight": v["weight"].transpose(1, 2)}, id="weights stored in x out"),
+    pytest.param(
+        _one_expert, lambda v: v | {"weight": v["weight"].expand(3, -1, -1)}, id="E views of one expert (stride 0)"
+    ),
+    pytest.param(lambda v: v.update(x=v["x"].t().contiguous()), lambda v: v | {"x": v["x"].t()}, id="x transposed"),
+    pytest.param(lambda v: v.update(x=v["x"].repeat(1, 2)), lambda v: v | {"x": v["x"][:, ::2]}, id="x strided"),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layouts(change, view, dtype, tolerance):
     check([5, 0, 9], dtype, tolerance, d_in=32, view=view, change=change)

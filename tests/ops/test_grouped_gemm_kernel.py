@@ -272,8 +272,6 @@ def test_layouts(shape, view, tma, device):
 
 
 # nothing to do
-
-
 def test_no_rows(device):
     rows, tile = make_rows([0, 0, 0], 0, 2, device), PLAIN
     tiles = tile_map(rows.offsets, 0, 16)
@@ -314,8 +312,6 @@ def test_no_expert_is_trained(rows, device):
 
 
 # order of the tiles
-
-
 @pytest.mark.parametrize("GROUP_M", [1, 2, 3, 8])
 def test_every_tile_is_computed_once(GROUP_M, device):
     # 7 row tiles, so that no group size but 1 divides them; 3 column tiles; the sanitizer sees one that is written twice

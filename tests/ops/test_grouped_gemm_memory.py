@@ -33,24 +33,19 @@ FAR = [pytest.param(1, 2**31 - 1, id="2^31 - 1"), pytest.param(2, 2**30, id="2^3
 
 
 # wrong maps and indices
-
-
 def product(tiles, a=None):
     a = torch.randn(40, 16) if a is None else a
     weight = torch.randn(2, 16, 16)
     return grouped_gemm.grouped_gemm_forward(a, weight, None, torch.tensor(tiles, dtype=torch.int32), True, TILE)
 
 
-@pytest.mark.parametrize(
-    "tiles, words",
-    [
-        pytest.param([[0], [32], [41]], "out of bounds", id="a tile ends behind the last row"),
-        pytest.param([[0], [-1], [8]], "out of bounds", id="a tile begins in front of the first row"),
-        pytest.param([[2], [0], [16]], "out of bounds", id="an expert that is not there"),
-        pytest.param([[0, 1, 0], [0, 16, 0], [16, 32, 16]], "write race", id="a tile twice"),
-        pytest.param([[0, 0, 1], [0, 15, 32], [32, 32, 40]], "write race", id="tiles that overlap"),
-    ],
-)
+@pytest.mark.parametrize("tiles, words", [
+    pytest.param([[0], [32], [41]], "out of bounds", id="a tile ends behind the last row"),
+    pytest.param([[0], [-1], [8]], "out of bounds", id="a tile begins in front of the first row"),
+    pytest.param([[2], [0], [16]], "out of bounds", id="an expert that is not there"),
+    pytest.param([[0, 1, 0], [0, 16, 0], [16, 32, 16]], "write race", id="a tile twice"),
+    pytest.param([[0, 0, 1], [0, 15, 32], [32, 32, 40]], "write race", id="tiles that overlap"),
+])  # fmt: skip
 def test_wrong_tile_map_is_seen(tiles, words):
     with pytest.raises(Exception, match=words):
         product(tiles)
@@ -66,8 +61,6 @@ def test_wrong_slot_is_seen(slot):
 
 
 # the right element beyond 2^31
-
-
 @pytest.fixture
 def room():
     try:

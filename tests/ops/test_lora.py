@@ -277,13 +277,3 @@ def test_weights_of_slots_are_summed_by_expert():
     weight, idx = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2, -1, 2]])
     assert mixed_weight(weight, idx, 3).tolist() == [[0.0, 0.0, 5.0]]
     assert mixed_weight(weight, None, 3) is weight
-
-
-def change(name, new):
-    def apply(args, kwargs):
-        if isinstance(name, int):
-            args[name] = new(args[name])
-        else:
-            kwargs[name] = new(kwargs.get(name))
-
-    return apply

@@ -141,8 +141,6 @@ def test_rows_beyond_int32(tmp_path):
 
 
 # mutants of the kernels' source; each has to be caught by the check above
-
-
 def caught(module) -> list[str]:
     """What the check says of the launchers of `module`."""
     found = []

@@ -74,15 +74,12 @@ def test_merges_itself_if_not_given_the_merged_weight(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "stored, view",
-    [
-        pytest.param((7, 66), lambda x: x[:, ::2], id="strided"),
-        pytest.param((33, 7), lambda x: x.t(), id="transposed"),
-        pytest.param((1, 33), lambda x: x.expand(7, -1), id="one row"),
-        pytest.param((5, 3, 33), lambda x: x.transpose(0, 1), id="batch and tokens swapped"),
-    ],
-)
+@pytest.mark.parametrize("stored, view", [
+    pytest.param((7, 66), lambda x: x[:, ::2], id="strided"),
+    pytest.param((33, 7), lambda x: x.t(), id="transposed"),
+    pytest.param((1, 33), lambda x: x.expand(7, -1), id="one row"),
+    pytest.param((5, 3, 33), lambda x: x.transpose(0, 1), id="batch and tokens swapped"),
+])  # fmt: skip
 def test_layouts_of_x(stored, view, backend, device, tolerance):
     x = torch.randn(stored, device=device)
     _, weight, alpha, bias, dout = sample(T=tuple(view(x).shape[:-1]), device=device)
@@ -92,15 +89,12 @@ def test_layouts_of_x(stored, view, backend, device, tolerance):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "stored, view",
-    [
-        pytest.param((8, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
-        pytest.param((34, 33, 8), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
-        pytest.param((1, 34, 33), lambda w: w.expand(8, -1, -1), id="E views of one expert (stride 0)"),
-        pytest.param((16, 34, 33), lambda w: w[::2], id="every other expert"),
-    ],
-)
+@pytest.mark.parametrize("stored, view", [
+    pytest.param((8, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
+    pytest.param((34, 33, 8), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
+    pytest.param((1, 34, 33), lambda w: w.expand(8, -1, -1), id="E views of one expert (stride 0)"),
+    pytest.param((16, 34, 33), lambda w: w[::2], id="every other expert"),
+])  # fmt: skip
 def test_layouts_of_the_experts(stored, view, backend, device, tolerance):
     x, _, alpha, bias, dout = sample(device=device)
     weight = view(torch.randn(stored, device=device))

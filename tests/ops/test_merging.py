@@ -72,16 +72,13 @@ def test_another_number_of_rows_than_alphas_is_refused():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "stored, view",
-    [
-        pytest.param((6, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
-        pytest.param((34, 33, 6), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
-        pytest.param((1, 34, 33), lambda w: w.expand(6, -1, -1), id="E views of one expert (stride 0)"),
-        pytest.param((12, 34, 33), lambda w: w[::2], id="every other expert"),
-        pytest.param((6, 34, 66), lambda w: w[:, :, 1::2], id="strided"),
-    ],
-)
+@pytest.mark.parametrize("stored, view", [
+    pytest.param((6, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
+    pytest.param((34, 33, 6), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
+    pytest.param((1, 34, 33), lambda w: w.expand(6, -1, -1), id="E views of one expert (stride 0)"),
+    pytest.param((12, 34, 33), lambda w: w[::2], id="every other expert"),
+    pytest.param((6, 34, 66), lambda w: w[:, :, 1::2], id="strided"),
+])  # fmt: skip
 def test_layouts(stored, view, backend, device, tolerance):
     weight, alpha = torch.randn(stored, device=device), torch.randn(6, device=device).softmax(-1)
     dout = torch.randn(34, 33, device=device)
@@ -136,8 +133,6 @@ def test_rate_one_is_the_shared_expert_exactly_and_rate_zero_never_sees_it(backe
 
 
 # alpha
-
-
 @pytest.mark.parametrize("shared_rate", [0.0, 0.5, 0.75, 0.85, 1.0, None])
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_mixing_follows_the_formula(n, shared_rate):
@@ -200,15 +195,12 @@ def test_bad_logits_are_named(logits, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "weight, alpha, words",
-    [
-        pytest.param(torch.randn(8, 3), torch.rand(7), "alpha is (7,)", id="alpha of another E"),
-        pytest.param(torch.randn(8, 3), torch.rand(8, 1), "alpha is (8, 1)", id="alpha with a dim too many"),
-        pytest.param(torch.randn(()), torch.rand(()), "weight ()", id="a number"),
-        pytest.param(torch.randn(0, 3), torch.rand(0), "weight (0, 3)", id="no experts"),
-    ],
-)
+@pytest.mark.parametrize("weight, alpha, words", [
+    pytest.param(torch.randn(8, 3), torch.rand(7), "alpha is (7,)", id="alpha of another E"),
+    pytest.param(torch.randn(8, 3), torch.rand(8, 1), "alpha is (8, 1)", id="alpha with a dim too many"),
+    pytest.param(torch.randn(()), torch.rand(()), "weight ()", id="a number"),
+    pytest.param(torch.randn(0, 3), torch.rand(0), "weight (0, 3)", id="no experts"),
+])  # fmt: skip
 def test_bad_arguments_are_named(weight, alpha, words):
     with pytest.raises(ValueError) as error:
         merge_experts(weight, alpha)

@@ -127,8 +127,6 @@ def test_rows_beyond_int32(tmp_path):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module) -> list[str]:
     """What the checks say of the launchers of `module`."""
     torch.manual_seed(0)

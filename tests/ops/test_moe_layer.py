@@ -209,8 +209,6 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
 
 
 # the module uses it
-
-
 def layer(**config):
     torch.manual_seed(0)
     sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K, "initializer_range": 0.3}

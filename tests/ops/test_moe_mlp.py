@@ -177,8 +177,6 @@ def test_second_gradient_is_refused_and_not_wrong():
 
 
 # dropped slots, frozen experts
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weight_of_a_dropped_slot_may_be_anything(value, dtype):
@@ -284,34 +282,31 @@ def _bad(**change):
     return base | change
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"x": torch.randn(2, 3, 33)}, "x is (2, 3, 33)", id="batch dims"),
-        pytest.param({"x": torch.randn(6, 32)}, "x (6, 32)", id="another H"),
-        pytest.param({"gate_up_proj": torch.randn(4, 33, 34)}, "gate_up_proj is (4, 33, 34)", id="weights in x out"),
-        pytest.param({"down_proj": torch.randn(3, 33, 17)}, "down_proj (3, 33, 17)", id="another E"),
-        pytest.param({"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"),
-        pytest.param({"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"),
-        pytest.param(
-            {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)}, "(5, 2)", id="another T"
-        ),
-        pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx (6, 2) torch.float32", id="float ids"),
-        pytest.param(
-            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight is (6, 2) torch.int64", id="integer weights"
-        ),
-        pytest.param({"act": "tanh"}, "act is 'tanh'", id="unknown activation"),
-        pytest.param({"gate_up_bias": torch.randn(4, 17)}, "gate_up_bias is (4, 17)", id="bias of another size"),
-        pytest.param({"down_bias": torch.randn(33)}, "down_bias is (33,)", id="bias without E"),
-        pytest.param({"x": torch.randn(6, 33).bfloat16()}, "torch.bfloat16", id="x and weights differ in dtype"),
-        pytest.param(
-            {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
-        ),
-        pytest.param({"trainable": torch.ones(4)}, "trainable is (4,) torch.float32", id="trainable is no mask"),
-        pytest.param({"trainable": torch.ones(3, dtype=torch.bool)}, "trainable is (3,)", id="trainable of another E"),
-        pytest.param({"x": torch.ones(6, 33, dtype=torch.int64)}, "torch.int64", id="integer x"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"x": torch.randn(2, 3, 33)}, "x is (2, 3, 33)", id="batch dims"),
+    pytest.param({"x": torch.randn(6, 32)}, "x (6, 32)", id="another H"),
+    pytest.param({"gate_up_proj": torch.randn(4, 33, 34)}, "gate_up_proj is (4, 33, 34)", id="weights in x out"),
+    pytest.param({"down_proj": torch.randn(3, 33, 17)}, "down_proj (3, 33, 17)", id="another E"),
+    pytest.param({"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"),
+    pytest.param({"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"),
+    pytest.param(
+        {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)}, "(5, 2)", id="another T"
+    ),
+    pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx (6, 2) torch.float32", id="float ids"),
+    pytest.param(
+        {"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight is (6, 2) torch.int64", id="integer weights"
+    ),
+    pytest.param({"act": "tanh"}, "act is 'tanh'", id="unknown activation"),
+    pytest.param({"gate_up_bias": torch.randn(4, 17)}, "gate_up_bias is (4, 17)", id="bias of another size"),
+    pytest.param({"down_bias": torch.randn(33)}, "down_bias is (33,)", id="bias without E"),
+    pytest.param({"x": torch.randn(6, 33).bfloat16()}, "torch.bfloat16", id="x and weights differ in dtype"),
+    pytest.param(
+        {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
+    ),
+    pytest.param({"trainable": torch.ones(4)}, "trainable is (4,) torch.float32", id="trainable is no mask"),
+    pytest.param({"trainable": torch.ones(3, dtype=torch.bool)}, "trainable is (3,)", id="trainable of another E"),
+    pytest.param({"x": torch.ones(6, 33, dtype=torch.int64)}, "torch.int64", id="integer x"),
+])  # fmt: skip
 def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
         moe_mlp(**_bad(**change))

@@ -13,12 +13,12 @@ from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import ACT_BACKWARD, Activation
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, run_experts
+from tests.ops.test_moe_mlp_kernel import everywhere
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import assert_parity, gate_and_up, gated_product, make_case, moe_mismatches, moe_oracle, run
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import tiles
 from moe_runtime.kernels.tiles import Tile
 
 BACKENDS = ["torch", "triton"]
@@ -39,11 +39,6 @@ GPT_OSS = LIMITED[0].values
 
 def device_of(backend: str) -> str:
     return "cuda" if backend == "triton" and not interpreted() else "cpu"
-
-
-def everywhere(tile, **others):
-    """The same config for every kernel."""
-    return tiles.force(**(dict.fromkeys(tiles.KERNELS, tile) | others))
 
 
 def in_a_gap(case) -> None:
@@ -231,8 +226,6 @@ def test_quick_gelu_has_the_derivative_of_its_definition():
 
 
 # what the forms have to do with each other
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_turns_is_the_other_order_of_the_rows(dtype, backend):
@@ -312,8 +305,6 @@ def test_shared_expert_by_torchs_matmul(I, form, tolerance):
 
 
 # graphs, fakes, arguments
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,17 +7,10 @@ from moe_runtime.backends import interpreted
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.ops.test_moe_mlp import layer
 from tests.support import layouts
 from tests.support.opcheck import opcheck
 from tests.support.oracle import make_case, run, saved_bytes
-
-
-def layer(**options):
-    def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
-        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-        return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options)
-
-    return call
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])

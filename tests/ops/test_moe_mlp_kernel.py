@@ -76,14 +76,11 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "H, I, dtype, routing",
-    [
-        pytest.param(40, 24, torch.bfloat16, "dropped", id="bfloat16, no block divides, 16-byte rows"),
-        pytest.param(33, 17, torch.float16, "skip", id="float16, odd sizes, no descriptors"),
-        pytest.param(64, 32, torch.float32, "random", id="float32, every block divides"),
-    ],
-)
+@pytest.mark.parametrize("H, I, dtype, routing", [
+    pytest.param(40, 24, torch.bfloat16, "dropped", id="bfloat16, no block divides, 16-byte rows"),
+    pytest.param(33, 17, torch.float16, "skip", id="float16, odd sizes, no descriptors"),
+    pytest.param(64, 32, torch.float32, "random", id="float32, every block divides"),
+])  # fmt: skip
 @pytest.mark.parametrize("tile", TILES)
 def test_tiles(tile, H, I, dtype, routing, tolerance, device):
     case = make_case(29, H, I, 4, 2, dtype, routing, bias=dtype != torch.float32)
@@ -198,8 +195,6 @@ def test_errors_of_half_precision_do_not_grow_with_the_sum(device):
 
 
 # dropped slots, frozen experts
-
-
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_dropped_slots_and_idle_experts_hold_may_be_anything(dtype, tma, device):
@@ -266,15 +261,12 @@ def of_the_trained(places):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
-@pytest.mark.parametrize(
-    "places, routing",
-    [
-        pytest.param([1, -1, 0, -1], "random", id="two of four, in another order"),
-        pytest.param([-1, -1, -1, 0], "skip", id="the one that nobody picks"),
-        pytest.param([2, 0, 3, 1], "dropped", id="all"),
-        pytest.param([-1, -1, -1, -1], "random", id="none"),
-    ],
-)
+@pytest.mark.parametrize("places, routing", [
+    pytest.param([1, -1, 0, -1], "random", id="two of four, in another order"),
+    pytest.param([-1, -1, -1, 0], "skip", id="the one that nobody picks"),
+    pytest.param([2, 0, 3, 1], "dropped", id="all"),
+    pytest.param([-1, -1, -1, -1], "random", id="none"),
+])  # fmt: skip
 def test_trained_weights_lie_apart(places, routing, recompute, tolerance, device):
     case = make_case(19, 40, 24, 4, 2, torch.float32, routing, bias=True)
     want, got = run(case, of_the_trained(places), torch.float64), {}
@@ -288,13 +280,10 @@ def test_rows_of_nobody_get_zero(device):
     check_rows_of_nobody("triton", device)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), id="stacks stored in x out"),
-        pytest.param(lambda w: w.permute(1, 2, 0).contiguous().permute(2, 0, 1), id="stacks with the expert last"),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    pytest.param(lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), id="stacks stored in x out"),
+    pytest.param(lambda w: w.permute(1, 2, 0).contiguous().permute(2, 0, 1), id="stacks with the expert last"),
+])  # fmt: skip
 def test_trained_weights_in_another_layout_than_the_stacks(layout, tolerance, device):
 
     places, case = [1, -1, 0, -1], make_case(13, 40, 24, 4, 2)

@@ -119,8 +119,6 @@ def test_autocast_rounds_nothing(device):
 
 
 # shared experts
-
-
 def with_shared_expert(T, E, K, **sizes):
     """A case whose tokens all have expert 0 in their last slot, and nowhere else."""
     case = make_case(T, 40, 24, E, K, **sizes)
@@ -212,14 +210,11 @@ def test_opcheck(sizes, options, device):
             torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
 
 
-@pytest.mark.parametrize(
-    "backend, options",
-    [
-        pytest.param("eager", {"recompute": True}, id="eager, recompute"),
-        pytest.param("aot_eager", {}, id="aot_eager, T dynamic"),
-        pytest.param("aot_eager", {"shared": "dense"}, id="aot_eager, dense shared expert"),
-    ],
-)
+@pytest.mark.parametrize("backend, options", [
+    pytest.param("eager", {"recompute": True}, id="eager, recompute"),
+    pytest.param("aot_eager", {}, id="aot_eager, T dynamic"),
+    pytest.param("aot_eager", {"shared": "dense"}, id="aot_eager, dense shared expert"),
+])  # fmt: skip
 def test_compiles_without_a_graph_break(backend, options, device):
     torch._dynamo.reset()
     dynamic = backend == "aot_eager" and not options

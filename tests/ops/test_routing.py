@@ -100,16 +100,13 @@ def test_ties_go_to_the_lower_id(gate, R):
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param([float("nan")] * 6, id="all NaN"),
-        pytest.param([1.0, float("nan"), 0.0, float("nan"), 2.0, -1.0], id="some NaN"),
-        pytest.param([-float("inf")] * 6, id="all experts masked"),
-        pytest.param([float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0], id="overflown logits"),
-        pytest.param([-float("inf"), 1.0, -float("inf"), -float("inf"), -float("inf"), -float("inf")], id="one expert left"),
-    ],
-)
+@pytest.mark.parametrize("row", [
+    pytest.param([float("nan")] * 6, id="all NaN"),
+    pytest.param([1.0, float("nan"), 0.0, float("nan"), 2.0, -1.0], id="some NaN"),
+    pytest.param([-float("inf")] * 6, id="all experts masked"),
+    pytest.param([float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0], id="overflown logits"),
+    pytest.param([-float("inf"), 1.0, -float("inf"), -float("inf"), -float("inf"), -float("inf")], id="one expert left"),
+])  # fmt: skip
 def test_bad_rows_keep_distinct_valid_ids_and_harm_no_other_row(gate, row):
     logits = torch.randn(3, 6)
     clean = route(logits, 4, gate)
@@ -133,8 +130,6 @@ def test_masked_experts_are_not_chosen_and_get_no_gradient(gate):
 
 
 # XFT
-
-
 @pytest.mark.parametrize("top_k", [2, 3, 6, 8])
 @pytest.mark.parametrize("gate", SUM_ONE)
 def test_gates_sum_to_one(gate, top_k):
@@ -261,20 +256,17 @@ def test_twenty_runs_give_the_same_bits(gate):
     assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, step()))
 
 
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        pytest.param({"gate": "top2"}, "gate is 'top2'", id="unknown gate"),
-        pytest.param({"top_k": 9}, "top_k is 9", id="more experts than there are"),
-        pytest.param({"top_k": 1}, "top_k is 1", id="shared expert without a routed one"),
-        pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k is 0", id="no expert"),
-        pytest.param({"router_logits": torch.randn(2, 3, 7)}, "(2, 3, 7)", id="batch dims"),
-        pytest.param({"router_logits": torch.ones(2, 7, dtype=torch.int64)}, "torch.int64", id="integer logits"),
-        pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
-        pytest.param({"bias": torch.randn(7)}, "bias is (7,)", id="bias with a softmax gate"),
-        pytest.param({"bias": torch.randn(6), "gate": "sigmoid_topk"}, "bias is (6,)", id="bias of another size"),
-    ],
-)
+@pytest.mark.parametrize("kwargs, words", [
+    pytest.param({"gate": "top2"}, "gate is 'top2'", id="unknown gate"),
+    pytest.param({"top_k": 9}, "top_k is 9", id="more experts than there are"),
+    pytest.param({"top_k": 1}, "top_k is 1", id="shared expert without a routed one"),
+    pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k is 0", id="no expert"),
+    pytest.param({"router_logits": torch.randn(2, 3, 7)}, "(2, 3, 7)", id="batch dims"),
+    pytest.param({"router_logits": torch.ones(2, 7, dtype=torch.int64)}, "torch.int64", id="integer logits"),
+    pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
+    pytest.param({"bias": torch.randn(7)}, "bias is (7,)", id="bias with a softmax gate"),
+    pytest.param({"bias": torch.randn(6), "gate": "sigmoid_topk"}, "bias is (6,)", id="bias of another size"),
+])  # fmt: skip
 def test_bad_arguments_are_named(kwargs, words):
     with pytest.raises(ValueError) as error:
         route(**{"router_logits": torch.randn(4, 7), "top_k": 3} | kwargs)

@@ -7,6 +7,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.kernels import routing as kernels
 from moe_runtime.ops.routing import route, route_reference
+from tests.ops.test_routing import slots
 from tests.support.mutants import edited, noting
 from tests.support.oracle import GATES, SHARED, mismatches, route_mismatches, saved_bytes
 
@@ -20,11 +21,6 @@ pytestmark = [
 
 def triton(logits, top_k, gate, **kwargs):
     return route(logits, top_k, gate, backend="triton", **kwargs)
-
-
-def slots(gate: str, k: int) -> int:
-    """top_k of a gate that picks k experts: the shared one counts."""
-    return k + (gate in SHARED)
 
 
 def forward_backward(f, logits, top_k, gate, dweight, **kwargs) -> dict:
@@ -116,18 +112,15 @@ def test_shared_expert_alone(gate, device):
     assert torch.autograd.grad(weight.sum(), logits)[0].shape == (4, 0)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        pytest.param(lambda x: x.t().contiguous().t(), id="transposed"),
-        pytest.param(lambda x: x.repeat(1, 2)[:, ::2], id="strided columns"),
-        pytest.param(lambda x: x.repeat_interleave(2, 0)[::2], id="every other row"),
-        pytest.param(lambda x: torch.cat([x, x, x], 1)[:, 3:10], id="columns of a wider matrix"),
-        pytest.param(lambda x: x[:1].expand(19, 7), id="one row for all tokens"),
-        pytest.param(lambda x: x[3:4], id="one row"),
-        pytest.param(lambda x: x[:, :1].t().contiguous().t(), id="one column"),
-    ],
-)
+@pytest.mark.parametrize("view", [
+    pytest.param(lambda x: x.t().contiguous().t(), id="transposed"),
+    pytest.param(lambda x: x.repeat(1, 2)[:, ::2], id="strided columns"),
+    pytest.param(lambda x: x.repeat_interleave(2, 0)[::2], id="every other row"),
+    pytest.param(lambda x: torch.cat([x, x, x], 1)[:, 3:10], id="columns of a wider matrix"),
+    pytest.param(lambda x: x[:1].expand(19, 7), id="one row for all tokens"),
+    pytest.param(lambda x: x[3:4], id="one row"),
+    pytest.param(lambda x: x[:, :1].t().contiguous().t(), id="one column"),
+])  # fmt: skip
 @pytest.mark.parametrize("gate", ["xft", "softmax_topk_renorm", "sigmoid_topk"])
 def test_layouts(gate, view, device):
     logits = view(torch.randn(19, 7, device=device))
@@ -268,14 +261,11 @@ def test_compiles_without_a_graph_break(device):
     assert torch.equal(torch.autograd.grad(got[2], logits)[0], torch.autograd.grad(want[2], logits)[0])
 
 
-@pytest.mark.parametrize(
-    "rows, stride",
-    [
-        pytest.param(2, 2**31 - 1, id="2^31 - 1"),
-        pytest.param(2, 2**31 + 1, id="2^31 + 1"),
-        pytest.param(34, 2**26 + 1, id="the second program begins behind 2^31"),
-    ],
-)
+@pytest.mark.parametrize("rows, stride", [
+    pytest.param(2, 2**31 - 1, id="2^31 - 1"),
+    pytest.param(2, 2**31 + 1, id="2^31 + 1"),
+    pytest.param(34, 2**26 + 1, id="the second program begins behind 2^31"),
+])  # fmt: skip
 def test_offsets_beyond_int32(rows, stride, device):
     if device == "cuda":
         pytest.skip("calloc's trick is the CPU's")
@@ -317,8 +307,6 @@ def test_forced_ids_equal_the_equation(gate, device):
 
 
 # mutants of the kernels' source; each has to be caught by the checks above
-
-
 def caught(module, monkeypatch, device, tolerance) -> list[str]:
     """What the checks say of the kernels of `module`."""
     for name in ("route_forward", "route_backward"):

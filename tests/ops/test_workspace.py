@@ -74,8 +74,6 @@ def test_release_reaches_the_scratch_memory_of_every_thread():
 
 
 # leases by themselves
-
-
 LIKE = torch.empty(0)
 SHAPE = (3, 1 << 18)
 
@@ -180,8 +178,6 @@ def test_a_collection_in_the_middle_of_a_lease_does_not_deadlock():
 
 
 # through the layer
-
-
 def test_layer_leases_and_returns():
     case = big_case()
     out, leaves = start(case)

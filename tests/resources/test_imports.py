@@ -79,15 +79,12 @@ print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brough
 """
 
 
-@pytest.mark.parametrize(
-    "code, brought",
-    [
-        pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
-        pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
-        pytest.param("import moe_runtime.cli", {"moe_runtime", "typer", "annotated_doc", "shellingham"}, id="command line"),
-        pytest.param("import moe_runtime; dir(moe_runtime), moe_runtime.__version__", {"moe_runtime"}, id="names"),
-    ],
-)
+@pytest.mark.parametrize("code, brought", [
+    pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
+    pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
+    pytest.param("import moe_runtime.cli", {"moe_runtime", "typer", "annotated_doc", "shellingham"}, id="command line"),
+    pytest.param("import moe_runtime; dir(moe_runtime), moe_runtime.__version__", {"moe_runtime"}, id="names"),
+])  # fmt: skip
 def test_what_is_light(code, brought):
     """No torch, so no CUDA context and none of its threads; CPU time, for a busy machine is no slow import."""
     told = child(LIGHT.format(code=code))
@@ -137,14 +134,11 @@ def test_the_layer_and_its_ops_bring_torch_alone():
     assert child(PUBLIC) == []
 
 
-@pytest.mark.parametrize(
-    "code, found",
-    [
-        pytest.param("open(os.devnull, 'w').close()", "open /dev/null w", id="a file"),
-        pytest.param("os.environ['A'] = 'b'", "os.putenv", id="the environment"),
-        pytest.param("import subprocess; subprocess.run(['true'])", "subprocess.Popen", id="a program"),
-    ],
-)
+@pytest.mark.parametrize("code, found", [
+    pytest.param("open(os.devnull, 'w').close()", "open /dev/null w", id="a file"),
+    pytest.param("os.environ['A'] = 'b'", "os.putenv", id="the environment"),
+    pytest.param("import subprocess; subprocess.run(['true'])", "subprocess.Popen", id="a program"),
+])  # fmt: skip
 def test_the_watcher_sees(code, found):
     told = child(LIGHT.format(code=code))
     assert any(line.startswith(found) for line in told["done"])

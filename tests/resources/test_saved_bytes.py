@@ -44,19 +44,16 @@ def backend(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="xft"),
-        pytest.param({"gate": "nonorm"}, id="shared, no second softmax"),
-        pytest.param({"gate": "softmax_topk_renorm"}, id="no shared expert"),
-        pytest.param({"gate": "sigmoid_topk", "top_k": E}, id="all experts"),
-        pytest.param({"router": "mlp"}, id="MLP router"),
-        pytest.param({"bias": True, "gated": False}, id="biases, no gate"),
-        pytest.param({"recompute": True}, id="recompute"),
-        pytest.param({"recompute": True, "router": "mlp", "gated": False}, id="recompute, MLP router, no gate"),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    pytest.param({}, id="xft"),
+    pytest.param({"gate": "nonorm"}, id="shared, no second softmax"),
+    pytest.param({"gate": "softmax_topk_renorm"}, id="no shared expert"),
+    pytest.param({"gate": "sigmoid_topk", "top_k": E}, id="all experts"),
+    pytest.param({"router": "mlp"}, id="MLP router"),
+    pytest.param({"bias": True, "gated": False}, id="biases, no gate"),
+    pytest.param({"recompute": True}, id="recompute"),
+    pytest.param({"recompute": True, "router": "mlp", "gated": False}, id="recompute, MLP router, no gate"),
+])  # fmt: skip
 def test_a_layer(settings, dtype, backend, device):
     config = MoEConfig(**{"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K} | settings)
     layer = MoE(config).to(device, dtype)

@@ -85,13 +85,10 @@ def _gate_weights(logits: torch.Tensor, ids: torch.Tensor, gate: str) -> torch.T
     p = p / p.sum(-1, keepdim=True)
     s = p.gather(1, picked)
     weight = {
-        "xft": lambda: s.exp() / s.exp().sum(-1, keepdim=True) * s[:, :1],
-        "nonorm": lambda: s,
-        "topk_softmax": lambda: s / s.sum(-1, keepdim=True),
-        "softmax_topk": lambda: s,
-        "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
-        "sigmoid_topk": lambda: 1 / (1 + (-chosen).exp()),
-    }[gate]()
+        "xft": lambda: s.exp() / s.exp().sum(-1, keepdim=True) * s[:, :1], "nonorm": lambda: s,
+        "topk_softmax": lambda: s / s.sum(-1, keepdim=True), "softmax_topk": lambda: s,
+        "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True), "sigmoid_topk": lambda: 1 / (1 + (-chosen).exp()),
+    }[gate]()  # fmt: skip
     return torch.cat([weight, 1 - s[:, :1]], 1) if shared else weight
 
 
@@ -459,16 +456,10 @@ def fused_cross_entropy_case(d: Draw) -> Case:
 
 # what `backends.OPS` names, and the op of it that decides the backend of the others
 CASES: dict[str, tuple[str, Callable[[Draw], Case]]] = {
-    "route": ("route", route_case),
-    "dispatch": ("dispatch", dispatch_case),
-    "grouped_gemm": ("grouped_gemm", grouped_gemm_case),
-    "combine": ("combine", combine_case),
-    "moe_mlp": ("moe_mlp", moe_mlp_case),
-    "moe_layer": ("moe_mlp", moe_layer_case),
-    "merge_experts": ("merge_experts", merge_experts_case),
-    "merged_linear": ("merge_experts", merged_linear_case),
-    "lora_mlp": ("lora_mlp", lora_mlp_case),
-    "gram": ("gram", gram_case),
-    "dare_merge": ("dare_merge", dare_merge_case),
+    "route": ("route", route_case), "dispatch": ("dispatch", dispatch_case),
+    "grouped_gemm": ("grouped_gemm", grouped_gemm_case), "combine": ("combine", combine_case),
+    "moe_mlp": ("moe_mlp", moe_mlp_case), "moe_layer": ("moe_mlp", moe_layer_case),
+    "merge_experts": ("merge_experts", merge_experts_case), "merged_linear": ("merge_experts", merged_linear_case),
+    "lora_mlp": ("lora_mlp", lora_mlp_case), "gram": ("gram", gram_case), "dare_merge": ("dare_merge", dare_merge_case),
     "fused_cross_entropy": ("fused_cross_entropy", fused_cross_entropy_case),
-}
+}  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.io.checkpoint import CheckpointWriter
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,3 +58,9 @@ def siblings(folder: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    with Checkpoint(folder) as checkpoint:
+        return {key: checkpoint.get(key) for key in checkpoint.keys()}

@@ -20,14 +20,9 @@ torch.set_num_threads(1)
 STEPS, MAX_NORM, VOCAB = 2, 0.1, 96
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 FIELDS = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 class Scenario(NamedTuple):

@@ -23,17 +23,10 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 # what nearly every rank imports, and no more: a rank starts from these without having computed anything
 IMPORTED = [
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "accelerate",
-    "moe_runtime.hf.training.trainer",
-    "trl.trainer.sft_trainer",
-    "moe_runtime.cli.app",
-    "tests.support.frozen",
-]
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "transformers.trainer",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate",
+    "moe_runtime.hf.training.trainer", "trl.trainer.sft_trainer", "moe_runtime.cli.app", "tests.support.frozen",
+]  # fmt: skip
 COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 
 
@@ -205,3 +198,8 @@ def _wait(processes: list, deadline: float) -> int | None:
         if time.monotonic() > deadline:
             return late[0]
         time.sleep(0.1)
+
+
+def times(out):
+    """When each finished stage of a study was written."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}

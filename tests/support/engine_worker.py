@@ -15,16 +15,9 @@ from tests.support.stock_moe import counted
 torch.set_num_threads(1)
 RANKS, STEPS, LR = 2, 2, 0.5
 FIELDS = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def make():
@@ -110,12 +103,9 @@ def steps_with_deepspeed() -> dict:
     rank, model = int(os.environ["RANK"]), make()
     counts = counted(model)
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 1000,
-    }
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0, "steps_per_print": 1000,
+    }  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     ids, losses, missing = batch(rank), [], []

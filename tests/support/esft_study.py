@@ -37,17 +37,10 @@ def write_study(folder: Path, **changes) -> Path:
     tokenizer.save_pretrained(folder / "base")
     counts = {"held_out_rows": 12, "validation_rows": 6}
     values = {
-        "method": "esft",
-        "base_model": str(folder / "base"),
-        "max_length": 32,
-        "pack": False,
+        "method": "esft", "base_model": str(folder / "base"), "max_length": 32, "pack": False,
         "tasks": {name: {"train": str(folder / f"{name}.jsonl"), **counts} for name in ("sums", "words")},
-        "general": {"train": str(folder / "general.jsonl"), **counts},
-        "scores": {"n_tokens": 2048},
-        "fft": STEPS,
-        "lora": {"rank": 2, "training": STEPS},
-        "esft": STEPS,
-        "evaluations": 2,
-    }
+        "general": {"train": str(folder / "general.jsonl"), **counts}, "scores": {"n_tokens": 2048}, "fft": STEPS,
+        "lora": {"rank": 2, "training": STEPS}, "esft": STEPS, "evaluations": 2,
+    }  # fmt: skip
     (folder / "study.yaml").write_text(yaml.safe_dump(values | changes))
     return folder / "study.yaml"

@@ -194,7 +194,7 @@ def parse_accelerate(arguments: list[str], page: str) -> None:
     file = options.config_file
     assert file is None or (ROOT / file).is_file() or any(fence.options.get("file") == file for fence in ALL), file
     if options.module:
-        assert options.training_script == "moe_runtime.cli"
+        assert options.training_script == "moe_runtime"
         parse_verb(options.training_script_args)
     else:
         parse_python([options.training_script], page)
@@ -218,15 +218,9 @@ def parse_pre_commit(arguments: list[str], page: str) -> None:
 
 
 COMMANDS = {
-    "moe-runtime": parse_verb,
-    "make": parse_make,
-    "python": parse_python,
-    "pip": parse_pip,
-    "accelerate": parse_accelerate,
-    "torchrun": parse_torchrun,
-    "bash": parse_bash,
-    "pre-commit": parse_pre_commit,
-}
+    "moe-runtime": parse_verb, "make": parse_make, "python": parse_python, "pip": parse_pip, "accelerate": parse_accelerate,
+    "torchrun": parse_torchrun, "bash": parse_bash, "pre-commit": parse_pre_commit,
+}  # fmt: skip
 
 
 def run_cli(words: list[str], monkeypatch) -> tuple[int, str, str]:

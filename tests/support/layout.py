@@ -9,16 +9,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_runtime"
 # a module imports from its own rank and below; the order in one rank is free, but for circles
 RANK = {
-    "kernels": 0,
-    "config": 1, "native": 1, "io": 1,
-    "backends": 2,
-    "ops": 3,
-    "modules": 4,
-    "hf": 5, "hf.models": 5, "hf.dropin": 5, "hf.training": 5.5,
-    "experiments": 6,
+    "kernels": 0, "config": 1, "native": 1, "io": 1, "backends": 2, "ops": 3, "modules": 4,
+    "hf": 5, "hf.models": 5, "hf.dropin": 5, "hf.training": 5.5, "experiments": 6,
     "methods": 7, "methods.lora": 7, "methods.ultrafuser": 7, "methods.xft": 7.1, "methods.esft": 7.1, "methods.upit": 7.2,
-    "tools": 7.5,
-    "cli": 8, "__main__": 8,
+    "tools": 7.5, "cli": 8, "__main__": 8,
 }  # fmt: skip
 
 

@@ -48,3 +48,8 @@ def adapters(folder: Path, count: int = 3, rank: int = 2, alpha: float = 5.0, ta
         folders.append(folder / f"adapter-{e}")
         adapted.save_pretrained(str(folders[-1]))
     return folders
+
+
+def alone(model, e: int) -> torch.Tensor:
+    """Coefficients that leave expert e."""
+    return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]

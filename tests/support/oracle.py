@@ -25,8 +25,6 @@ ACT = {
 
 
 # metrics
-
-
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of `want`; of `got` itself where `want` is zero; inf for a NaN."""
     got, want = got.detach().double(), want.detach().double()
@@ -81,8 +79,6 @@ def bounds(eager: dict, want: dict, table: float) -> dict:
 
 
 # one MoE layer's experts
-
-
 @dataclass
 class Case:
     """Leaves as the user holds them, and `view`, which turns them into the op's arguments (strides included)."""
@@ -213,8 +209,6 @@ def moe_mismatches(layer: Callable, case: Case, table: float, device: str = "cpu
 
 
 # what autograd keeps
-
-
 def saved_bytes(step: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
     """Bytes of the distinct storages that step() saves for the backward pass, without those of `besides`; and its result."""
     skip = {tensor.untyped_storage().data_ptr() for tensor in besides}
@@ -232,8 +226,6 @@ def saved_bytes(step: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -
 
 
 # routing, balance, merging: numbers, not tensors, wherever no gradient is wanted
-
-
 def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Tensor, list[list[int]]]:
     """Weights [T, K] in logits' dtype (differentiable) and ids, token by token, from XFT's Eq. (1), (2)."""
     k = top_k - (gate in SHARED)
@@ -300,3 +292,10 @@ def cv2_oracle(values: list[float]) -> float:
 def normal_cdf(z: float) -> float:
     """Phi."""
     return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+def poison() -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    del blocks

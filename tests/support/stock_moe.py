@@ -7,53 +7,24 @@ from moe_runtime.hf.dropin.experts import is_experts
 
 VOCAB = 64
 _BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "num_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _LATENT = {
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 _CHANGES = {
-    "qwen3_moe": {"norm_topk_prob": True},
-    "mixtral": {},
-    "olmoe": {"num_key_value_heads": 4},
-    "gpt_oss": {"sliding_window": 16},
-    "granitemoe": {},
-    "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
-    "deepseek_v3": _LATENT,
-    "phimoe": {},
-}
+    "qwen3_moe": {"norm_topk_prob": True}, "mixtral": {}, "olmoe": {"num_key_value_heads": 4},
+    "gpt_oss": {"sliding_window": 16}, "granitemoe": {}, "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": _LATENT, "phimoe": {},
+}  # fmt: skip
 _REMOVED = {
-    "mixtral": ("num_experts", "moe_intermediate_size"),
-    "olmoe": ("num_local_experts",),
-    "qwen3_moe": ("num_local_experts",),
-    "deepseek_v2": ("num_experts", "num_local_experts"),
-    "deepseek_v3": ("num_experts", "num_local_experts", "head_dim"),
-}
+    "mixtral": ("num_experts", "moe_intermediate_size"), "olmoe": ("num_local_experts",), "qwen3_moe": ("num_local_experts",),
+    "deepseek_v2": ("num_experts", "num_local_experts"), "deepseek_v3": ("num_experts", "num_local_experts", "head_dim"),
+}  # fmt: skip
 FAMILIES = tuple(_CHANGES)
 
 

@@ -30,16 +30,10 @@ def write_study(folder: Path, **changes) -> Path:
     tokenizer.save_pretrained(folder / "base")
     form = {"sft": TRAINING, "init": TRAINING, "post": TRAINING}
     values = {
-        "method": "upit",
-        "base_model": str(folder / "base"),
-        "max_length": 32,
+        "method": "upit", "base_model": str(folder / "base"), "max_length": 32,
         "domains": {name: {"train": str(folder / f"{name}.jsonl"), "held_out_rows": 8} for name in rows},
-        "experts": {"num_experts": 3, "top_k": 2},
-        "checkpoints": {"every_epochs": 0.25, "count": 2},
-        "seed_data": {"share": 0.2, "at_least": 6},
-        "ffn": form,
-        "lora": form | {"rank": 2, "alpha": 4},
-        "evaluations": 1,
-    }
+        "experts": {"num_experts": 3, "top_k": 2}, "checkpoints": {"every_epochs": 0.25, "count": 2},
+        "seed_data": {"share": 0.2, "at_least": 6}, "ffn": form, "lora": form | {"rank": 2, "alpha": 4}, "evaluations": 1,
+    }  # fmt: skip
     (folder / "study.yaml").write_text(yaml.safe_dump(values | changes))
     return folder / "study.yaml"

@@ -91,16 +91,13 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
 GONE = importlib.metadata.PackageNotFoundError("gone")
 
 
-@pytest.mark.parametrize(
-    "name, version, says",
-    [
-        pytest.param("torch", "2.9.1", "torch is 2.9.1; want >=2.11; pip install -U 'torch>=2.11'", id="old torch"),
-        pytest.param("triton", "4.0", "triton is 4.0; want >=3.6,<4; pip install -U 'triton>=3.6,<4'", id="new triton"),
-        pytest.param("triton", GONE, "triton is missing; pip install 'triton>=3.6,<4'", id="no triton"),
-        pytest.param("numpy", None, "numpy is unreadable (no version); pip install --force-reinstall 'numpy'", id="none"),
-        pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'); pip", id="metadata"),
-    ],
-)
+@pytest.mark.parametrize("name, version, says", [
+    pytest.param("torch", "2.9.1", "torch is 2.9.1; want >=2.11; pip install -U 'torch>=2.11'", id="old torch"),
+    pytest.param("triton", "4.0", "triton is 4.0; want >=3.6,<4; pip install -U 'triton>=3.6,<4'", id="new triton"),
+    pytest.param("triton", GONE, "triton is missing; pip install 'triton>=3.6,<4'", id="no triton"),
+    pytest.param("numpy", None, "numpy is unreadable (no version); pip install --force-reinstall 'numpy'", id="none"),
+    pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'); pip", id="metadata"),
+])  # fmt: skip
 def test_packages(versions, name, version, says):
     versions(**{name: version})
     assert list(problems()) == [name] and problems()[name].startswith(says)

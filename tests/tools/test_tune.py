@@ -224,8 +224,6 @@ def test_without_a_gpu_it_says_so():
 
 
 # errors of results
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worst_row_sees_one_block_and_one_nan(dtype):
     want = torch.randn(300, 1024).to(dtype)

@@ -342,18 +342,9 @@ def test_accumulation_makes_it_the_mean_weighted_by_tokens(name, kind, tmp_path)
         (share * (out.lm_loss + COEF * out.aux_loss)).backward()
     want = [p.grad.clone() for p in model.parameters()]
     args = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=4,
-        learning_rate=0.0,
-        max_grad_norm=0.0,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-        seed=1,
-    )
+        str(tmp_path), max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=4, learning_rate=0.0,
+        max_grad_norm=0.0, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=1,
+    )  # fmt: skip
     trainer = Plain(model, args, collate, ROWS)
     trainer.train()
     assert all(tiny.distance(a, b) < 1e-5 for a, b in zip(trainer.gradients, want, strict=True) if b.norm() > 0)

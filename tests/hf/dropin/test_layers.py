@@ -20,15 +20,9 @@ datasets.disable_progress_bars()
 TEXTS = [f"{i} and {j} make {i + j}" for i in range(6) for j in range(4)]
 TOKENIZER = train_tokenizer(TEXTS, 280)
 COMMON = {
-    "vocab_size": len(TOKENIZER),
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": len(TOKENIZER), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
 MODELS = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 24},

@@ -98,15 +98,12 @@ def test_shared_experts_are_in_the_load_but_not_in_the_measures():
     assert seen.load[0, 0] == 1 / 3
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="xft"),
-        pytest.param({"gate": "topk_softmax", "top_k": 2}, id="without-shared"),
-        pytest.param({"noisy_gate": True}, id="noisy"),
-        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    pytest.param({}, id="xft"),
+    pytest.param({"gate": "topk_softmax", "top_k": 2}, id="without-shared"),
+    pytest.param({"noisy_gate": True}, id="noisy"),
+    pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+])  # fmt: skip
 def test_counts_are_the_bincount_of_the_ids(settings):
     model = Toy(**settings).eval()
     batches = [torch.randn(2, 9, H), torch.randn(7, H), torch.randn(0, H)]
@@ -254,8 +251,6 @@ def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
 
 
 # stock models of transformers
-
-
 def stock_counts(model, batches):
     """Slots by the ids that the stock experts of `model` get, padding left out."""
     with record_routing(model) as record, torch.no_grad():
@@ -335,14 +330,11 @@ def test_stock_layers_next_to_our_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"])
-@pytest.mark.parametrize(
-    "implementation, padding",
-    [
-        pytest.param("moe_runtime", 0, id="dispatch"),
-        pytest.param("moe_runtime", 3, id="padded"),
-        pytest.param("grouped_mm", 0, id="grouped_mm"),
-    ],
-)
+@pytest.mark.parametrize("implementation, padding", [
+    pytest.param("moe_runtime", 0, id="dispatch"),
+    pytest.param("moe_runtime", 3, id="padded"),
+    pytest.param("grouped_mm", 0, id="grouped_mm"),
+])  # fmt: skip
 def test_compiled_models_count_too(implementation, padding, late):
     moe_runtime.register()
     torch.compiler.reset()

@@ -38,8 +38,6 @@ def routers(model) -> list[torch.Tensor]:
 
 
 # --- what is in the folder
-
-
 def test_config_json(tmp_path):
     model = tiny.upcycled("llama", layers=[1], router="mlp")
     model.save_pretrained(tmp_path)
@@ -47,32 +45,18 @@ def test_config_json(tmp_path):
     block = config["moe_runtime"]
     assert block.pop("config") == tiny.config_of(tiny.dense(), router="mlp").to_dict()
     assert block == {
-        "format": 1,
-        "method": "xft",
-        "stage": "moe",
-        "layers": [1],
-        "base_model_type": "llama",
-        "base_architecture": "LlamaForCausalLM",
-        "shared_rate": None,
-        "soup": False,
-    }
+        "format": 1, "method": "xft", "stage": "moe", "layers": [1], "base_model_type": "llama",
+        "base_architecture": "LlamaForCausalLM", "shared_rate": None, "soup": False,
+    }  # fmt: skip
     expected = {
-        "model_type": "moe_runtime_llama",
-        "architectures": ["MoeRuntimeLlamaForCausalLM"],
-        "num_experts": 3,
-        "num_local_experts": 3,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "intermediate_size": 48,
-        "decoder_sparse_step": 1,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-        "rope_theta": 1e5,
+        "model_type": "moe_runtime_llama", "architectures": ["MoeRuntimeLlamaForCausalLM"], "num_experts": 3,
+        "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 48,
+        "decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.0, "rope_theta": 1e5,
         "auto_map": {
             "AutoConfig": "modeling_moe_runtime.MoeRuntimeLlamaConfig",
             "AutoModelForCausalLM": "modeling_moe_runtime.MoeRuntimeLlamaForCausalLM",
         },
-    }
+    }  # fmt: skip
     assert {key: config[key] for key in expected} == expected
     keys = set(load_file(tmp_path / "model.safetensors"))
     moe = {"gate.weight", "gate.weight_out", "experts.gate_up_proj", "experts.down_proj"}
@@ -80,11 +64,8 @@ def test_config_json(tmp_path):
     assert {key for key in keys if ".layers.1.mlp." in key} == {f"model.layers.1.mlp.{name}" for name in moe}
     assert "model.layers.0.mlp.gate_proj.weight" in keys
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "modeling_moe_runtime.py",
-    ]
+        "config.json", "generation_config.json", "model.safetensors", "modeling_moe_runtime.py",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", tiny.ALL)
@@ -113,8 +94,6 @@ def test_mixing_logits_stay_float32(tmp_path):
 
 
 # --- who can load it
-
-
 def test_sharded(tmp_path):
     model = tiny.upcycled()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -209,8 +188,6 @@ def test_in_a_fresh_process(imports, flags, said, tmp_path):
 
 
 # --- who may not
-
-
 def spoiled(folder, spoil):
     tiny.upcycled().save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
@@ -249,8 +226,6 @@ def test_a_config_that_is_not_ours_is_refused():
 
 
 # --- the seven that broke (the third is in test_outputs.py, the fifth in test_in_a_fresh_process)
-
-
 def test_breakage_1_experts_implementation(tmp_path):
     model = tiny.upcycled()
     for kwargs in ({}, {"experts_implementation": "eager"}):
@@ -305,8 +280,6 @@ def test_breakage_7_in_memory_and_loaded_run_the_same(tmp_path):
 
 
 # --- what it computes
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3", "gpt_neox"])
 def test_generate_with_and_without_cache(model_type):
     model = tiny.upcycled(model_type, balance_loss="cv2", balance_loss_coef=0.01)

@@ -16,13 +16,10 @@ from tests.hf import tiny
 def snapshot(model):
     """Everything that a refused swap must leave alone."""
     return (
-        type(model),
-        type(model.base_model),
-        type(model.config),
-        model.config.to_dict(),
+        type(model), type(model.base_model), type(model.config), model.config.to_dict(),
         [(name, id(module), type(module), module.training) for name, module in model.named_modules()],
         [(name, id(p), p.requires_grad, p.dtype, p.detach().clone()) for name, p in model.named_parameters()],
-    )
+    )  # fmt: skip
 
 
 def unchanged(model, before) -> bool:
@@ -66,14 +63,11 @@ def test_other_gates_whose_weights_sum_to_one(gate):
     assert tiny.distance(tiny.logits(model), want) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
-        pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
-        pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+    pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
+    pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
+])  # fmt: skip
 def test_corner_configs_are_dense_and_load(settings, tmp_path):
     model = tiny.dense("qwen2")
     want = tiny.logits(model)

@@ -28,15 +28,9 @@ ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * 
 TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
 BALANCE = {"balance_loss": "switch", "balance_loss_coef": 0.1}
 COMMON = {
-    "per_device_train_batch_size": 2,
-    "max_steps": 3,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+    "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+    "report_to": [], "use_cpu": True, "disable_tqdm": True,
+}  # fmt: skip
 
 
 def upcycled(**settings):
@@ -96,15 +90,12 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "settings, coef",
-    [
-        pytest.param({}, 0.0, id="switch"),
-        pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, id="cv2-noisy"),
-        pytest.param({}, 0.1, id="with-the-pooled-loss"),
-        pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
-    ],
-)
+@pytest.mark.parametrize("settings, coef", [
+    pytest.param({}, 0.0, id="switch"),
+    pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, id="cv2-noisy"),
+    pytest.param({}, 0.1, id="with-the-pooled-loss"),
+    pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
+])  # fmt: skip
 def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
     model = upcycled(**settings)
     model.config.router_aux_loss_coef, model.config.output_router_logits = coef, bool(coef)
@@ -133,15 +124,12 @@ def test_the_first_loss_is_the_models_own(kind, coef, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
-@pytest.mark.parametrize(
-    "settings, places",
-    [
-        pytest.param({"balance_loss": "none"}, [0, 3, 7, 9], id="rows-of-many-lengths"),
-        # the mean over micro-batches of a balance loss is that of the whole batch when they are all alike
-        pytest.param({}, [4] * 4, id="switch"),
-        pytest.param({"balance_loss": "cv2"}, [4] * 4, id="cv2"),
-    ],
-)
+@pytest.mark.parametrize("settings, places", [
+    pytest.param({"balance_loss": "none"}, [0, 3, 7, 9], id="rows-of-many-lengths"),
+    # the mean over micro-batches of a balance loss is that of the whole batch when they are all alike
+    pytest.param({}, [4] * 4, id="switch"),
+    pytest.param({"balance_loss": "cv2"}, [4] * 4, id="cv2"),
+])  # fmt: skip
 def test_accumulation_gives_the_gradients_of_the_whole_batch(kind, settings, places, tmp_path):
     whole = gradients(kind, upcycled(**settings), tmp_path, places=places, per_device_train_batch_size=4)
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -313,16 +301,9 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
     callbacks = [stats, seen] if kind == "plain" else [seen, stats]
     settings = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2}
     trainer = run(
-        kind,
-        model,
-        tmp_path,
-        places=range(8),
-        eval_set=rows([0]),
-        eval_strategy="steps",
-        eval_steps=2,
-        callbacks=callbacks,
+        kind, model, tmp_path, places=range(8), eval_set=rows([0]), eval_strategy="steps", eval_steps=2, callbacks=callbacks,
         **settings,
-    )
+    )  # fmt: skip
     counts = torch.zeros(2, 2, 4, dtype=torch.int64)  # [log, layer, expert]
     assert len(masks) == 8 and any((mask == 0).any() for mask in masks)
     assert len(records) == 2 * len(masks)
@@ -417,16 +398,13 @@ def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
 CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]
 
 
-@pytest.mark.parametrize(
-    "row, settings",
-    [
-        pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="messages"),
-        pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {}, id="prompt-completion"),
-        pytest.param({"instruction": "add 1 to 2\n", "response": "3 is it"}, {}, id="instruction-response"),
-        pytest.param({"text": "add 1 to 2\n3 is it"}, {}, id="text"),
-        pytest.param({"text": "add 1 to 2\n3 is it"}, {"packing": True}, id="packed"),
-    ],
-)
+@pytest.mark.parametrize("row, settings", [
+    pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="messages"),
+    pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {}, id="prompt-completion"),
+    pytest.param({"instruction": "add 1 to 2\n", "response": "3 is it"}, {}, id="instruction-response"),
+    pytest.param({"text": "add 1 to 2\n3 is it"}, {}, id="text"),
+    pytest.param({"text": "add 1 to 2\n3 is it"}, {"packing": True}, id="packed"),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_sft_trains_on_each_layout(row, settings, kind, tmp_path):
     path = tmp_path / f"rows.{kind}"

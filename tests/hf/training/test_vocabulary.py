@@ -1,7 +1,5 @@
 """Tokens that a model has no row for: named before anything runs, whatever reads them."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from datasets import Dataset, Features, IterableDataset, Sequence, Value
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.hf.training.fit import row_losses
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
-from tests.hf.tiny import dense, upcycled
+from tests.hf.tiny import dense
 
 TOKENIZER = train_tokenizer(["hello world, hello world; " * 20], 300)
 V = len(TOKENIZER)
@@ -24,20 +22,17 @@ def small():
     return dense("llama", vocab_size=V - 1)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param(Dataset.from_dict({"input_ids": [[1, 2], [], [V - 1, 3]]}), id="dataset"),
-        pytest.param({"a": Dataset.from_dict({"input_ids": [[V - 1]]})}, id="datasets by name"),
-        pytest.param([{"input_ids": [1]}, {"input_ids": [4, V - 1]}], id="list"),
-        pytest.param([{"input_ids": torch.tensor([4, V - 1])}, {"input_ids": torch.tensor([], dtype=int)}], id="tensors"),
-        pytest.param([{"input_ids": np.array([[4], [V - 1]])}], id="arrays"),
-        pytest.param([{"input_ids": [[], [1], [4, V - 1]]}, {"input_ids": [[]]}], id="lists of lists"),
-        pytest.param(Dataset.from_dict({"input_ids": [[[1], []], [[], [4, V - 1]]]}), id="dataset of lists of lists"),
-        pytest.param(Dataset.from_dict({"input_ids": [1, V - 1]}), id="one id a row"),
-        pytest.param(Dataset.from_dict({"input_ids": [[1, V - 1]]}, FIXED), id="rows of one length"),
-    ],
-)
+@pytest.mark.parametrize("rows", [
+    pytest.param(Dataset.from_dict({"input_ids": [[1, 2], [], [V - 1, 3]]}), id="dataset"),
+    pytest.param({"a": Dataset.from_dict({"input_ids": [[V - 1]]})}, id="datasets by name"),
+    pytest.param([{"input_ids": [1]}, {"input_ids": [4, V - 1]}], id="list"),
+    pytest.param([{"input_ids": torch.tensor([4, V - 1])}, {"input_ids": torch.tensor([], dtype=int)}], id="tensors"),
+    pytest.param([{"input_ids": np.array([[4], [V - 1]])}], id="arrays"),
+    pytest.param([{"input_ids": [[], [1], [4, V - 1]]}, {"input_ids": [[]]}], id="lists of lists"),
+    pytest.param(Dataset.from_dict({"input_ids": [[[1], []], [[], [4, V - 1]]]}), id="dataset of lists of lists"),
+    pytest.param(Dataset.from_dict({"input_ids": [1, V - 1]}), id="one id a row"),
+    pytest.param(Dataset.from_dict({"input_ids": [[1, V - 1]]}, FIXED), id="rows of one length"),
+])  # fmt: skip
 def test_an_id_beyond_the_embedding(small, rows):
     with pytest.raises(ValueError, match=SAYS):
         check_rows(small, rows, TOKENIZER)
@@ -46,18 +41,15 @@ def test_an_id_beyond_the_embedding(small, rows):
     check_rows(dense("llama", vocab_size=V), rows, TOKENIZER)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param(Dataset.from_dict({"input_ids": [[V - 2], [V]]}).select([0]), id="a row that is not taken"),
-        pytest.param(Dataset.from_dict({"text": ["a"]}), id="text"),
-        pytest.param(Dataset.from_dict({"input_ids": [[], []]}), id="rows without a token"),
-        pytest.param(IterableDataset.from_generator(lambda: iter([{"input_ids": [V]}])), id="read only later"),
-        pytest.param([{"input_ids": [], "labels": []}, {"labels": [V]}], id="nothing to embed"),
-        pytest.param(Dataset.from_dict({"input_ids": [["a"], ["b"]]}), id="no ids"),
-        pytest.param(None, id="no rows"),
-    ],
-)
+@pytest.mark.parametrize("rows", [
+    pytest.param(Dataset.from_dict({"input_ids": [[V - 2], [V]]}).select([0]), id="a row that is not taken"),
+    pytest.param(Dataset.from_dict({"text": ["a"]}), id="text"),
+    pytest.param(Dataset.from_dict({"input_ids": [[], []]}), id="rows without a token"),
+    pytest.param(IterableDataset.from_generator(lambda: iter([{"input_ids": [V]}])), id="read only later"),
+    pytest.param([{"input_ids": [], "labels": []}, {"labels": [V]}], id="nothing to embed"),
+    pytest.param(Dataset.from_dict({"input_ids": [["a"], ["b"]]}), id="no ids"),
+    pytest.param(None, id="no rows"),
+])  # fmt: skip
 def test_what_is_not_embedded_does_not_count(small, rows):
     check_rows(small, rows)
 
@@ -72,13 +64,3 @@ def test_trainings_and_evaluations_say_so(small, tmp_path):
             MoETrainer(model=small, args=arguments, data_collator=pair_collator(TOKENIZER), **given)
     with pytest.raises(ValueError, match=SAYS):
         row_losses(small, rows, TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small")
-    upcycled(changes={"vocab_size": V - 1}).save_pretrained(folder / "moe")
-    TOKENIZER.save_pretrained(folder / "moe")
-    word = TOKENIZER.convert_ids_to_tokens(V - 1).replace("Ġ", " ")
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": f"b{word}"}) + "\n")
-    return folder

@@ -27,21 +27,18 @@ def saved(model, folder, **options) -> Adapter:
     return load_adapter(folder)
 
 
-@pytest.mark.parametrize(
-    "name, want",
-    [
-        ("model.layers.1.mlp.experts.12.gate_proj.weight", ("model.layers.1.mlp.experts", 1, 12, "gate_proj.weight")),
-        (
-            "model.layers.3.feed_forward.experts.0.down_proj.bias",
-            ("model.layers.3.feed_forward.experts", 3, 0, "down_proj.bias"),
-        ),
-        ("model.layers.1.mlp.shared_experts.gate_proj.weight", None),
-        ("model.layers.1.mlp.shared_experts.0.gate_proj.weight", None),
-        ("model.layers.1.mlp.gate_proj.weight", None),
-        ("model.layers.1.mlp.experts.gate_up_proj", None),
-        ("experts.0.up_proj.weight", None),  # no layer
-    ],
-)
+@pytest.mark.parametrize("name, want", [
+    ("model.layers.1.mlp.experts.12.gate_proj.weight", ("model.layers.1.mlp.experts", 1, 12, "gate_proj.weight")),
+    (
+        "model.layers.3.feed_forward.experts.0.down_proj.bias",
+        ("model.layers.3.feed_forward.experts", 3, 0, "down_proj.bias"),
+    ),
+    ("model.layers.1.mlp.shared_experts.gate_proj.weight", None),
+    ("model.layers.1.mlp.shared_experts.0.gate_proj.weight", None),
+    ("model.layers.1.mlp.gate_proj.weight", None),
+    ("model.layers.1.mlp.experts.gate_up_proj", None),
+    ("experts.0.up_proj.weight", None),  # no layer
+])  # fmt: skip
 def test_names_of_experts(name, want):
     assert parse_name(name) == want
 
@@ -292,31 +289,28 @@ def test_one_adapter_at_a_time(tmp_path):
     assert same(weights(model), weights(copied))
 
 
-@pytest.mark.parametrize(
-    "damage, match",
-    [
-        pytest.param(
-            lambda f: (f / "expert_cfg.json").unlink(), "expert_cfg.json, which cannot be read", id="no configuration"
-        ),
-        pytest.param(lambda f: (f / "model.safetensors").unlink(), "has no .safetensors file", id="no weights"),
-        pytest.param(lambda f: (f / "expert_cfg.json").write_text("{"), "is not valid JSON", id="no JSON"),
-        pytest.param(
-            lambda f: (f / "expert_cfg.json").write_text('{"experts": {}, "moe_runtime": {"format": 2}}'),
-            "expected an object of format 1",
-            id="a later format",
-        ),
-        pytest.param(
-            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
-            "model.safetensors cannot be read",
-            id="cut off",
-        ),
-        pytest.param(
-            lambda f: (f / "copy.safetensors").write_bytes((f / "model.safetensors").read_bytes()),
-            "which another file beside it has too",
-            id="twice",
-        ),
-    ],
-)
+@pytest.mark.parametrize("damage, match", [
+    pytest.param(
+        lambda f: (f / "expert_cfg.json").unlink(), "expert_cfg.json, which cannot be read", id="no configuration"
+    ),
+    pytest.param(lambda f: (f / "model.safetensors").unlink(), "has no .safetensors file", id="no weights"),
+    pytest.param(lambda f: (f / "expert_cfg.json").write_text("{"), "is not valid JSON", id="no JSON"),
+    pytest.param(
+        lambda f: (f / "expert_cfg.json").write_text('{"experts": {}, "moe_runtime": {"format": 2}}'),
+        "expected an object of format 1",
+        id="a later format",
+    ),
+    pytest.param(
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "model.safetensors cannot be read",
+        id="cut off",
+    ),
+    pytest.param(
+        lambda f: (f / "copy.safetensors").write_bytes((f / "model.safetensors").read_bytes()),
+        "which another file beside it has too",
+        id="twice",
+    ),
+])  # fmt: skip
 def test_a_bad_folder_is_named(tmp_path, damage, match):
     random_adapter(stock("qwen3_moe")).save(tmp_path / "adapter")
     damage(tmp_path / "adapter")

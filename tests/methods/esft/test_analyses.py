@@ -28,8 +28,6 @@ def same_after_json(result) -> None:
 
 
 # Fig. 2
-
-
 def test_gate_mass_by_hand():
     mass = analyses.gate_mass({"a": scores_of([0.1, 0.3, 0.0, 0.0], [0.0, 0.1, 0.1, 0.2])})
     assert mass.share == [pytest.approx([(0.75 + 0.5) / 2, (0.25 + 0.25) / 2, 0.125, 0])]
@@ -56,8 +54,6 @@ def test_a_shared_expert_is_no_rank():
 
 
 # Fig. 3
-
-
 def test_shared_top_by_hand():
     a, b = scores_of([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]), scores_of([0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.2, 0.5])
     assert analyses.shared_top(a, b, top=2) == [2, 1]  # of equal ones the lower id
@@ -82,8 +78,6 @@ def test_different_tasks_use_different_experts(real):
 
 
 # Fig. 4
-
-
 def test_counts_are_those_of_the_selections(real):
     selections = {task: select_experts(scores, 0.2, "token") for task, scores in real.items()}
     found = analyses.expert_counts(selections, 64)
@@ -97,8 +91,6 @@ def test_counts_are_those_of_the_selections(real):
 
 
 # Fig. 9
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "ours"])
 def test_token_shares_are_the_slots_on_trained_experts(kind):
     if kind == "ours":
@@ -171,8 +163,6 @@ def test_the_page_says_what_was_measured_and_escapes_it(tmp_path):
 
 
 # pictures
-
-
 def drawn(figure, tmp_path) -> str:
     """All text of a figure that can be saved."""
     figure.savefig(tmp_path / "figure.png", dpi=40)

@@ -60,14 +60,11 @@ def test_the_best_groups_are_taken_whole_with_their_mean_gate(model):
     assert router.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    "groups, match",
-    [
-        pytest.param({1: PAIRS}, r"groups of layer 2 have the shape \(0,\)", id="a layer without"),
-        pytest.param({1: PAIRS[:3], 2: PAIRS}, r"groups of layer 1 .* every expert in one group", id="an expert without"),
-        pytest.param({1: [tuple(range(8))], 2: PAIRS}, "top_k is 4; .* a group size that divides top_k", id="too large"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("groups, match", [
+    pytest.param({1: PAIRS}, r"groups of layer 2 have the shape \(0,\)", id="a layer without"),
+    pytest.param({1: PAIRS[:3], 2: PAIRS}, r"groups of layer 1 .* every expert in one group", id="an expert without"),
+    pytest.param({1: [tuple(range(8))], 2: PAIRS}, "top_k is 4; .* a group size that divides top_k", id="too large"),
+])  # fmt: skip
 def test_bad_groups_are_refused(model, groups, match):
     with pytest.raises(ValueError, match=match):
         group_routing(model, groups)

@@ -9,20 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.esft.adapters import apply
 from moe_runtime.methods.esft.folders import merge_folder
 from moe_runtime.methods.esft.selection import ExpertSelection
 from tests.hf import stock as every
 from tests.hf.tiny import upcycled
 from tests.methods.esft.test_adapters import TWICE
+from tests.support.checkpoints import tensors
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
 
 
 def assert_merged(model, tmp_path: Path, adapter, **options) -> None:
@@ -121,19 +116,16 @@ def _unknown_expert(_, adapter):
     return replace(adapter, tensors=renamed, selection=ExpertSelection(experts={0: (1, 9), 1: (1, 9)}))
 
 
-@pytest.mark.parametrize(
-    "damage, match",
-    [
-        pytest.param(_other_config, "whose num_experts_per_tok is 2, the model's is 3", id="another config"),
-        pytest.param(_other_weights, "for a base with other weights", id="other weights"),
-        pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
-        pytest.param(
-            _without_an_expert, "should have .*experts.7.down_proj.weight .*, and lacks it", id="an expert is missing"
-        ),
-        pytest.param(_unknown_expert, r"selection has experts \[9\] of layer 0; .* to 7", id="unknown expert"),
-        pytest.param(lambda base, a: base.rename(base.with_name("gone")) and a, "has no config.json", id="no base"),
-    ],
-)
+@pytest.mark.parametrize("damage, match", [
+    pytest.param(_other_config, "whose num_experts_per_tok is 2, the model's is 3", id="another config"),
+    pytest.param(_other_weights, "for a base with other weights", id="other weights"),
+    pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
+    pytest.param(
+        _without_an_expert, "should have .*experts.7.down_proj.weight .*, and lacks it", id="an expert is missing"
+    ),
+    pytest.param(_unknown_expert, r"selection has experts \[9\] of layer 0; .* to 7", id="unknown expert"),
+    pytest.param(lambda base, a: base.rename(base.with_name("gone")) and a, "has no config.json", id="no base"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path, damage, match):
     base, adapter = folder(tmp_path)
     adapter = damage(base, adapter)

@@ -94,8 +94,6 @@ def test_bad_logs_are_named(logs, options, error, tmp_path):
 
 
 # summaries
-
-
 def summary(**changes) -> dict:
     """An official summary of two layers and three experts, v1."""
     token = {"1": {"0": 0.5, "1": 0.3, "2": 0.2}, "10": {"0": 0.1, "1": 0.2, "2": 0.7}}

@@ -10,12 +10,9 @@ from moe_runtime.methods.esft.recipe import EsftRecipe, load_recipe
 
 TUNING = {"steps": 3, "learning_rate": 1e-3}
 SMALL = {
-    "base_model": "folder",
-    "tasks": {"law": {"train": "law.jsonl"}},
-    "fft": TUNING,
-    "lora": {"training": TUNING},
+    "base_model": "folder", "tasks": {"law": {"train": "law.jsonl"}}, "fft": TUNING, "lora": {"training": TUNING},
     "esft": TUNING,
-}
+}  # fmt: skip
 PRETRAIN = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "steps": 2, "batch_size": 4,
 }  # fmt: skip
@@ -59,43 +56,40 @@ def test_a_change_reaches_into_tasks():
     assert recipe.tasks["law"].limit == 7 and recipe.esft.steps == 9 and recipe.p.gate == 0.3
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
-        pytest.param({"esft": TUNING | {"lr": 1}}, "esft.lr is no key of a recipe; want some of epochs", id="nested"),
-        pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 is 1; want less than 1", id="beta"),
-        pytest.param({"esft": {"steps": 3}}, "esft.learning_rate is missing", id="missing"),
-        pytest.param({"tasks": {}}, "tasks is empty; want at least 1", id="no-task"),
-        pytest.param({"tasks": None}, "tasks is None; want a valid dictionary", id="null"),
-        pytest.param({"tasks": ["law"]}, r"tasks is \['law'\]; want a valid dictionary", id="list"),
-        pytest.param({"tasks": {"law": {}}}, "tasks.law.train is missing", id="no-rows"),
-        pytest.param({"tasks": {"law": {"train": "a", "limit": 0}}}, "tasks.law.limit is 0; want greater", id="limit"),
-        pytest.param({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is no key of a recipe", id="task-key"),
-        pytest.param({"tasks": {"a/b": {"train": "a"}}}, "tasks has the name 'a/b'; want letters", id="path"),
-        pytest.param({"tasks": {"general": {"train": "a"}}}, "tasks has the name 'general'", id="general"),
-        pytest.param(
-            {"tasks": {"law": {"train": "standard-library/a"}}}, "tasks.law.train is 'standard-library/a'; want", id="library"
-        ),
-        pytest.param({"p": {"gate": 0}}, "p.gate is 0; want greater than 0", id="p"),
-        pytest.param({"p": {"token": 1.5}}, "p.token is 1.5; want less than or equal to 1", id="p-above-1"),
-        pytest.param({"scores": {"variant": "v2"}}, "scores.variant is 'v2'; want 'v1', 'paper'", id="variant"),
-        pytest.param({"lora": {"rank": 0, "training": TUNING}}, "lora.rank is 0; want greater than or equal to 1", id="rank"),
-        pytest.param({"score": "both"}, "score is 'both'; want '", id="score"),
-        pytest.param({"mix": -1}, "mix is -1; want greater than or equal to 0", id="mix"),
-        pytest.param({"trained_dtype": "fp8"}, "trained_dtype is 'fp8'; want 'float32'", id="dtype"),
-        pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
-        pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
-        pytest.param(
-            {"base_model": None, "pretrain": PRETRAIN | {"top_k": 40}}, "pretrain.top_k is 40, num_experts is 32", id="top-k"
-        ),
-        pytest.param(
-            {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}}, "dense_layers is 2, num_layers", id="dense"
-        ),
-        pytest.param({"general": {"prompt": "chat"}}, "prompt is 'deepseek' in one place and 'chat'", id="templates"),
-        pytest.param({"method": "xft"}, "method is 'xft'; want 'esft'", id="method"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, says", [
+    pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
+    pytest.param({"esft": TUNING | {"lr": 1}}, "esft.lr is no key of a recipe; want some of epochs", id="nested"),
+    pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 is 1; want less than 1", id="beta"),
+    pytest.param({"esft": {"steps": 3}}, "esft.learning_rate is missing", id="missing"),
+    pytest.param({"tasks": {}}, "tasks is empty; want at least 1", id="no-task"),
+    pytest.param({"tasks": None}, "tasks is None; want a valid dictionary", id="null"),
+    pytest.param({"tasks": ["law"]}, r"tasks is \['law'\]; want a valid dictionary", id="list"),
+    pytest.param({"tasks": {"law": {}}}, "tasks.law.train is missing", id="no-rows"),
+    pytest.param({"tasks": {"law": {"train": "a", "limit": 0}}}, "tasks.law.limit is 0; want greater", id="limit"),
+    pytest.param({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is no key of a recipe", id="task-key"),
+    pytest.param({"tasks": {"a/b": {"train": "a"}}}, "tasks has the name 'a/b'; want letters", id="path"),
+    pytest.param({"tasks": {"general": {"train": "a"}}}, "tasks has the name 'general'", id="general"),
+    pytest.param(
+        {"tasks": {"law": {"train": "standard-library/a"}}}, "tasks.law.train is 'standard-library/a'; want", id="library"
+    ),
+    pytest.param({"p": {"gate": 0}}, "p.gate is 0; want greater than 0", id="p"),
+    pytest.param({"p": {"token": 1.5}}, "p.token is 1.5; want less than or equal to 1", id="p-above-1"),
+    pytest.param({"scores": {"variant": "v2"}}, "scores.variant is 'v2'; want 'v1', 'paper'", id="variant"),
+    pytest.param({"lora": {"rank": 0, "training": TUNING}}, "lora.rank is 0; want greater than or equal to 1", id="rank"),
+    pytest.param({"score": "both"}, "score is 'both'; want '", id="score"),
+    pytest.param({"mix": -1}, "mix is -1; want greater than or equal to 0", id="mix"),
+    pytest.param({"trained_dtype": "fp8"}, "trained_dtype is 'fp8'; want 'float32'", id="dtype"),
+    pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
+    pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
+    pytest.param(
+        {"base_model": None, "pretrain": PRETRAIN | {"top_k": 40}}, "pretrain.top_k is 40, num_experts is 32", id="top-k"
+    ),
+    pytest.param(
+        {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}}, "dense_layers is 2, num_layers", id="dense"
+    ),
+    pytest.param({"general": {"prompt": "chat"}}, "prompt is 'deepseek' in one place and 'chat'", id="templates"),
+    pytest.param({"method": "xft"}, "method is 'xft'; want 'esft'", id="method"),
+])  # fmt: skip
 def test_a_mistake_is_one_error_with_the_key(change, says):
     with pytest.raises(ValueError, match=says):
         EsftRecipe.from_dict(SMALL | change)

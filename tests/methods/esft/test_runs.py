@@ -56,14 +56,11 @@ def half(home, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "flags, dtype, want",
-    [
-        pytest.param({}, None, torch.float32, id="experts"),
-        pytest.param({"shared_experts": True, "non_expert_modules": True}, None, torch.float32, id="all that may"),
-        pytest.param({}, "bfloat16", torch.bfloat16, id="bfloat16 if asked for"),
-    ],
-)
+@pytest.mark.parametrize("flags, dtype, want", [
+    pytest.param({}, None, torch.float32, id="experts"),
+    pytest.param({"shared_experts": True, "non_expert_modules": True}, None, torch.float32, id="all that may"),
+    pytest.param({}, "bfloat16", torch.bfloat16, id="bfloat16 if asked for"),
+])  # fmt: skip
 def test_a_small_learning_rate_trains_a_bfloat16_base(home, half, tmp_path, flags, dtype, want):
     selection = replace(esft.ExpertSelection.load(home / "config.json"), **flags)
     train_alone(home, tmp_path / "out", base=half, selection=selection, learning_rate=1e-5, steps=1, dtype=dtype)

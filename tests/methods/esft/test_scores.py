@@ -30,15 +30,9 @@ def by_hand(layers: int = 1) -> GateSums:
                 s_gate[e] += g / len(sample)
     more = torch.arange(1, layers + 1).double()[:, None]
     return GateSums(
-        layers=tuple(range(1, layers + 1)),
-        count=count.long().repeat(layers, 1),
-        gate=gate * more,
-        sample_count=s_count.repeat(layers, 1),
-        sample_gate=s_gate * more,
-        n_tokens=3,
-        n_samples=2,
-        top_k=2,
-    )
+        layers=tuple(range(1, layers + 1)), count=count.long().repeat(layers, 1), gate=gate * more,
+        sample_count=s_count.repeat(layers, 1), sample_gate=s_gate * more, n_tokens=3, n_samples=2, top_k=2,
+    )  # fmt: skip
 
 
 WANT = {
@@ -80,8 +74,6 @@ def test_rounding_is_that_of_decimal_numbers():
 
 
 # of models
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "ours"])
 def test_token_scores_sum_to_one_and_the_model_is_left_as_it_was(kind):
     model = tiny.upcycled() if kind == "ours" else stock(kind)
@@ -140,8 +132,6 @@ def test_bad_input_is_named_and_nothing_written(batches, options, error, tmp_pat
 
 
 # samples
-
-
 def test_packed_samples_are_the_rows_in_a_drawn_order():
     rows = [list(range(10 * i, 10 * i + 1 + i % 5)) for i in range(40)]
     got = [batch["input_ids"] for batch in sample_batches(rows, 64, length=16)]
@@ -166,8 +156,6 @@ def test_single_samples_are_cut_and_padded():
 
 
 # files
-
-
 @pytest.mark.parametrize("variant", ["v1", "paper", "head"])
 def test_a_summary_comes_back_as_it_was(variant, tmp_path):
     scores = score_experts(tiny.upcycled(), [tiny.batch()], variant=variant, pairs=True)
@@ -197,8 +185,6 @@ def test_a_rounded_summary_is_the_official_one(tmp_path):
 
 
 # over processes
-
-
 def test_two_processes_score_as_one(tmp_path):
     tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
     stock("mixtral", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")

@@ -41,8 +41,6 @@ def scores_of(*rows: list[float], **options) -> ExpertScores:
 
 
 # the published results
-
-
 @pytest.mark.parametrize("score", ["gate", "token"])
 @pytest.mark.parametrize("task", TASKS)
 def test_published_scores_are_reproduced(task, score):
@@ -82,8 +80,6 @@ def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
 
 
 # Eq. (8)
-
-
 @pytest.mark.parametrize(
     ("row", "p", "want"),
     [
@@ -149,8 +145,6 @@ def test_bad_options_are_named(options, error):
 
 
 # controls
-
-
 def test_random_experts_are_as_many_per_layer():
     selection = select_experts(ExpertScores.from_sums(sums_of("law")), 0.2, "token", shared_experts=True)
     drawn = random_experts(selection, 64, seed=0)
@@ -220,8 +214,6 @@ def test_experts_of_a_group_come_together():
 
 
 # the configuration
-
-
 def test_the_configuration_is_the_official_one(tmp_path):
     selection = ExpertSelection(experts={10: [5, 0], 2: ()}, shared_experts=True)
     selection.save(tmp_path / "config.json")

@@ -199,18 +199,15 @@ def test_the_recipe_of_the_docs_is_one(made, tmp_path):
     assert recipe.fft.learning_rate == plain.fft.learning_rate and recipe.esft.weight_decay == plain.esft.weight_decay
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        pytest.param({"tasks__sums__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
-        pytest.param({"tasks__sums__held_out_rows": 48}, "held_out_rows is 48, the data has 48 rows", id="all-held"),
-        pytest.param({"max_length": 2}, "max_length is 2, within which no row", id="short"),
-        pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
-        pytest.param({"esft__warmup_steps": 4}, "warmup_steps is 4, the training has 4 steps", id="warmup"),
-        pytest.param({"esft__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
-        pytest.param({"esft__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes; want", id="batch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes, says", [
+    pytest.param({"tasks__sums__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
+    pytest.param({"tasks__sums__held_out_rows": 48}, "held_out_rows is 48, the data has 48 rows", id="all-held"),
+    pytest.param({"max_length": 2}, "max_length is 2, within which no row", id="short"),
+    pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
+    pytest.param({"esft__warmup_steps": 4}, "warmup_steps is 4, the training has 4 steps", id="warmup"),
+    pytest.param({"esft__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
+    pytest.param({"esft__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes; want", id="batch"),
+])  # fmt: skip
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
     recipe = load_recipe(write_study(tmp_path)).change(**changes)
     with pytest.raises(ValueError, match=says):

@@ -14,8 +14,10 @@ from moe_runtime.methods.esft import tables as esft_tables
 from moe_runtime.methods.esft.recipe import load_recipe
 from moe_runtime.methods.esft.study import sizes_for
 from moe_runtime.methods.esft.tables import EsftReport
+from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
+pytestmark = pytest.mark.usefixtures("quick")
 METHODS = ("FFT", "LoRA", "ESFT-Token", "ESFT-Gate")
 # name -> methods, options
 TABLES = {
@@ -33,33 +35,14 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Interpreted kernels would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
-        yield
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     return load_recipe(write_study(tmp_path_factory.mktemp("study"))).change(evaluations=1)
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The folder of all stages of this file."""
-    return tmp_path_factory.mktemp("tables")
-
-
 def make(command, recipe, out, **options):
     said = []
     return esft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options), said
-
-
-def times(out):
-    """When each finished stage was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
 @pytest.mark.slow
@@ -182,24 +165,21 @@ def test_overlap_and_sample_size(recipe, out):
     assert sizes_for(2047) == [512, 1024] and sizes_for(10**9)[-1] == 131072 and sizes_for(100) == []
 
 
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
-        pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-        pytest.param("sweep-p", {"ps": (0.1, 1.5)}, "p is 1.5; want a number above 0 and at most 1", id="p above 1"),
-        pytest.param("sweep-p", {"ps": (0.1, 0.1)}, "p is 0.1, 0.1; want different values", id="p twice"),
-        pytest.param("sweep-p", {"ps": (math.nan,)}, "p is nan; want a number", id="p is no number"),
-        pytest.param("sweep-p", {"ranks": (0,)}, "rank is 0; want an integer of at least 1", id="rank"),
-        pytest.param("sweep-p", {"score": "both of"}, "score is 'both of'; want one of gate, token, both", id="score"),
-        pytest.param("shared-grid", {"score": "both"}, "score is 'both'; want one of gate, token", id="grid's score"),
-        pytest.param("group-size", {"sizes": (1, 4)}, "group_size is 4, num_experts is 8, top_k is 2; want", id="groups"),
-        pytest.param("group-size", {"sizes": ()}, "group_size is not given; want different values", id="no group"),
-        pytest.param("mix-data", {"ratios": (-1.0,)}, "mix is -1.0; want a number of 0 or more", id="mix"),
-        pytest.param("sample-size", {"sizes": (0,)}, "sizes is 0; want an integer of at least 1", id="sizes"),
-        pytest.param("overlap", {"top": 0}, "top is 0; want an integer of at least 1", id="top"),
-    ],
-)
+@pytest.mark.parametrize("command, options, match", [
+    pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
+    pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+    pytest.param("sweep-p", {"ps": (0.1, 1.5)}, "p is 1.5; want a number above 0 and at most 1", id="p above 1"),
+    pytest.param("sweep-p", {"ps": (0.1, 0.1)}, "p is 0.1, 0.1; want different values", id="p twice"),
+    pytest.param("sweep-p", {"ps": (math.nan,)}, "p is nan; want a number", id="p is no number"),
+    pytest.param("sweep-p", {"ranks": (0,)}, "rank is 0; want an integer of at least 1", id="rank"),
+    pytest.param("sweep-p", {"score": "both of"}, "score is 'both of'; want one of gate, token, both", id="score"),
+    pytest.param("shared-grid", {"score": "both"}, "score is 'both'; want one of gate, token", id="grid's score"),
+    pytest.param("group-size", {"sizes": (1, 4)}, "group_size is 4, num_experts is 8, top_k is 2; want", id="groups"),
+    pytest.param("group-size", {"sizes": ()}, "group_size is not given; want different values", id="no group"),
+    pytest.param("mix-data", {"ratios": (-1.0,)}, "mix is -1.0; want a number of 0 or more", id="mix"),
+    pytest.param("sample-size", {"sizes": (0,)}, "sizes is 0; want an integer of at least 1", id="sizes"),
+    pytest.param("overlap", {"top": 0}, "top is 0; want an integer of at least 1", id="top"),
+])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
         esft_tables.run(command, recipe, tmp_path / "out", **options)

@@ -72,14 +72,10 @@ def test_no_row_is_in_two_parts(tokenizer, tmp_path, held_out):
 
 
 # SPEC 3.6: "User: {x}\n\nAssistant: {y}" and EOS, the user's part masked
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "1 and 2", "completion": "3"},
-        {"messages": [{"role": "user", "content": "1 and 2"}, {"role": "assistant", "content": "3"}]},
-    ],
-    ids=["pair", "messages"],
-)
+@pytest.mark.parametrize("row", [
+    {"prompt": "1 and 2", "completion": "3"},
+    {"messages": [{"role": "user", "content": "1 and 2"}, {"role": "assistant", "content": "3"}]},
+], ids=["pair", "messages"])  # fmt: skip
 def test_deepseeks_prompt(tokenizer, row):
     (made,) = data.tokenize_pairs(tokenizer, [put_prompt(row, "deepseek")], 64)
     assert tokenizer.decode(made["input_ids"]) == "<s>User: 1 and 2\n\nAssistant: 3</s>"

@@ -201,14 +201,11 @@ def test_load_trained_wants_the_same_training(tmp_path):
         esft.load_trained(narrow, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(
-    "scaled, match",
-    [
-        pytest.param("lm_head", None, id="one matrix"),
-        pytest.param("", "other weights", id="all"),
-        pytest.param("mlp.experts.", "other experts: 100%", id="experts alone"),
-    ],
-)
+@pytest.mark.parametrize("scaled, match", [
+    pytest.param("lm_head", None, id="one matrix"),
+    pytest.param("", "other weights", id="all"),
+    pytest.param("mlp.experts.", "other experts: 100%", id="experts alone"),
+])  # fmt: skip
 def test_load_trained_wants_the_same_base(tmp_path, scaled, match):
     selection = ExpertSelection(experts={0: (1, 0)})
     first, other = stock("qwen3_moe"), stock("qwen3_moe")
@@ -286,19 +283,16 @@ def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
     assert same(before, weights(wrapped.module))
 
 
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        pytest.param(lambda m: ExpertSelection(experts={5: (1,)}), r"selection has experts \[1\] of layer 5", id="layer"),
-        pytest.param(lambda m: ExpertSelection(experts={0: (8,)}), r"experts \[8\] of layer 0; .* to 7", id="expert"),
-        pytest.param(lambda m: ExpertSelection(experts={0: ()}), "select something to train", id="nothing"),
-        pytest.param(
-            lambda m: esft.train_only(m, ExpertSelection(experts={0: (2,)})) and ExpertSelection(experts={0: (1,)}),
-            "model trains experts; call esft.fold or esft.drop",
-            id="twice",
-        ),
-    ],
-)
+@pytest.mark.parametrize("change, match", [
+    pytest.param(lambda m: ExpertSelection(experts={5: (1,)}), r"selection has experts \[1\] of layer 5", id="layer"),
+    pytest.param(lambda m: ExpertSelection(experts={0: (8,)}), r"experts \[8\] of layer 0; .* to 7", id="expert"),
+    pytest.param(lambda m: ExpertSelection(experts={0: ()}), "select something to train", id="nothing"),
+    pytest.param(
+        lambda m: esft.train_only(m, ExpertSelection(experts={0: (2,)})) and ExpertSelection(experts={0: (1,)}),
+        "model trains experts; call esft.fold or esft.drop",
+        id="twice",
+    ),
+])  # fmt: skip
 def test_what_cannot_train_is_refused(change, match):
     model = stock("qwen3_moe")
     selection = change(model)
@@ -388,14 +382,11 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
     assert trained_files.gathered(trainer.model, keep=False) == {}
 
 
-@pytest.mark.parametrize(
-    "first, then, match",
-    [
-        pytest.param(SELECTION, None, "of a model that trains experts apart.*this one trains all", id="not made ready"),
-        pytest.param(None, SELECTION, "of a model that trains all.*this one trains experts apart", id="of a whole model"),
-        pytest.param(SELECTION, replace(SELECTION, experts={1: (7,)}), "has model.layers.1", id="other experts"),
-    ],
-)
+@pytest.mark.parametrize("first, then, match", [
+    pytest.param(SELECTION, None, "of a model that trains experts apart.*this one trains all", id="not made ready"),
+    pytest.param(None, SELECTION, "of a model that trains all.*this one trains experts apart", id="of a whole model"),
+    pytest.param(SELECTION, replace(SELECTION, experts={1: (7,)}), "has model.layers.1", id="other experts"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, match):
     trainer_of(MoETrainer, tmp_path, first, max_steps=1, save_steps=1).train()
     with pytest.raises(ValueError, match=match):

@@ -15,19 +15,12 @@ from moe_runtime.methods.lora import forced_experts, load_adapters, lora_layers,
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot, unchanged
-from tests.support.lora_models import adapters, lora_model
+from tests.support.lora_models import adapters, alone, lora_model
 
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
 
 
-def alone(model, e: int) -> torch.Tensor:
-    """Coefficients that leave expert e."""
-    return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]
-
-
 # ways out
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_whole_experts_are_the_same_function(model_type, tmp_path):
     model = lora_model(model_type, balance_loss="switch", balance_loss_coef=0.1)
@@ -114,8 +107,6 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
 
 
 # adapters as experts
-
-
 @pytest.fixture(scope="module")
 def peft_folders(tmp_path_factory):
     return adapters(tmp_path_factory.mktemp("mlp"), count=3)
@@ -185,29 +176,26 @@ def without(word):
     return lambda state: {key: value for key, value in state.items() if word not in key}
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"use_dora": True}, "use_dora in .* is True; expected", id="dora"),
-        pytest.param({"bias": "all"}, "bias in .* is 'all'; expected", id="bias"),
-        pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
-        pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
-        pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa'; .* path_initial", id="another-base"),
-        pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; expected peft_type 'LORA'", id="no-lora"),
-        pytest.param({"lora_alpha": 6}, "scaling 3.0; expected .* 2 and 2.5, for all experts", id="another-scaling"),
-        pytest.param({"r": 3}, r"with A, B of \[\[2, ", id="another-rank"),
-        pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "other layers, .*up_proj for one", id="another-layer"),
-        pytest.param({"tensors": without("up_proj.lora_B")}, "with A, B of .* None", id="half-a-pair"),
-        pytest.param(
-            {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
-            id="more",
-        ),
-        pytest.param(
-            {"tensors": lambda s: {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in s.items()}},
-            r"is of \[32, 96\], in the model \[32, 48\]", id="another-model",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"use_dora": True}, "use_dora in .* is True; expected", id="dora"),
+    pytest.param({"bias": "all"}, "bias in .* is 'all'; expected", id="bias"),
+    pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
+    pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
+    pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa'; .* path_initial", id="another-base"),
+    pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; expected peft_type 'LORA'", id="no-lora"),
+    pytest.param({"lora_alpha": 6}, "scaling 3.0; expected .* 2 and 2.5, for all experts", id="another-scaling"),
+    pytest.param({"r": 3}, r"with A, B of \[\[2, ", id="another-rank"),
+    pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "other layers, .*up_proj for one", id="another-layer"),
+    pytest.param({"tensors": without("up_proj.lora_B")}, "with A, B of .* None", id="half-a-pair"),
+    pytest.param(
+        {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
+        id="more",
+    ),
+    pytest.param(
+        {"tensors": lambda s: {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in s.items()}},
+        r"is of \[32, 96\], in the model \[32, 48\]", id="another-model",
+    ),
+])  # fmt: skip
 def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_path):
     change = dict(change)
     bad = edited(peft_folders[1], tmp_path / "bad", change.pop("tensors", None), **change)

@@ -20,20 +20,13 @@ from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot, unchanged
 from tests.support import dist_lora
 from tests.support.dist_launch import launch
-from tests.support.lora_models import adapters, lora_model, shake
+from tests.support.lora_models import adapters, alone, lora_model, shake
 
 THREE = [name for name, family in FAMILIES.items() if (*family.up, family.down) == TARGETS]
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
 
 
-def alone(model, e: int) -> torch.Tensor:
-    """Coefficients that leave expert e."""
-    return torch.eye(model.config.moe_runtime["config"]["num_experts"])[e]
-
-
 # the saved form
-
-
 @pytest.mark.parametrize("model_type, form", [(name, "block") for name in THREE] + [(name, "linear") for name in tiny.ALL])
 def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
     model = tiny.dense(model_type)
@@ -61,16 +54,13 @@ def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
 
 
 @FORMS
-@pytest.mark.parametrize(
-    "changes, settings",
-    [
-        pytest.param({}, {"top_k": None, "targets": ["down_proj"]}, id="dense-down-alone"),
-        pytest.param({"num_hidden_layers": 3}, {"layers": [1]}, id="one-layer"),
-        pytest.param({"dtype": torch.bfloat16}, {"train_backbone": True}, id="bf16"),
-        pytest.param({"tie_word_embeddings": True}, {"num_experts": 1, "top_k": 1}, id="tied-one-expert"),
-        pytest.param({}, {"gate": "xft", "top_k": 3, "rank": 4}, id="shared-expert-E-is-r"),
-    ],
-)
+@pytest.mark.parametrize("changes, settings", [
+    pytest.param({}, {"top_k": None, "targets": ["down_proj"]}, id="dense-down-alone"),
+    pytest.param({"num_hidden_layers": 3}, {"layers": [1]}, id="one-layer"),
+    pytest.param({"dtype": torch.bfloat16}, {"train_backbone": True}, id="bf16"),
+    pytest.param({"tie_word_embeddings": True}, {"num_experts": 1, "top_k": 1}, id="tied-one-expert"),
+    pytest.param({}, {"gate": "xft", "top_k": 3, "rank": 4}, id="shared-expert-E-is-r"),
+])  # fmt: skip
 def test_corners_save_and_load(form, changes, settings, tmp_path):
     model = lora_model("llama", form, changes, **settings)
     got = tiny.logits(model)
@@ -152,8 +142,6 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows, nois
 
 
 # training
-
-
 @FORMS
 @pytest.mark.parametrize("train_backbone", [False, True])
 def test_trains_what_it_says_bit_for_bit(form, train_backbone):
@@ -270,8 +258,6 @@ def test_ddp_is_one_process(tmp_path):
 
 
 # forced experts
-
-
 @FORMS
 def test_rows_go_to_the_experts_that_were_named(form):
     model = lora_model(form=form)
@@ -288,32 +274,27 @@ def test_rows_go_to_the_experts_that_were_named(form):
 
 
 # what is refused
-
-
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"form": "mlp"}, "form is 'mlp'; want one of block, linear"),
-        ({"targets": ["q_proj"]}, r"targets is \['q_proj'\], .* expected some of gate_proj, up_proj, down_proj"),
-        ({"targets": "up_proj"}, "targets is 'up_proj'"),
-        ({"rank": 0}, "rank is 0"),
-        ({"alpha": -1.0}, "alpha is -1.0"),
-        ({"dtype": torch.int8}, "dtype is torch.int8, .* a floating torch.dtype"),
-        ({"dtype": "float32"}, "dtype is 'float32', .* a floating torch.dtype"),
-        ({"form": "linear", "recompute": True}, "form is 'linear', .* recompute is True"),
-        ({"top_k": None, "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8 experts; use 'none' or 'cv2'"),
-        ({"top_k": 8, "gate": "xft", "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8"),
-        ({"vectors": [[[0.0] * 32] * 8] * 2}, "vectors is list; expected"),
-        ({"train_backbone": 1}, "train_backbone is 1"),
-        ({"layers": [5]}, r"layers is \[5\]"),
-        ({"top_k": 9}, "top_k is 9"),
-        ({"experts": []}, "experts is 0 folders, num_experts is 8; expected a folder for each expert"),
-        ({"experts": "folder", "num_experts": 2}, "experts is 'folder'"),
-        ({"vectors": torch.zeros(2, 4, 32)}, r"vectors is \(2, 4, 32\); expected .* \(2, 8, 32\)"),
-        ({"vectors": torch.zeros(2, 8, 32), "form": "linear"}, "form is 'linear'"),
-        ({"vectors": torch.zeros(2, 8, 32), "router": "mlp"}, "router is 'mlp'"),
-    ],
-)
+@pytest.mark.parametrize("settings, words", [
+    ({"form": "mlp"}, "form is 'mlp'; want one of block, linear"),
+    ({"targets": ["q_proj"]}, r"targets is \['q_proj'\], .* expected some of gate_proj, up_proj, down_proj"),
+    ({"targets": "up_proj"}, "targets is 'up_proj'"),
+    ({"rank": 0}, "rank is 0"),
+    ({"alpha": -1.0}, "alpha is -1.0"),
+    ({"dtype": torch.int8}, "dtype is torch.int8, .* a floating torch.dtype"),
+    ({"dtype": "float32"}, "dtype is 'float32', .* a floating torch.dtype"),
+    ({"form": "linear", "recompute": True}, "form is 'linear', .* recompute is True"),
+    ({"top_k": None, "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8 experts; use 'none' or 'cv2'"),
+    ({"top_k": 8, "gate": "xft", "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8"),
+    ({"vectors": [[[0.0] * 32] * 8] * 2}, "vectors is list; expected"),
+    ({"train_backbone": 1}, "train_backbone is 1"),
+    ({"layers": [5]}, r"layers is \[5\]"),
+    ({"top_k": 9}, "top_k is 9"),
+    ({"experts": []}, "experts is 0 folders, num_experts is 8; expected a folder for each expert"),
+    ({"experts": "folder", "num_experts": 2}, "experts is 'folder'"),
+    ({"vectors": torch.zeros(2, 4, 32)}, r"vectors is \(2, 4, 32\); expected .* \(2, 8, 32\)"),
+    ({"vectors": torch.zeros(2, 8, 32), "form": "linear"}, "form is 'linear'"),
+    ({"vectors": torch.zeros(2, 8, 32), "router": "mlp"}, "router is 'mlp'"),
+])  # fmt: skip
 def test_bad_settings_leave_the_model_alone(settings, words):
     model = tiny.dense()
     before = snapshot(model)

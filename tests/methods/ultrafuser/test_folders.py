@@ -106,14 +106,11 @@ def test_specialists_that_would_be_replaced_are_not_named(sources, tmp_path, cas
     ultrafuser.save(made, f"{folder}-too", overwrite=True)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        pytest.param(torch.arange(6, dtype=torch.bfloat16), id="no whole words"),
-        pytest.param(torch.arange(40, dtype=torch.float32)[1:34], id="off the words"),
-        pytest.param(torch.arange(float((1 << 21) + 3)), id="several chunks"),
-    ],
-)
+@pytest.mark.parametrize("tensor", [
+    pytest.param(torch.arange(6, dtype=torch.bfloat16), id="no whole words"),
+    pytest.param(torch.arange(40, dtype=torch.float32)[1:34], id="off the words"),
+    pytest.param(torch.arange(float((1 << 21) + 3)), id="several chunks"),
+])  # fmt: skip
 def test_fingerprints_tell_one_number_and_its_place(tensor):
     def of(tensor):
         model = torch.nn.Module()
@@ -166,24 +163,21 @@ def other_tokenizer(folder, sources):
     train_tokenizer(["zebra xylophone " * 9], 270).save_pretrained(sources[0])
 
 
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        pytest.param(lambda f, s: shutil.rmtree(s[0]), "specialist 'prose' of ", id="missing specialist"),
-        pytest.param(lambda f, s: (f / "fuser_config.json").unlink(), "fuser_config.json, which cannot be read", id="no fuser"),
-        pytest.param(lambda f, s: edit(f, format=9), "has format 9 or", id="format"),
-        pytest.param(lambda f, s: edit(f, specialists=[{}]), "or fields other than expected", id="fields"),
-        pytest.param(lambda f, s: (f / "gate.safetensors").unlink(), "gate.safetensors", id="no gate"),
-        pytest.param(other_gate, "up.weight is [3, 3], want [32, 32]", id="another gate"),
-        pytest.param(
-            lambda f, s: edit(f, gate={"kind": "linear", "joint": False, "hidden_sizes": [32] * 3}),
-            "2 unexpected: up.bias, up.weight",
-            id="gate's kind",
-        ),
-        pytest.param(other_weights, "has other weights than the gate was saved with", id="other weights"),
-        pytest.param(other_tokenizer, "id 262 of", id="another tokenizer"),
-    ],
-)
+@pytest.mark.parametrize("spoil, words", [
+    pytest.param(lambda f, s: shutil.rmtree(s[0]), "specialist 'prose' of ", id="missing specialist"),
+    pytest.param(lambda f, s: (f / "fuser_config.json").unlink(), "fuser_config.json, which cannot be read", id="no fuser"),
+    pytest.param(lambda f, s: edit(f, format=9), "has format 9 or", id="format"),
+    pytest.param(lambda f, s: edit(f, specialists=[{}]), "or fields other than expected", id="fields"),
+    pytest.param(lambda f, s: (f / "gate.safetensors").unlink(), "gate.safetensors", id="no gate"),
+    pytest.param(other_gate, "up.weight is [3, 3], want [32, 32]", id="another gate"),
+    pytest.param(
+        lambda f, s: edit(f, gate={"kind": "linear", "joint": False, "hidden_sizes": [32] * 3}),
+        "2 unexpected: up.bias, up.weight",
+        id="gate's kind",
+    ),
+    pytest.param(other_weights, "has other weights than the gate was saved with", id="other weights"),
+    pytest.param(other_tokenizer, "id 262 of", id="another tokenizer"),
+])  # fmt: skip
 def test_folders_that_do_not_fit_are_refused(sources, tmp_path, spoil, words):
     own = [shutil.copytree(source, tmp_path / source.name) for source in sources]
     folder = ultrafuser.save(fusers.fuser(own), tmp_path / "fused")

@@ -52,17 +52,14 @@ def test_rows_do_not_see_each_other(fused):
         assert torch.equal(alone[0], run(fused, whole)[row])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"do_sample": True, "temperature": 1.5}, id="sampling"),
-        pytest.param({"do_sample": True, "top_p": 0.7, "top_k": 20, "num_return_sequences": 3}, id="several per prompt"),
-        pytest.param({"num_beams": 4, "num_return_sequences": 2}, id="beams"),
-        pytest.param({"num_beams": 3, "do_sample": True, "length_penalty": 0.5}, id="sampled beams"),
-        pytest.param({"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}, id="processors"),
-        pytest.param({"min_new_tokens": 6, "eos_token_id": [5, 77, 200]}, id="several ends"),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    pytest.param({"do_sample": True, "temperature": 1.5}, id="sampling"),
+    pytest.param({"do_sample": True, "top_p": 0.7, "top_k": 20, "num_return_sequences": 3}, id="several per prompt"),
+    pytest.param({"num_beams": 4, "num_return_sequences": 2}, id="beams"),
+    pytest.param({"num_beams": 3, "do_sample": True, "length_penalty": 0.5}, id="sampled beams"),
+    pytest.param({"repetition_penalty": 5.0, "no_repeat_ngram_size": 1}, id="processors"),
+    pytest.param({"min_new_tokens": 6, "eos_token_id": [5, 77, 200]}, id="several ends"),
+])  # fmt: skip
 def test_the_caches_change_nothing(fused, settings):
     assert torch.equal(run(fused, prompts(), **settings), run(fused, prompts(), use_cache=False, **settings))
 
@@ -132,23 +129,20 @@ def test_texts_in_texts_out(fused, capsys):
         fusers.fuser([fusers.specialist(s) for s in range(2)]).complete(["x"])
 
 
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        pytest.param({"prompt_lookup_num_tokens": 2}, "UltraFuser only supports", id="lookup"),
-        pytest.param({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive Search", id="contrastive"),
-        pytest.param({"input_ids": torch.zeros(3, 2, dtype=torch.long)}, "input_ids is given, and each specialist", id="ids"),
-        pytest.param({"past_key_values": object()}, "past_key_values is given", id="cache"),
-        pytest.param({"cache_implementation": "static"}, "cache_implementation", id="static"),
-        pytest.param({"typo": 3}, "typo", id="typo"),
-        pytest.param({"guidance_scale": 1.5}, "guidance_scale is given, and each specialist has a prompt", id="guidance"),
-        pytest.param({"output_attentions": True}, "output_attentions is given", id="attentions"),
-        pytest.param(
-            {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is given", id="states"
-        ),
-        pytest.param({"prompt_ids": None}, "of length None and 3; expected 3 tensors", id="none"),
-    ],
-)
+@pytest.mark.parametrize("settings, words", [
+    pytest.param({"prompt_lookup_num_tokens": 2}, "UltraFuser only supports", id="lookup"),
+    pytest.param({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive Search", id="contrastive"),
+    pytest.param({"input_ids": torch.zeros(3, 2, dtype=torch.long)}, "input_ids is given, and each specialist", id="ids"),
+    pytest.param({"past_key_values": object()}, "past_key_values is given", id="cache"),
+    pytest.param({"cache_implementation": "static"}, "cache_implementation", id="static"),
+    pytest.param({"typo": 3}, "typo", id="typo"),
+    pytest.param({"guidance_scale": 1.5}, "guidance_scale is given, and each specialist has a prompt", id="guidance"),
+    pytest.param({"output_attentions": True}, "output_attentions is given", id="attentions"),
+    pytest.param(
+        {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is given", id="states"
+    ),
+    pytest.param({"prompt_ids": None}, "of length None and 3; expected 3 tensors", id="none"),
+])  # fmt: skip
 def test_what_it_cannot_do_is_named(fused, settings, words):
     with pytest.raises(ValueError) as error:
         fused.generate(**prompts() | settings, max_new_tokens=2)

@@ -8,12 +8,9 @@ from moe_runtime.methods import ultrafuser
 from tests.methods.ultrafuser import fusers
 
 KINDS = {
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "soft cap": ("gemma2", {"final_logit_softcapping": 6.0}),
-    "bias": ("phi", {}),
-    "another name": ("gpt_neox", {}),
-    "scale": ("cohere", {"logit_scale": 0.4}),
-}
+    "tied": ("llama", {"tie_word_embeddings": True}), "soft cap": ("gemma2", {"final_logit_softcapping": 6.0}),
+    "bias": ("phi", {}), "another name": ("gpt_neox", {}), "scale": ("cohere", {"logit_scale": 0.4}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("copied", ["reference", "copy"])

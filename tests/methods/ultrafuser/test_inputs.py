@@ -107,22 +107,19 @@ def test_answers_are_the_same_ids_whatever_stands_before(encoder):
     assert set(encoder.batch(["x"])) == {"prompt_ids", "prompt_mask"}
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        pytest.param(lambda e: e.batch("one"), "prompts is 'one', responses is None; expected a list", id="no list"),
-        pytest.param(lambda e: e.batch([]), "prompts is [], responses is None; expected a list", id="empty"),
-        pytest.param(lambda e: e.batch(["a", "b"], ["c"]), "prompts is ['a', 'b'], responses is ['c']", id="few"),
-        pytest.param(lambda e: e.batch([None]), "prompt is None, system is None; expected a text, or messages", id="none"),
-        pytest.param(lambda e: e.batch([3]), "prompt is 3, system is None; expected a text, or messages", id="number"),
-        pytest.param(lambda e: e.batch([{"role": "user", "content": "x"}]), "prompt is {'role': 'user'", id="a turn alone"),
-        pytest.param(lambda e: e.prompt([{"role": "user"}]), "messages with role and content", id="turn"),
-        pytest.param(
-            lambda e: e.prompt([{"role": "assistant", "content": "x"}]), "of which the last is the user's", id="no question"
-        ),
-        pytest.param(lambda e: Encoder(e.tokenizers, e.templates, 50).answer("x"), "expected ids below 50", id="ids"),
-    ],
-)
+@pytest.mark.parametrize("call, words", [
+    pytest.param(lambda e: e.batch("one"), "prompts is 'one', responses is None; expected a list", id="no list"),
+    pytest.param(lambda e: e.batch([]), "prompts is [], responses is None; expected a list", id="empty"),
+    pytest.param(lambda e: e.batch(["a", "b"], ["c"]), "prompts is ['a', 'b'], responses is ['c']", id="few"),
+    pytest.param(lambda e: e.batch([None]), "prompt is None, system is None; expected a text, or messages", id="none"),
+    pytest.param(lambda e: e.batch([3]), "prompt is 3, system is None; expected a text, or messages", id="number"),
+    pytest.param(lambda e: e.batch([{"role": "user", "content": "x"}]), "prompt is {'role': 'user'", id="a turn alone"),
+    pytest.param(lambda e: e.prompt([{"role": "user"}]), "messages with role and content", id="turn"),
+    pytest.param(
+        lambda e: e.prompt([{"role": "assistant", "content": "x"}]), "of which the last is the user's", id="no question"
+    ),
+    pytest.param(lambda e: Encoder(e.tokenizers, e.templates, 50).answer("x"), "expected ids below 50", id="ids"),
+])  # fmt: skip
 def test_bad_prompts_are_named(encoder, call, words):
     with pytest.raises(ValueError) as error:
         call(encoder)

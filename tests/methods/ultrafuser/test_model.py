@@ -283,32 +283,24 @@ def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
     assert rows.min() <= first <= rows.max()
 
 
-@pytest.fixture(scope="module")
-def two():
-    return [fusers.specialist(s) for s in range(2)]
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3; expected 3 tensors", id="S"),
-        pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None; expected 3 tensors", id="none"),
-        pytest.param(lambda b: b["prompt_mask"][1][2].zero_(), "a token in each prompt", id="empty prompt"),
-        pytest.param(
-            lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]), "are (3, 3) and (3, 7), (3, 5) and", id="mask"
-        ),
-        pytest.param(lambda b: b.update(response_ids=None), "response_ids is None, with 3 prompts", id="no answer"),
-        pytest.param(lambda b: b.update(labels=b["labels"][:, :2]), "labels is (3, 2), response_ids (3, 6)", id="labels"),
-        pytest.param(lambda b: b["labels"][0].fill_(fusers.VOCAB), f"labels hold {fusers.VOCAB}", id="a id of one alone"),
-        pytest.param(
-            lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
-            f"response_ids is (3, 6), with 3 prompts; expected [3, R] and ids from 0 to {fusers.VOCAB - 1}",
-            id="an answer's id of one alone",
-        ),
-        pytest.param(lambda b: b["response_ids"][0].fill_(-100), "expected [3, R] and ids from 0", id="no padding's id"),
-        pytest.param(lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB), f"and ids below {fusers.VOCAB}, ", id="prompt's id"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3; expected 3 tensors", id="S"),
+    pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None; expected 3 tensors", id="none"),
+    pytest.param(lambda b: b["prompt_mask"][1][2].zero_(), "a token in each prompt", id="empty prompt"),
+    pytest.param(
+        lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]), "are (3, 3) and (3, 7), (3, 5) and", id="mask"
+    ),
+    pytest.param(lambda b: b.update(response_ids=None), "response_ids is None, with 3 prompts", id="no answer"),
+    pytest.param(lambda b: b.update(labels=b["labels"][:, :2]), "labels is (3, 2), response_ids (3, 6)", id="labels"),
+    pytest.param(lambda b: b["labels"][0].fill_(fusers.VOCAB), f"labels hold {fusers.VOCAB}", id="a id of one alone"),
+    pytest.param(
+        lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
+        f"response_ids is (3, 6), with 3 prompts; expected [3, R] and ids from 0 to {fusers.VOCAB - 1}",
+        id="an answer's id of one alone",
+    ),
+    pytest.param(lambda b: b["response_ids"][0].fill_(-100), "expected [3, R] and ids from 0", id="no padding's id"),
+    pytest.param(lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB), f"and ids below {fusers.VOCAB}, ", id="prompt's id"),
+])  # fmt: skip
 def test_bad_inputs_are_named(fused, change, words):
     inputs = fusers.batch()
     change(inputs)

@@ -8,13 +8,10 @@ from moe_runtime.methods.ultrafuser.recipe import FuserRecipe, load_recipe
 
 STEPS = {"steps": 4, "learning_rate": 1e-3, "batch_size": 6}
 VALUES = {
-    "base_model": "base",
-    "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
+    "base_model": "base", "domains": {"a": {"train": "a.jsonl"}, "b": {"train": "b.jsonl"}},
     "specialists": {"a": {"template": "ultralm"}, "b": {"template": "{prompt}"}},
-    "specialist": {"steps": 4, "learning_rate": 1e-3},
-    "stage1": STEPS,
-    "stage2": STEPS,
-}
+    "specialist": {"steps": 4, "learning_rate": 1e-3}, "stage1": STEPS, "stage2": STEPS,
+}  # fmt: skip
 
 
 def test_the_paper_s_settings_are_shipped():
@@ -52,27 +49,24 @@ def test_a_given_specialist_may_be_of_no_domain():
 A, B = VALUES["specialists"].values()
 
 
-@pytest.mark.parametrize(
-    "changes, match",
-    [
-        pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least 2", id="one domain"),
-        pytest.param({"specialists": {"a": A}}, "specialists is a; want at least 2", id="one specialist"),
-        pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists has the name 'b/c'; want letters", id="name"),
-        pytest.param({"specialists": {"a": A, "c": B}}, "specialists.c.domain is 'c'; want one of a, b", id="no domain"),
-        pytest.param({"base_model": None}, "a model are a, b, given is specialist; want one of", id="no base"),
-        pytest.param({"specialist": None}, "want one of base_model and pretrain, and specialist", id="no training"),
-        pytest.param(
-            {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}}, "want none of base_model", id="idle base"
-        ),
-        pytest.param({"stage1": STEPS | {"batch_size": 5}}, "stage1.batch_size is 5, there are 2 domains", id="batch"),
-        pytest.param({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0; want steps", id="epochs"),
-        pytest.param({"reduction": "sum"}, "reduction is 'sum'; want 'mean' or 'sample'", id="reduction"),
-        pytest.param({"gate": "deep"}, "gate is 'deep'; want 'mlp' or 'linear'", id="gate"),
-        pytest.param(
-            {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}}, "which has its own", id="held out"
-        ),
-    ],
-)
+@pytest.mark.parametrize("changes, match", [
+    pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least 2", id="one domain"),
+    pytest.param({"specialists": {"a": A}}, "specialists is a; want at least 2", id="one specialist"),
+    pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists has the name 'b/c'; want letters", id="name"),
+    pytest.param({"specialists": {"a": A, "c": B}}, "specialists.c.domain is 'c'; want one of a, b", id="no domain"),
+    pytest.param({"base_model": None}, "a model are a, b, given is specialist; want one of", id="no base"),
+    pytest.param({"specialist": None}, "want one of base_model and pretrain, and specialist", id="no training"),
+    pytest.param(
+        {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}}, "want none of base_model", id="idle base"
+    ),
+    pytest.param({"stage1": STEPS | {"batch_size": 5}}, "stage1.batch_size is 5, there are 2 domains", id="batch"),
+    pytest.param({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0; want steps", id="epochs"),
+    pytest.param({"reduction": "sum"}, "reduction is 'sum'; want 'mean' or 'sample'", id="reduction"),
+    pytest.param({"gate": "deep"}, "gate is 'deep'; want 'mlp' or 'linear'", id="gate"),
+    pytest.param(
+        {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}}, "which has its own", id="held out"
+    ),
+])  # fmt: skip
 def test_mistakes_are_named(changes, match):
     with pytest.raises(ValueError, match=match):
         FuserRecipe.from_dict(VALUES | changes)

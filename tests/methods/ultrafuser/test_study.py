@@ -180,17 +180,14 @@ def strangers(made, tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize(
-    "model, match",
-    [
-        pytest.param("{wide}", "joint is False, the hidden sizes are 32 of .*sums.model, 64 of", id="wide"),
-        pytest.param("{foreign}", "of 'words' is .*; specialists need one vocabulary", id="foreign"),
-        pytest.param("./none", "specialists.words.model is './none', which does not exist; want", id="dot"),
-        pytest.param("{wide}/none", "specialists.words.model is .*/none', which does not exist; want", id="path"),
-        pytest.param("tests/none", "specialists.words.model is 'tests/none', which does not exist", id="like an id"),
-        pytest.param("tests", "specialists.words.model is 'tests', which has no config.json; want", id="no model"),
-    ],
-)
+@pytest.mark.parametrize("model, match", [
+    pytest.param("{wide}", "joint is False, the hidden sizes are 32 of .*sums.model, 64 of", id="wide"),
+    pytest.param("{foreign}", "of 'words' is .*; specialists need one vocabulary", id="foreign"),
+    pytest.param("./none", "specialists.words.model is './none', which does not exist; want", id="dot"),
+    pytest.param("{wide}/none", "specialists.words.model is .*/none', which does not exist; want", id="path"),
+    pytest.param("tests/none", "specialists.words.model is 'tests/none', which does not exist", id="like an id"),
+    pytest.param("tests", "specialists.words.model is 'tests', which has no config.json; want", id="no model"),
+])  # fmt: skip
 def test_models_that_do_not_fit_fail_before_anything(made, strangers, tmp_path, model, match):
     model = model.format(**strangers)
     with pytest.raises(ValueError, match=match):

@@ -105,16 +105,13 @@ def test_stability_is_over_the_last_checkpoints(tables):
     assert losses[-1] == pytest.approx(tables.reports["ablate"].entry(FULL).loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "total, count",
-    [
-        pytest.param(9000, 12, id="paper"),
-        pytest.param(60, 12, id="tiny"),
-        pytest.param(64, 12, id="uneven"),
-        pytest.param(18, 14, id="every step"),
-        pytest.param(4, 3, id="few"),
-    ],
-)
+@pytest.mark.parametrize("total, count", [
+    pytest.param(9000, 12, id="paper"),
+    pytest.param(60, 12, id="tiny"),
+    pytest.param(64, 12, id="uneven"),
+    pytest.param(18, 14, id="every step"),
+    pytest.param(4, 3, id="few"),
+])  # fmt: skip
 def test_checkpoints_lie_evenly_over_the_last_seven_ninths(total, count):
     steps = ultrafuser_tables.steps_of(total, count)
     gaps = [after - before for before, after in itertools.pairwise(steps)]
@@ -136,15 +133,12 @@ def test_a_table_is_read_again(tables, monkeypatch):
     assert again.rows() == tables.reports["ablate"].rows()
 
 
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("weights", {"rows": 0}, "rows is 0; want an integer of at least 1", id="rows"),
-        pytest.param("stability", {"checkpoints": 5}, "checkpoints is 5, stage 2 has 6 steps; want", id="many"),
-        pytest.param("stability", {"checkpoints": 1}, "checkpoints is 1, stage 2 has 6 steps; want", id="one"),
-        pytest.param("weights", {"rows": 3}, "made with other settings", id="another report"),
-    ],
-)
+@pytest.mark.parametrize("command, options, match", [
+    pytest.param("weights", {"rows": 0}, "rows is 0; want an integer of at least 1", id="rows"),
+    pytest.param("stability", {"checkpoints": 5}, "checkpoints is 5, stage 2 has 6 steps; want", id="many"),
+    pytest.param("stability", {"checkpoints": 1}, "checkpoints is 1, stage 2 has 6 steps; want", id="one"),
+    pytest.param("weights", {"rows": 3}, "made with other settings", id="another report"),
+])  # fmt: skip
 def test_bad_options_fail_before_anything(tables, command, options, match):
     with pytest.raises(ValueError, match=match):
         tables.run(command, say=print, **options)

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from moe_runtime.hf.training.trainer import MoETrainer
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
 from moe_runtime.methods.upit.experts import materialize
 from tests.hf.tiny import VOCAB, dense, upcycled
+from tests.support.checkpoints import tensors
 from tests.support.dist_launch import launch
 from tests.support.stock_moe import stock
 
@@ -36,11 +36,6 @@ def trainer(model, folder: Path, *callbacks, kind=Trainer, tokenizer=None, **set
     return kind(model=model, args=arguments, callbacks=[*callbacks], **data)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
-
-
 def assert_same(a: dict, b: dict) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
@@ -61,18 +56,15 @@ def loaded(base: Path):
     return AutoModelForCausalLM.from_pretrained(base)
 
 
-@pytest.mark.parametrize(
-    "every, settings, want",
-    [
-        pytest.param({}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="a quarter of an epoch"),
-        pytest.param({"every_epochs": 0.5}, {}, [2, 4, 6, 8], id="half an epoch"),
-        pytest.param({"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"),
-        pytest.param({"every_epochs": 0.01}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="shorter than a step"),
-        pytest.param({"every_epochs": 0.5}, {"gradient_accumulation_steps": 2}, [1, 2, 3, 4], id="accumulation"),
-        pytest.param({"every_steps": 3}, {}, [3, 6, 8], id="steps, and the last"),
-        pytest.param({"every_epochs": 5}, {"max_steps": 5}, [5], id="the last alone"),
-    ],
-)
+@pytest.mark.parametrize("every, settings, want", [
+    pytest.param({}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="a quarter of an epoch"),
+    pytest.param({"every_epochs": 0.5}, {}, [2, 4, 6, 8], id="half an epoch"),
+    pytest.param({"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"),
+    pytest.param({"every_epochs": 0.01}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="shorter than a step"),
+    pytest.param({"every_epochs": 0.5}, {"gradient_accumulation_steps": 2}, [1, 2, 3, 4], id="accumulation"),
+    pytest.param({"every_steps": 3}, {}, [3, 6, 8], id="steps, and the last"),
+    pytest.param({"every_epochs": 5}, {"max_steps": 5}, [5], id="the last alone"),
+])  # fmt: skip
 def test_intervals(base, tmp_path, every, settings, want):
     callback = ExpertCheckpoints(tmp_path / "experts", **every)
     trainer(loaded(base), tmp_path / "run", callback, **settings).train()
@@ -83,15 +75,12 @@ def test_intervals(base, tmp_path, every, settings, want):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "family, changes",
-    [
-        pytest.param("llama", {"tie_word_embeddings": True}, id="tied"),
-        pytest.param("gpt_neox", {}, id="a head of another name"),
-        pytest.param("gemma3_text", {}, id="a rope per layer type"),
-        pytest.param("phi3", {}, id="fused"),
-    ],
-)
+@pytest.mark.parametrize("family, changes", [
+    pytest.param("llama", {"tie_word_embeddings": True}, id="tied"),
+    pytest.param("gpt_neox", {}, id="a head of another name"),
+    pytest.param("gemma3_text", {}, id="a rope per layer type"),
+    pytest.param("phi3", {}, id="fused"),
+])  # fmt: skip
 def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtype):
     model = dense(family, **changes)
     save_expert(model, tmp_path / "ours", dtype=dtype, max_shard_size=20_000)
@@ -197,35 +186,29 @@ def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, 
     assert run.state.best_model_checkpoint.endswith("checkpoint-2")
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        pytest.param({"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"),
-        pytest.param({"every_steps": 0}, "every_steps is 0", id="no interval"),
-        pytest.param({"every_steps": 0.5}, "every_steps is 0.5", id="half a step"),
-        pytest.param({"every_epochs": float("nan")}, "every_epochs is nan", id="not a number"),
-        pytest.param({"only_changed": True}, "only_changed is True, base is None", id="changed from what"),
-        pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
-        pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
-        pytest.param({"max_shard_size": "much"}, "size is 'much'", id="no size"),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    pytest.param({"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"),
+    pytest.param({"every_steps": 0}, "every_steps is 0", id="no interval"),
+    pytest.param({"every_steps": 0.5}, "every_steps is 0.5", id="half a step"),
+    pytest.param({"every_epochs": float("nan")}, "every_epochs is nan", id="not a number"),
+    pytest.param({"only_changed": True}, "only_changed is True, base is None", id="changed from what"),
+    pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
+    pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
+    pytest.param({"max_shard_size": "much"}, "size is 'much'", id="no size"),
+])  # fmt: skip
 def test_bad_settings_are_named(tmp_path, arguments, words):
     with pytest.raises(ValueError) as error:
         ExpertCheckpoints(tmp_path, **arguments)
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "change, settings, words",
-    [
-        pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base is 'nowhere/at-all'", id="no base"),
-        pytest.param(
-            lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "none of whose matrices", id="another base"
-        ),
-        pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
-    ],
-)
+@pytest.mark.parametrize("change, settings, words", [
+    pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base is 'nowhere/at-all'", id="no base"),
+    pytest.param(
+        lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "none of whose matrices", id="another base"
+    ),
+    pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
+])  # fmt: skip
 def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp_path, change, settings, words):
     callback = ExpertCheckpoints(tmp_path / "experts", **{"base": base} | settings)
     with pytest.raises(ValueError) as error:

@@ -10,15 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_runtime import backends
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit import expansion as upit_expansion
 from moe_runtime.methods.upit import pool as upit_pool
 from moe_runtime.methods.upit.checkpoints import save_expert
 from moe_runtime.methods.upit.expansion import expand_experts
-from moe_runtime.methods.upit.experts import Expert, open_expert
+from moe_runtime.methods.upit.experts import open_expert
 from tests.hf.tiny import dense, logits
-from tests.methods.upit.test_experts import record_of, stirred, tensors
+from tests.methods.upit.test_experts import record_of, stirred
 from tests.ops.test_expansion import child as thinned
+from tests.support import limited
+from tests.support.checkpoints import tensors
 from tests.support.oracle import relative_error
 
 
@@ -74,16 +75,13 @@ def reference(experts, base, found, *, metric="cosine", of="delta", drop=0.5, se
     return children, [[apart(x, y) for y in pool] for x in pool]
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        pytest.param("ffn", {}, id="ffn"),
-        pytest.param("ffn", {"metric": "l2", "of": "weight", "drop": 0.25, "seed": 7}, id="ffn-l2-of-weights"),
-        pytest.param("delta", {"seed": 1}, id="delta"),
-        pytest.param("lora", {}, id="lora"),
-        pytest.param("lora", {"metric": "l2", "drop": 0.9}, id="lora-l2"),
-    ],
-)
+@pytest.mark.parametrize("kind, options", [
+    pytest.param("ffn", {}, id="ffn"),
+    pytest.param("ffn", {"metric": "l2", "of": "weight", "drop": 0.25, "seed": 7}, id="ffn-l2-of-weights"),
+    pytest.param("delta", {"seed": 1}, id="delta"),
+    pytest.param("lora", {}, id="lora"),
+    pytest.param("lora", {"metric": "l2", "drop": 0.9}, id="lora-l2"),
+])  # fmt: skip
 def test_children_are_those_of_the_equations(place, tmp_path, monkeypatch, kind, options):
     monkeypatch.setattr(upit_pool, "CHUNK", 1000)
     found = expand_experts(given(place, kind), 6, tmp_path / "out", base=place / "base", **options)
@@ -146,14 +144,11 @@ def test_experts_narrower_than_their_base(place, tmp_path, dtype):
     assert all(relative_error(own[k], t) <= 1.001 * relative_error(t.to(dtype), t) for k, t in want[0][2].items())
 
 
-@pytest.mark.parametrize(
-    "options, same_as",
-    [
-        pytest.param({"drop": 0.0, "weights": (1, 0)}, 0, id="the first parent alone"),
-        pytest.param({"drop": 0.0, "weights": (0, 1)}, 1, id="the second parent alone"),
-        pytest.param({"drop": 1.0}, None, id="all dropped"),
-    ],
-)
+@pytest.mark.parametrize("options, same_as", [
+    pytest.param({"drop": 0.0, "weights": (1, 0)}, 0, id="the first parent alone"),
+    pytest.param({"drop": 0.0, "weights": (0, 1)}, 1, id="the second parent alone"),
+    pytest.param({"drop": 1.0}, None, id="all dropped"),
+])  # fmt: skip
 def test_limits(place, tmp_path, options, same_as):
     found = expand_experts(given(place, "delta", 2), 3, tmp_path / "out", base=place / "base", **options)
     own, want = read(found.experts[2]), read(place / "base" if same_as is None else place / f"delta-{same_as}")
@@ -210,28 +205,7 @@ def test_experts_beyond_those_taken_at_once(place, tmp_path, monkeypatch):
     torch.testing.assert_close(found.distance, want.distance, rtol=1e-5, atol=1e-7)
 
 
-# What is read
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Bytes that were read, by folder and tensor; a fingerprint's rows left out."""
-    found, inner = {}, Checkpoint._read
-
-    def count(self, key, spec, skip):
-        found[self.path, key] = found.get((self.path, key), 0) + spec.nbytes
-        return inner(self, key, spec, skip)
-
-    monkeypatch.setattr(Checkpoint, "_read", count)
-    monkeypatch.setattr(upit_pool, "fingerprint", lambda base: str(base.path))
-    monkeypatch.setattr(upit_pool, "print_of", lambda base: str(base.path))
-    monkeypatch.setattr(Expert, "fingerprint", lambda self: str(self.path))
-    return found
-
-
 # What is kept
-
-
 def written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("expert-*/*")}
 
@@ -267,20 +241,17 @@ def test_after_a_kill_finished_children_are_kept(place, tmp_path, monkeypatch, k
     assert written(tmp_path / "out") == before and torch.equal(again.distance, found.distance)
 
 
-@pytest.mark.parametrize(
-    "change, kept",
-    [
-        pytest.param({"seed": 1}, 0, id="another seed"),
-        pytest.param({"drop": 0.4}, 0, id="another drop"),
-        pytest.param({"rescale": False}, 0, id="without rescaling"),
-        pytest.param({"weights": (0.4, 0.6)}, 0, id="other weights"),
-        pytest.param({"overwrite": True}, 0, id="overwrite"),
-        pytest.param({"of": "weight"}, 0, id="another comparison"),
-        pytest.param({"max_shard_size": "1MB"}, 2, id="shards alone"),
-        pytest.param({"count": 4}, 1, id="fewer"),
-        pytest.param({"base": "changed"}, 0, id="another base"),
-    ],
-)
+@pytest.mark.parametrize("change, kept", [
+    pytest.param({"seed": 1}, 0, id="another seed"),
+    pytest.param({"drop": 0.4}, 0, id="another drop"),
+    pytest.param({"rescale": False}, 0, id="without rescaling"),
+    pytest.param({"weights": (0.4, 0.6)}, 0, id="other weights"),
+    pytest.param({"overwrite": True}, 0, id="overwrite"),
+    pytest.param({"of": "weight"}, 0, id="another comparison"),
+    pytest.param({"max_shard_size": "1MB"}, 2, id="shards alone"),
+    pytest.param({"count": 4}, 1, id="fewer"),
+    pytest.param({"base": "changed"}, 0, id="another base"),
+])  # fmt: skip
 def test_children_of_another_call_are_made_anew(place, tmp_path, change, kept):
     stirred(place / "base", 4).save_pretrained(tmp_path / "changed")
     settings = {"count": 5, "base": place / "base"}
@@ -306,8 +277,6 @@ def test_the_summary(place, tmp_path):
 
 
 # What is refused
-
-
 def spoil(folder: Path, value: float) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -317,29 +286,26 @@ def spoil(folder: Path, value: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param({"count": 2}, "count is 2, experts are 3", id="fewer than there are"),
-        pytest.param({"experts": []}, "experts are 0", id="none"),
-        pytest.param({"experts": ["ffn-0"]}, "experts are 1; expected at least as many, and two parents", id="one"),
-        pytest.param({"experts": ["ffn-0", "lora-0"]}, "all experts must have the same", id="kinds"),
-        pytest.param({"experts": ["ffn-0", "narrow"]}, "of another shape", id="another architecture"),
-        pytest.param({"base": "narrow"}, "of another shape", id="another base"),
-        pytest.param({"base": "lora-0"}, "want model.safetensors", id="a base that is none"),
-        pytest.param({"experts": ["ffn-0", "nan"]}, "whose MLPs have NaN or infinite values", id="NaN"),
-        pytest.param({"experts": ["lora-0", "rank-4"]}, "/rank-4 is 4, of", id="another rank"),
-        pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha of", id="another alpha"),
-        pytest.param({"experts": ["dora", "lora-0"]}, "whose use_dora is True", id="dora"),
-        pytest.param({"metric": "l1"}, "metric is 'l1'", id="metric"),
-        pytest.param({"of": "bias"}, "of is 'bias'", id="of"),
-        pytest.param({"parents": "nearest"}, "parents is 'nearest'", id="parents"),
-        pytest.param({"drop": 1.5}, "drop is 1.5", id="drop"),
-        pytest.param({"weights": (1, math.nan)}, "weights is (1, nan)", id="weights"),
-        pytest.param({"seed": -1}, "seed is -1", id="seed"),
-        pytest.param({"max_shard_size": "few"}, "size is 'few'", id="shard size"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param({"count": 2}, "count is 2, experts are 3", id="fewer than there are"),
+    pytest.param({"experts": []}, "experts are 0", id="none"),
+    pytest.param({"experts": ["ffn-0"]}, "experts are 1; expected at least as many, and two parents", id="one"),
+    pytest.param({"experts": ["ffn-0", "lora-0"]}, "all experts must have the same", id="kinds"),
+    pytest.param({"experts": ["ffn-0", "narrow"]}, "of another shape", id="another architecture"),
+    pytest.param({"base": "narrow"}, "of another shape", id="another base"),
+    pytest.param({"base": "lora-0"}, "want model.safetensors", id="a base that is none"),
+    pytest.param({"experts": ["ffn-0", "nan"]}, "whose MLPs have NaN or infinite values", id="NaN"),
+    pytest.param({"experts": ["lora-0", "rank-4"]}, "/rank-4 is 4, of", id="another rank"),
+    pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha of", id="another alpha"),
+    pytest.param({"experts": ["dora", "lora-0"]}, "whose use_dora is True", id="dora"),
+    pytest.param({"metric": "l1"}, "metric is 'l1'", id="metric"),
+    pytest.param({"of": "bias"}, "of is 'bias'", id="of"),
+    pytest.param({"parents": "nearest"}, "parents is 'nearest'", id="parents"),
+    pytest.param({"drop": 1.5}, "drop is 1.5", id="drop"),
+    pytest.param({"weights": (1, math.nan)}, "weights is (1, nan)", id="weights"),
+    pytest.param({"seed": -1}, "seed is -1", id="seed"),
+    pytest.param({"max_shard_size": "few"}, "size is 'few'", id="shard size"),
+])  # fmt: skip
 def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change, words):
     dense("llama", hidden_size=16).save_pretrained(tmp_path / "narrow")
     spoil(Path(shutil.copytree(place / "ffn-1", tmp_path / "nan")), math.nan)
@@ -358,3 +324,61 @@ def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change,
     with pytest.raises(ValueError) as error:
         expand_experts(out=tmp_path / "out", **arguments)
     assert words in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_nothing_but_children_is_replaced(place, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="a folder that holds notes.txt"):
+        expand_experts(given(place, "ffn"), 4, tmp_path / "out", base=place / "base", overwrite=True)
+    folders = [shutil.copytree(place / f"ffn-{i}", tmp_path / "all" / f"expert-{i + 2}") for i in range(3)]
+    with pytest.raises(ValueError, match="with the expert expert-3, which a child would replace"):
+        expand_experts(folders, 4, tmp_path / "all", base=place / "base", overwrite=True)
+    shutil.copytree(place / "ffn-0", tmp_path / "mine" / "expert-3")
+    with pytest.raises(ValueError, match="whose expert-3 is not an expansion's child"):
+        expand_experts(given(place, "ffn"), 4, tmp_path / "mine", base=place / "base", overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="out is .*, a file; use a new folder"):
+        expand_experts(given(place, "ffn"), 4, tmp_path / "file", base=place / "base")
+
+
+CHILD = """
+import gc, sys
+from pathlib import Path
+import torch; torch.set_num_threads(1)
+from moe_runtime.methods.upit import pool
+from moe_runtime.methods.upit.checkpoints import save_expert
+from moe_runtime.methods.upit.expansion import expand_experts
+from tests.hf.tiny import dense
+from tests.support import limited
+
+out, limit = Path(sys.argv[1]), int(sys.argv[2])
+pool.CHUNK = 1 << 19
+for size, place in ((32, out / "warm"), (512, out)):
+    model = dense("llama", hidden_size=size, intermediate_size=3 * size, num_hidden_layers=3)
+    if place == out:
+        held = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert held > 2 * limit, held
+        limited.limit_data(limit)
+    for i in range(5):  # the first is the base
+        save_expert(model, place / str(i), max_shard_size=2_000_000)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape[1:]) / 50)
+    save_expert(model, place / "narrow", dtype=torch.bfloat16, max_shard_size=2_000_000)
+    del model, parameter; gc.collect()
+    if place == out:
+        limited.limit_data(limit)
+    experts = [place / str(i) for i in range(1, 5)]
+    expand_experts(experts, 8, place / "all", base=place / "0", max_shard_size=2_000_000)
+print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
+"""
+
+
+def test_4_experts_become_8_of_a_model_larger_than_the_memory_limit(tmp_path):
+    """And the 4 are saved from a model beside which there is no room for another."""
+    done = limited.run(CHILD, tmp_path, 16 << 20)
+    assert done.stdout.strip().endswith("held"), done.stderr[-2000:]
+    assert sorted(path.name for path in (tmp_path / "all").glob("expert-*")) == [f"expert-{i}" for i in range(4, 8)]
+    size = sum(path.stat().st_size for path in (tmp_path / "all" / "expert-7").glob("*.safetensors"))
+    assert size > 2 * (16 << 20)

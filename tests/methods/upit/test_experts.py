@@ -11,11 +11,7 @@ from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
 from moe_runtime.methods.upit.experts import choose_checkpoints, materialize, open_expert, saved_experts
 from tests.hf.tiny import dense, logits
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
+from tests.support.checkpoints import tensors
 
 
 def stirred(base: Path, seed: int, only: str = ".mlp."):
@@ -91,16 +87,13 @@ def test_materialize(place, tmp_path):
         materialize(place / "lora", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        pytest.param(lambda f: shutil.rmtree(f), "which is not a folder", id="no folder"),
-        pytest.param(lambda f: (f / "config.json").unlink(), "which has no config.json", id="no model"),
-        pytest.param(lambda f: (f / "expert.json").write_text('{"format": 2, "kind": "ffn"}'), "format 2", id="format"),
-        pytest.param(lambda f: (f / "expert.json").write_text('{"format": 1, "kind": "x"}'), "kind 'x'", id="kind"),
-        pytest.param(lambda f: (f / "model.safetensors").unlink(), "want model.safetensors", id="no weights"),
-    ],
-)
+@pytest.mark.parametrize("change, words", [
+    pytest.param(lambda f: shutil.rmtree(f), "which is not a folder", id="no folder"),
+    pytest.param(lambda f: (f / "config.json").unlink(), "which has no config.json", id="no model"),
+    pytest.param(lambda f: (f / "expert.json").write_text('{"format": 2, "kind": "ffn"}'), "format 2", id="format"),
+    pytest.param(lambda f: (f / "expert.json").write_text('{"format": 1, "kind": "x"}'), "kind 'x'", id="kind"),
+    pytest.param(lambda f: (f / "model.safetensors").unlink(), "want model.safetensors", id="no weights"),
+])  # fmt: skip
 def test_bad_folders_are_named(place, tmp_path, change, words):
     save_expert(AutoModelForCausalLM.from_pretrained(place / "base"), tmp_path / "expert")
     change(tmp_path / "expert")
@@ -123,13 +116,10 @@ def test_experts_are_in_the_order_of_their_steps(tmp_path):
     assert saved_experts(place / "nowhere") == []
 
 
-@pytest.mark.parametrize(
-    "which, count, want",
-    [
-        ("back", 3, [6, 7, 8]), ("front", 3, [1, 2, 3]), ("uniform", 4, [2, 4, 6, 8]), ("uniform", 3, [2, 5, 8]),
-        ("uniform", 1, [8]), ("uniform", 8, [1, 2, 3, 4, 5, 6, 7, 8]), ("back", 8, [1, 2, 3, 4, 5, 6, 7, 8]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("which, count, want", [
+    ("back", 3, [6, 7, 8]), ("front", 3, [1, 2, 3]), ("uniform", 4, [2, 4, 6, 8]), ("uniform", 3, [2, 5, 8]),
+    ("uniform", 1, [8]), ("uniform", 8, [1, 2, 3, 4, 5, 6, 7, 8]), ("back", 8, [1, 2, 3, 4, 5, 6, 7, 8]),
+])  # fmt: skip
 def test_choose_checkpoints(tmp_path, which, count, want):
     place = folders(tmp_path, [f"step-{n}" for n in range(1, 9)])
     assert [path.name for path in choose_checkpoints(place, count, which)] == [f"step-{n}" for n in want]

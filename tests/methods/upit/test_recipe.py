@@ -54,40 +54,37 @@ def test_a_recipe_of_few_words_has_defaults():
     assert changed.experts.num_experts == 4 and changed.ffn.whole.epochs == 8
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
-        pytest.param({"ffn": FORM | {"lr": 1}}, "ffn.lr is no key of a recipe; want some of sft, init, post", id="nested"),
-        pytest.param({"ffn": None}, "ffn is null, lora is null; want the trainings of at least one", id="no-form"),
-        pytest.param(
-            {"ffn": FORM | {"sft": {"steps": 3, "learning_rate": 1}}}, "ffn.sft.steps is 3; want epochs", id="steps"
-        ),
-        pytest.param({"ffn": {"sft": TUNING}}, "ffn.init is missing", id="missing"),
-        pytest.param({"domains": {}}, "domains is empty; want at least 1", id="no-domain"),
-        pytest.param({"domains": {"a/b": {"train": "a"}}}, "domains has the name 'a/b'; want letters", id="path"),
-        pytest.param(
-            {"domains": {"code": {"train": "code", "held_out": "a.jsonl"}}}, "held_out is 'a.jsonl', train is 'code'", id="own"
-        ),
-        pytest.param({"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt is 'x'; want 'plain'", id="prompt"),
-        pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <=", id="top-k"),
-        pytest.param({"experts": {"gate": "xft"}}, "experts.gate is 'xft', which has a shared expert", id="gate"),
-        pytest.param({"checkpoints": {"count": 9}}, "checkpoints.count is 9, ffn.sft.epochs is 2, .* makes 8", id="count"),
-        pytest.param(
-            {"checkpoints": {"count": 1}}, "checkpoints.count is 1, num_experts is 8; want two checkpoints", id="one-parent"
-        ),
-        pytest.param({"checkpoints": {"which": "last"}}, "checkpoints.which is 'last'; want 'back'", id="which"),
-        pytest.param({"expansion": {"drop": 1}}, "expansion.drop is 1; want less than 1", id="drop"),
-        pytest.param({"seed_data": {"share": 0}}, "seed_data.share is 0; want greater than 0", id="share"),
-        pytest.param({"router": {"alpha": 2}}, "router.alpha is 2; want less than or equal to 1", id="alpha"),
-        pytest.param({"router": {"vector_std": -1}}, "vector_std is -1; want greater than or equal to 0", id="vectors"),
-        pytest.param({"lora": FORM | {"rank": 0}}, "lora.rank is 0; want greater", id="rank"),
-        pytest.param({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe is 'all'; want 'top_k' or 'dense'", id="loramoe"),
-        pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
-        pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
-        pytest.param({"method": "xft"}, "method is 'xft'; want 'upit'", id="method"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, says", [
+    pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
+    pytest.param({"ffn": FORM | {"lr": 1}}, "ffn.lr is no key of a recipe; want some of sft, init, post", id="nested"),
+    pytest.param({"ffn": None}, "ffn is null, lora is null; want the trainings of at least one", id="no-form"),
+    pytest.param(
+        {"ffn": FORM | {"sft": {"steps": 3, "learning_rate": 1}}}, "ffn.sft.steps is 3; want epochs", id="steps"
+    ),
+    pytest.param({"ffn": {"sft": TUNING}}, "ffn.init is missing", id="missing"),
+    pytest.param({"domains": {}}, "domains is empty; want at least 1", id="no-domain"),
+    pytest.param({"domains": {"a/b": {"train": "a"}}}, "domains has the name 'a/b'; want letters", id="path"),
+    pytest.param(
+        {"domains": {"code": {"train": "code", "held_out": "a.jsonl"}}}, "held_out is 'a.jsonl', train is 'code'", id="own"
+    ),
+    pytest.param({"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt is 'x'; want 'plain'", id="prompt"),
+    pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <=", id="top-k"),
+    pytest.param({"experts": {"gate": "xft"}}, "experts.gate is 'xft', which has a shared expert", id="gate"),
+    pytest.param({"checkpoints": {"count": 9}}, "checkpoints.count is 9, ffn.sft.epochs is 2, .* makes 8", id="count"),
+    pytest.param(
+        {"checkpoints": {"count": 1}}, "checkpoints.count is 1, num_experts is 8; want two checkpoints", id="one-parent"
+    ),
+    pytest.param({"checkpoints": {"which": "last"}}, "checkpoints.which is 'last'; want 'back'", id="which"),
+    pytest.param({"expansion": {"drop": 1}}, "expansion.drop is 1; want less than 1", id="drop"),
+    pytest.param({"seed_data": {"share": 0}}, "seed_data.share is 0; want greater than 0", id="share"),
+    pytest.param({"router": {"alpha": 2}}, "router.alpha is 2; want less than or equal to 1", id="alpha"),
+    pytest.param({"router": {"vector_std": -1}}, "vector_std is -1; want greater than or equal to 0", id="vectors"),
+    pytest.param({"lora": FORM | {"rank": 0}}, "lora.rank is 0; want greater", id="rank"),
+    pytest.param({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe is 'all'; want 'top_k' or 'dense'", id="loramoe"),
+    pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
+    pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
+    pytest.param({"method": "xft"}, "method is 'xft'; want 'upit'", id="method"),
+])  # fmt: skip
 def test_a_mistake_is_one_error_with_the_key(change, says):
     with pytest.raises(ValueError, match=says):
         UpitRecipe.from_dict(SMALL | change)

@@ -258,16 +258,12 @@ def kept(tmp_path_factory, experts, adapters, rows, tokenizer):
     return settings | {"folder": folder / "out"}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"learning_rate": 1e-3}, {"steps": 2}, {"batch_size": 2}, {"alpha": 0.4}, {"router_init": "random"},
-        {"detach_h": True}, {"train_ffn": False}, {"vector_std": 0.1}, {"vector_learning_rate": 1e-3}, {"seed": 1},
-        {"index": 1}, {"dtype": "bfloat16"}, {"weight_decay": 0.1}, {"rows": upit.make_rows(8, seed=1)},
-        {"expert": "other"}, {"base": "other"}, {"base": "touched"},
-    ],
-    ids=lambda change: "-".join(map(str, change)),
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"learning_rate": 1e-3}, {"steps": 2}, {"batch_size": 2}, {"alpha": 0.4}, {"router_init": "random"},
+    {"detach_h": True}, {"train_ffn": False}, {"vector_std": 0.1}, {"vector_learning_rate": 1e-3}, {"seed": 1},
+    {"index": 1}, {"dtype": "bfloat16"}, {"weight_decay": 0.1}, {"rows": upit.make_rows(8, seed=1)},
+    {"expert": "other"}, {"base": "other"}, {"base": "touched"},
+], ids=lambda change: "-".join(map(str, change)))  # fmt: skip
 def test_what_was_made_of_anything_else_is_not_read(tmp_path, kept, adapters, experts, tokenizer, change):
     if change.get("base") == "touched":
         change = {"base": shutil.copytree(kept["base"], tmp_path / "base")}

@@ -384,17 +384,14 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
         assert getattr(recipe, name) == UpitRecipe.model_fields[name].get_default(call_default_factory=True)
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        pytest.param({"domains__sums__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
-        pytest.param({"domains__sums__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows", id="all-held"),
-        pytest.param({"max_length": 2}, "max_length is 2, within which no row", id="short"),
-        pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
-        pytest.param({"ffn__post__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
-        pytest.param({"lora__init__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes", id="batch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes, says", [
+    pytest.param({"domains__sums__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
+    pytest.param({"domains__sums__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows", id="all-held"),
+    pytest.param({"max_length": 2}, "max_length is 2, within which no row", id="short"),
+    pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
+    pytest.param({"ffn__post__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
+    pytest.param({"lora__init__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes", id="batch"),
+])  # fmt: skip
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
     recipe = load_recipe(write_study(tmp_path)).change(**changes)
     with pytest.raises(ValueError, match=says):

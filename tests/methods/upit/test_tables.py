@@ -11,8 +11,10 @@ from moe_runtime.methods.upit import tables as upit_tables
 from moe_runtime.methods.upit.recipe import load_recipe
 from moe_runtime.methods.upit.study import Routed
 from moe_runtime.methods.upit.tables import UpitReport
+from tests.support.dist_launch import times
 from tests.support.upit_study import write_study
 
+pytestmark = pytest.mark.usefixtures("quick")
 UPIT = "UpIT (FFN)"
 OF_FFN = ["SFT", "Upcycle_PT", "Upcycle_SFT", "Self-MoE (FFN)", UPIT]
 OF_LORA = ["LoRA", "LoRAMoE_PT", "LoRAMoE_SFT", "Self-MoE (LoRA)", "UpIT (LoRA)"]
@@ -37,23 +39,9 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Interpreted kernels would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
-        yield
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     return load_recipe(write_study(tmp_path_factory.mktemp("study")))
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The folder of all stages of this file."""
-    return tmp_path_factory.mktemp("tables")
 
 
 def make(command, recipe, out, **options):
@@ -77,11 +65,6 @@ def reports(recipe, out):
 def kinds(out):
     """The kinds of stages that are there."""
     return sorted({path.name.partition("-")[0] for path in out.glob("*") if path.name != ".locks"})
-
-
-def times(out):
-    """When each finished stage was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
 @pytest.mark.slow
@@ -174,17 +157,14 @@ def test_distances_between_domains():
     assert upit_routing_study.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [[0.25, 0.75], [0, 0]]
 
 
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
-        pytest.param("ckpt", {"strategies": ()}, "strategy is not given; want different values", id="none"),
-        pytest.param("experts", {"sizes": (0,)}, "experts is 0; want an integer of at least 1", id="sizes"),
-        pytest.param("data", {"shares": (0.1, 0.1)}, "share is 0.1, 0.1; want different values", id="twice"),
-        pytest.param("epochs", {"pairs": ((1, -1),)}, "epochs is -1.0; want a number above 0", id="epochs"),
-        pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-    ],
-)
+@pytest.mark.parametrize("command, options, match", [
+    pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
+    pytest.param("ckpt", {"strategies": ()}, "strategy is not given; want different values", id="none"),
+    pytest.param("experts", {"sizes": (0,)}, "experts is 0; want an integer of at least 1", id="sizes"),
+    pytest.param("data", {"shares": (0.1, 0.1)}, "share is 0.1, 0.1; want different values", id="twice"),
+    pytest.param("epochs", {"pairs": ((1, -1),)}, "epochs is -1.0; want a number above 0", id="epochs"),
+    pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
         upit_tables.run(command, recipe, tmp_path / "out", **options)

@@ -85,8 +85,6 @@ def test_a_step_that_overflowed_is_none():
 
 
 # in Trainer
-
-
 ROWS = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in tiny.batch(12, 10).tolist()])
 STEPS = 6
 
@@ -138,8 +136,6 @@ def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
 
 
 # over ranks
-
-
 @pytest.mark.slow
 def test_fsdp2_is_one_process(tmp_path):
     launch(dist_averaging.__file__, 2, tmp_path, str(tmp_path))

@@ -79,14 +79,11 @@ def test_the_merged_model_is_the_mean_and_a_stock_model(family):
     assert all(p.requires_grad for p in merged.parameters())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="float32"),
-        pytest.param({"dtype": torch.bfloat16}, id="bfloat16"),
-        pytest.param({"tie_word_embeddings": True}, id="tied"),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    pytest.param({}, id="float32"),
+    pytest.param({"dtype": torch.bfloat16}, id="bfloat16"),
+    pytest.param({"tie_word_embeddings": True}, id="tied"),
+])  # fmt: skip
 def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
     model = tuned("llama", **changes)
     model.save_pretrained(tmp_path / "ewa")
@@ -118,8 +115,6 @@ def test_some_layers_only_and_other_alphas(tmp_path):
 
 
 # the registry
-
-
 @pytest.mark.parametrize("name", baselines.BASELINES)
 def test_every_call_runs_and_makes_what_it_says(name, tmp_path):
     call = baselines.BASELINES[name].call

@@ -98,17 +98,9 @@ def test_unknown_preset_is_refused(tmp_path):
 @pytest.mark.slow
 def test_every_benchmark_runs(tmp_path):
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "bench",
-        "--tiny",
-        "--benchmark-json",
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench", "--tiny", "--benchmark-json",
         tmp_path / "b.json",
-    ]
+    ]  # fmt: skip
     # pytest-benchmark switches itself off in a worker of xdist, which the environment says we are
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     out = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT, env=env)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.hf.models.configuration import MOE_FIELDS, SHIM
 from moe_runtime.hf.models.families import FAMILIES, locate_key
 from moe_runtime.hf.models.tiny import train_tokenizer
-from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from tests.hf import tiny
+from tests.support.checkpoints import tensors
 
 # family: changes to tests.hf.tiny's config, which has grouped attention and a rope base of 1e5
 MODELS = {
@@ -83,14 +83,9 @@ def every(test):
     return pytest.mark.parametrize("way", WAYS)(pytest.mark.parametrize("family", MODELS)(test))
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    with Checkpoint(folder) as checkpoint:
-        return {key: checkpoint.get(key) for key in checkpoint.keys()}
-
-
 @every
 def test_the_names_are_the_bases_and_only_mlp_weights_are_new(family, way, exported):
-    base, moe, merged = (read(f) for f in (exported[family].base, exported[family].moe, exported[family].merged[way]))
+    base, moe, merged = (tensors(f) for f in (exported[family].base, exported[family].moe, exported[family].merged[way]))
     assert merged.keys() == base.keys()
     mlp = {key for key in base if locate_key(FAMILIES[family], key) is not None}
     assert len(mlp) == {"llama": 12, "qwen2": 6, "phi3": 4, "gpt_neox": 8}[family]
@@ -103,7 +98,7 @@ def test_the_names_are_the_bases_and_only_mlp_weights_are_new(family, way, expor
 
 @every
 def test_without_tuning_the_rest_is_the_bases_bit_for_bit(family, way, exported):
-    base, merged = read(exported[family].base), read(exported[family].untuned[way])
+    base, merged = tensors(exported[family].base), tensors(exported[family].untuned[way])
     assert merged.keys() == base.keys()
     for key, tensor in base.items():
         if locate_key(FAMILIES[family], key) is None:

@@ -139,20 +139,17 @@ KEY = "model.layers.1.mlp.down_proj.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
-        pytest.param(lambda t: t.pop(QUERY), QUERY, id="missing, of no MLP"),
-        pytest.param(lambda t: t.update({QUERY + "x": t[QUERY].clone()}), QUERY + "x", id="extra, of no MLP"),
-        pytest.param(lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight.*5", id="a norm cut short"),
-        pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
-        pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
-        pytest.param(
-            lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[KEY].clone()}), "layers.7", id="a layer too many"
-        ),
-    ],
-)
+@pytest.mark.parametrize("change, match", [
+    pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
+    pytest.param(lambda t: t.pop(QUERY), QUERY, id="missing, of no MLP"),
+    pytest.param(lambda t: t.update({QUERY + "x": t[QUERY].clone()}), QUERY + "x", id="extra, of no MLP"),
+    pytest.param(lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight.*5", id="a norm cut short"),
+    pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
+    pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
+    pytest.param(
+        lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[KEY].clone()}), "layers.7", id="a layer too many"
+    ),
+])  # fmt: skip
 def test_wrong_tensors_are_named_and_nothing_is_written(base, tmp_path, change, match):
     edit_tensors(base, change)
     with pytest.raises(ValueError, match=match):

@@ -56,8 +56,6 @@ def assert_same(a: Path, b: Path, config: bool = True) -> None:
 
 
 # --- what is imported computes what the released code does
-
-
 @case(MODELS)
 def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_path, monkeypatch):
     values, tensors = released.write_moe(tmp_path / "theirs", **changes)
@@ -130,13 +128,10 @@ def test_defaults_are_the_released_config_classs(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "name, router, noisy, balance, coef, quirk",
-    [
-        pytest.param("xft-paper", "linear", False, "none", 0.0, False, id="Sec. 3.1: u^T e_i, no noise, no loss"),
-        pytest.param("xft-official", "mlp", True, "cv2", 0.01, True, id="X1 mlp, X2 noise, X3 cv2 0.01, X4 quirk"),
-    ],
-)
+@pytest.mark.parametrize("name, router, noisy, balance, coef, quirk", [
+    pytest.param("xft-paper", "linear", False, "none", 0.0, False, id="Sec. 3.1: u^T e_i, no noise, no loss"),
+    pytest.param("xft-official", "mlp", True, "cv2", 0.01, True, id="X1 mlp, X2 noise, X3 cv2 0.01, X4 quirk"),
+])  # fmt: skip
 def test_presets_are_the_papers_router_and_the_released_codes(name, router, noisy, balance, coef, quirk):
     config = MoEConfig(hidden_size=8, intermediate_size=16, **PRESETS[name])
     assert (config.gate, config.router, config.noisy_gate) == ("xft", router, noisy)
@@ -144,8 +139,6 @@ def test_presets_are_the_papers_router_and_the_released_codes(name, router, nois
 
 
 # --- there and back
-
-
 @case(["as convert_dense_to_moe leaves it", "linear router without noise", "no balance loss", "scaled positions", "tied"])
 def test_theirs_comes_back_bit_for_bit(changes, tmp_path):
     values, _ = released.write_moe(tmp_path / "theirs", **changes)
@@ -183,15 +176,11 @@ OURS = {
     "official": PRESETS["xft-official"],
     "noise without a loss": {"noisy_gate": True, "noise_epsilon": 0.5},
     "what their config cannot say": {
-        "balance_loss": "cv2",
-        "balance_loss_coef": 0.3,
-        "initializer_range": 0.1,
-        "recompute": True,
-        "shared": "dense",
+        "balance_loss": "cv2", "balance_loss_coef": 0.3, "initializer_range": 0.1, "recompute": True, "shared": "dense",
     },
     "nonorm": {"gate": "nonorm", "router": "mlp"},
     "vanilla, all": {"gate": "topk_softmax", "top_k": 4},
-}
+}  # fmt: skip
 STOCK = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -267,8 +256,6 @@ def test_their_folder_trains_on_here(tmp_path):
 
 
 # --- what goes wrong there and does not here
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_weighted_model_is_causal_and_runs_the_attention_that_was_asked_for(attention, tmp_path):
     """No row is padded: there the causal mask gets lost, and the attention's choice is not heard at all."""

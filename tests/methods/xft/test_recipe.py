@@ -42,14 +42,11 @@ def test_the_trainings_are_the_papers(name):
     assert recipe.dtype == "bfloat16" and recipe.data.prompt == "magicoder" and recipe.data.max_length == 1024
 
 
-@pytest.mark.parametrize(
-    "name, experts, top_k, rate, rows",
-    [
-        ("deepseek-coder-1.3b", 8, 6, 0.75, "theblackcat102/evol-codealpaca-v1"),
-        ("stablecode-3b", 4, 2, 0.85, "theblackcat102/evol-codealpaca-v1"),
-        ("tinyllama-1.1b", 8, 6, 0.75, "WizardLMTeam/WizardLM_evol_instruct_70k"),
-    ],
-)
+@pytest.mark.parametrize("name, experts, top_k, rate, rows", [
+    ("deepseek-coder-1.3b", 8, 6, 0.75, "theblackcat102/evol-codealpaca-v1"),
+    ("stablecode-3b", 4, 2, 0.85, "theblackcat102/evol-codealpaca-v1"),
+    ("tinyllama-1.1b", 8, 6, 0.75, "WizardLMTeam/WizardLM_evol_instruct_70k"),
+])  # fmt: skip
 def test_the_experts_are_the_papers(name, experts, top_k, rate, rows):
     recipe = load_recipe(name)
     assert recipe.experts == PRESETS["xft-official"] | {"num_experts": experts, "top_k": top_k}
@@ -89,37 +86,34 @@ def test_the_tiny_recipe_needs_no_download():
     assert recipe.sft.steps == recipe.tune.steps + recipe.mix.steps  # the same budget in steps
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
-        pytest.param({"tune": TRAINING | {"lr": 1}}, "tune.lr is no key of a recipe; want some of epochs", id="nested"),
-        pytest.param({"tune": TRAINING | {"learning_rate": "fast"}}, "tune.learning_rate is 'fast'; want a valid", id="text"),
-        pytest.param({"tune": TRAINING | {"learning_rate": -1}}, "tune.learning_rate is -1; want greater than 0", id="minus"),
-        pytest.param({"tune": TRAINING | {"steps": 2.5}}, "tune.steps is 2.5; want a valid integer", id="float"),
-        pytest.param({"tune": TRAINING | {"bf16": 1}}, "tune.bf16 is 1; want a valid boolean", id="int-for-bool"),
-        pytest.param({"tune": TRAINING | {"batch_size": True}}, "tune.batch_size is True; want a valid", id="bool-for-int"),
-        pytest.param({"tune": TRAINING | {"epochs": 1}}, "tune.epochs is 1.0, steps is 3; want one of the two", id="both"),
-        pytest.param({"tune": {"steps": 3}}, "tune.learning_rate is missing; want it", id="missing-nested"),
-        pytest.param({"tune": TRAINING | {"schedule": "cosinus"}}, "tune.schedule is 'cosinus'; want 'linear'", id="schedule"),
-        pytest.param({"tune": TRAINING | {"max_grad_norm": 0}}, "tune.max_grad_norm is 0.0; want", id="no-clip"),
-        pytest.param({"tune": TRAINING | {"warmup_steps": -1}}, "tune.warmup_steps is -1; want", id="warmup"),
-        pytest.param({"tune": None}, "tune is None; want", id="null"),
-        pytest.param({"data": []}, r"data is \[\]; want a valid dictionary", id="list"),
-        pytest.param({"data": {"prompt": "alpaca"}}, "data.prompt is 'alpaca'; want 'plain'", id="prompt"),
-        pytest.param({"data": {"limit": 0}}, "data.limit is 0; want greater than or equal to 1", id="limit"),
-        pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <= num_experts", id="top-k"),
-        pytest.param({"experts": {"hidden_size": 8}}, "experts.hidden_size is no key of a recipe", id="base's"),
-        pytest.param({"experts": {"preset": "mixtral"}}, "experts.preset is 'mixtral'; want one of xft-paper", id="preset"),
-        pytest.param({"experts": {"noisy_gate": "yes"}}, "experts.noisy_gate is 'yes'; want a valid boolean", id="noisy"),
-        pytest.param({"experts": {"balance_loss_coef": 0.1}}, "experts.balance_loss_coef is 0.1, balance_loss is", id="coef"),
-        pytest.param({"shared_rate": 1.5}, "shared_rate is 1.5; want less than or equal to 1", id="lambda"),
-        pytest.param({"ewa": {"share": 2}}, "ewa.share is 2; want less than or equal to 1", id="share"),
-        pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
-        pytest.param({"method": "upit"}, "method is 'upit'; want 'xft'", id="method"),
-        pytest.param({"dtype": "fp8"}, "dtype is 'fp8'; want 'float32'", id="dtype"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, says", [
+    pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
+    pytest.param({"tune": TRAINING | {"lr": 1}}, "tune.lr is no key of a recipe; want some of epochs", id="nested"),
+    pytest.param({"tune": TRAINING | {"learning_rate": "fast"}}, "tune.learning_rate is 'fast'; want a valid", id="text"),
+    pytest.param({"tune": TRAINING | {"learning_rate": -1}}, "tune.learning_rate is -1; want greater than 0", id="minus"),
+    pytest.param({"tune": TRAINING | {"steps": 2.5}}, "tune.steps is 2.5; want a valid integer", id="float"),
+    pytest.param({"tune": TRAINING | {"bf16": 1}}, "tune.bf16 is 1; want a valid boolean", id="int-for-bool"),
+    pytest.param({"tune": TRAINING | {"batch_size": True}}, "tune.batch_size is True; want a valid", id="bool-for-int"),
+    pytest.param({"tune": TRAINING | {"epochs": 1}}, "tune.epochs is 1.0, steps is 3; want one of the two", id="both"),
+    pytest.param({"tune": {"steps": 3}}, "tune.learning_rate is missing; want it", id="missing-nested"),
+    pytest.param({"tune": TRAINING | {"schedule": "cosinus"}}, "tune.schedule is 'cosinus'; want 'linear'", id="schedule"),
+    pytest.param({"tune": TRAINING | {"max_grad_norm": 0}}, "tune.max_grad_norm is 0.0; want", id="no-clip"),
+    pytest.param({"tune": TRAINING | {"warmup_steps": -1}}, "tune.warmup_steps is -1; want", id="warmup"),
+    pytest.param({"tune": None}, "tune is None; want", id="null"),
+    pytest.param({"data": []}, r"data is \[\]; want a valid dictionary", id="list"),
+    pytest.param({"data": {"prompt": "alpaca"}}, "data.prompt is 'alpaca'; want 'plain'", id="prompt"),
+    pytest.param({"data": {"limit": 0}}, "data.limit is 0; want greater than or equal to 1", id="limit"),
+    pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <= num_experts", id="top-k"),
+    pytest.param({"experts": {"hidden_size": 8}}, "experts.hidden_size is no key of a recipe", id="base's"),
+    pytest.param({"experts": {"preset": "mixtral"}}, "experts.preset is 'mixtral'; want one of xft-paper", id="preset"),
+    pytest.param({"experts": {"noisy_gate": "yes"}}, "experts.noisy_gate is 'yes'; want a valid boolean", id="noisy"),
+    pytest.param({"experts": {"balance_loss_coef": 0.1}}, "experts.balance_loss_coef is 0.1, balance_loss is", id="coef"),
+    pytest.param({"shared_rate": 1.5}, "shared_rate is 1.5; want less than or equal to 1", id="lambda"),
+    pytest.param({"ewa": {"share": 2}}, "ewa.share is 2; want less than or equal to 1", id="share"),
+    pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
+    pytest.param({"method": "upit"}, "method is 'upit'; want 'xft'", id="method"),
+    pytest.param({"dtype": "fp8"}, "dtype is 'fp8'; want 'float32'", id="dtype"),
+])  # fmt: skip
 def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(SMALL | change))
@@ -128,15 +122,12 @@ def test_a_mistake_is_one_error_with_file_and_key(tmp_path, change, says):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        pytest.param("a: [1", "is not valid YAML", id="broken"),
-        pytest.param("", "recipe is None; want a valid dictionary", id="empty"),
-        pytest.param("- 1", "recipe is .1.; want a valid dictionary", id="list"),
-        pytest.param("base_model: x\nsft: {steps: 1, learning_rate: 1}\n", "tune is missing; want", id="missing"),
-    ],
-)
+@pytest.mark.parametrize("text, says", [
+    pytest.param("a: [1", "is not valid YAML", id="broken"),
+    pytest.param("", "recipe is None; want a valid dictionary", id="empty"),
+    pytest.param("- 1", "recipe is .1.; want a valid dictionary", id="list"),
+    pytest.param("base_model: x\nsft: {steps: 1, learning_rate: 1}\n", "tune is missing; want", id="missing"),
+])  # fmt: skip
 def test_a_file_that_is_no_recipe(tmp_path, text, says):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=says):

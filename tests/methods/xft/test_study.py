@@ -56,11 +56,8 @@ def make_recipe(folder: Path, **changes) -> Recipe:
     values = {
         "base_model": str(write_base(folder / "base")),
         "data": {"train": str(write_rows(folder / "rows.jsonl")), "held_out_rows": 8, "prompt": "plain", "max_length": 64},
-        "experts": {"num_experts": 4, "top_k": 3},
-        "sft": STEPS | {"steps": 8},
-        "tune": STEPS,
-        "mix": STEPS | {"steps": 2, "learning_rate": 0.5},
-        "evaluations": 2,
+        "experts": {"num_experts": 4, "top_k": 3}, "sft": STEPS | {"steps": 8}, "tune": STEPS,
+        "mix": STEPS | {"steps": 2, "learning_rate": 0.5}, "evaluations": 2,
     }  # fmt: skip
     return Recipe.from_dict(values).change(**changes)
 
@@ -292,18 +289,15 @@ def test_the_samples_of_the_docs(made, tmp_path, monkeypatch):
     assert sample["solution"].startswith('def f(x):\n    """One more."""')
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        pytest.param({"data__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
-        pytest.param({"data__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows; want fewer", id="all-held"),
-        pytest.param({"data__max_length": 2}, "max_length is 2, within which no row", id="short"),
-        pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
-        pytest.param({"tune__warmup_steps": 6}, "warmup_steps is 6, the training has 6 steps", id="warmup"),
-        pytest.param({"mix__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
-        pytest.param({"tune__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes; want", id="batch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes, says", [
+    pytest.param({"data__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
+    pytest.param({"data__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows; want fewer", id="all-held"),
+    pytest.param({"data__max_length": 2}, "max_length is 2, within which no row", id="short"),
+    pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
+    pytest.param({"tune__warmup_steps": 6}, "warmup_steps is 6, the training has 6 steps", id="warmup"),
+    pytest.param({"mix__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
+    pytest.param({"tune__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes; want", id="batch"),
+])  # fmt: skip
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
     with pytest.raises(ValueError, match=says):
         Stages(make_recipe(tmp_path, **changes), tmp_path / "out", say=lambda text: None).moe()

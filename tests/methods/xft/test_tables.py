@@ -14,9 +14,10 @@ from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.methods.xft import tables as xft_tables
 from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Result
-from tests.support.dist_launch import killed
+from tests.support.dist_launch import killed, times
 from tests.support.xft_study import write_study
 
+pytestmark = pytest.mark.usefixtures("quick")
 TRAINING = {"learning_rate": 3e-3, "batch_size": 16, "optimizer": "adamw_torch", "max_grad_norm": 1.0}
 TWO_SEEDS = {"seeds": 2}
 # name -> methods, options; the tables whose stages the others hold too come late
@@ -37,14 +38,6 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Interpreted kernels would take minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_RUNTIME_BACKEND", "torch")
-        yield
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A recipe file: a random base of two layers, sums to learn, a few steps of everything."""
@@ -53,21 +46,10 @@ def recipe(tmp_path_factory):
     return write_study(tmp_path_factory.mktemp("recipe"), **stages, mix=mix)
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The folder of all stages of this file."""
-    return tmp_path_factory.mktemp("tables")
-
-
 def make(command, recipe, out, **options):
     said = []
     report = xft_tables.run(command, recipe, out, say=said.append, **{"seeds": 1} | options)
     return report, said
-
-
-def times(out):
-    """When each finished stage was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
 @pytest.mark.slow
@@ -197,20 +179,17 @@ def test_the_texts_are_of_different_kinds():
     assert all(sum(map(len, kind)) > 50_000 for kind in texts.values())
 
 
-@pytest.mark.parametrize(
-    "command, options, match",
-    [
-        pytest.param("table2", {}, "command is 'table2'; want one of table1", id="no such table"),
-        pytest.param("table1", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-        pytest.param("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda is 1.5; want", id="lambda above 1"),
-        pytest.param("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda is nan; want", id="lambda is no number"),
-        pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda is 0.5, 0.5; want", id="a lambda twice"),
-        pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k is 5", id="more experts per token than there are"),
-        pytest.param("sweep-topk", {"top_ks": ()}, "top_k is", id="no top_k"),
-        pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"),
-        pytest.param("routing-stats", {"tokens": 0}, "tokens is 0", id="no tokens"),
-    ],
-)
+@pytest.mark.parametrize("command, options, match", [
+    pytest.param("table2", {}, "command is 'table2'; want one of table1", id="no such table"),
+    pytest.param("table1", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+    pytest.param("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda is 1.5; want", id="lambda above 1"),
+    pytest.param("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda is nan; want", id="lambda is no number"),
+    pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda is 0.5, 0.5; want", id="a lambda twice"),
+    pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k is 5", id="more experts per token than there are"),
+    pytest.param("sweep-topk", {"top_ks": ()}, "top_k is", id="no top_k"),
+    pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"),
+    pytest.param("routing-stats", {"tokens": 0}, "tokens is 0", id="no tokens"),
+])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
         xft_tables.run(command, recipe, tmp_path / "out", **options)
@@ -249,8 +228,6 @@ def test_a_file_in_the_way(recipe, tmp_path):
 
 
 # what follows is about the report alone: numbers made up, no model
-
-
 def result(name, losses, **changes) -> Result:
     tokens = [10 + i for i in range(len(losses))]
     loss = sum(loss * count for loss, count in zip(losses, tokens)) / sum(tokens)

@@ -56,11 +56,8 @@ def _weights(partials: int) -> list[Case]:
 def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
     """The layer's gradient with the router's in one sum."""
     rows, slot_row, dlogits, weight = (
-        meta(T * 6, H, dtype=dtype),
-        meta(T * 6),
-        meta(T, N, dtype=dtype),
-        meta(N, H, dtype=dtype),
-    )
+        meta(T * 6, H, dtype=dtype), meta(T * 6), meta(T, N, dtype=dtype), meta(N, H, dtype=dtype),
+    )  # fmt: skip
     step = lambda: combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)  # noqa: E731
     cases = _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} N={N}")
     return [case._replace(max_registers=255) for case in cases]
@@ -69,15 +66,8 @@ def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
 CASES = [
     *(case for dtype in (BF16, FP16, FP32) for case in _layer(dtype)),
     *(case for K in (1, 6, 10, 64) for case in _layer(K=K, H=2048)),
-    *_layer(K=2, H=64, note=", several tokens a program"),
-    *_layer(K=2, H=33),
-    *_layer(partials=None, note=", dx alone"),
+    *_layer(K=2, H=64, note=", several tokens a program"), *_layer(K=2, H=33), *_layer(partials=None, note=", dx alone"),
     *_weights(64),
     *(case for dtype in (BF16, FP32) for case in _op(dtype)),
-    *_op(index=torch.int64),
-    *_op(K=3, H=33),
-    *_router(),
-    *_router(FP32),
-    *_router(N=128),
-    *_router(H=33),
-]
+    *_op(index=torch.int64), *_op(K=3, H=33), *_router(), *_router(FP32), *_router(N=128), *_router(H=33),
+]  # fmt: skip

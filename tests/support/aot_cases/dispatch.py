@@ -28,14 +28,7 @@ def _maps(E: int, BLOCK_M: int, first_expert: int = 0) -> list[Case]:
 
 
 CASES = [
-    *_sort(128),
-    *_sort(128, torch.int64),
-    *_sort(64, torch.uint8),
-    *_sort(1, slots=1),
-    *_sort(128, tokens=16, note=", one block"),
-    *_sort(7, torch.int64, tokens=1, note=", one block"),
-    *_finish(record(lambda: dispatch.invert(meta(T * K))), ""),
-    *_maps(128, 128),
-    *_maps(8, 16, 1),
-    *_maps(1, 64),
-]
+    *_sort(128), *_sort(128, torch.int64), *_sort(64, torch.uint8), *_sort(1, slots=1),
+    *_sort(128, tokens=16, note=", one block"), *_sort(7, torch.int64, tokens=1, note=", one block"),
+    *_finish(record(lambda: dispatch.invert(meta(T * K))), ""), *_maps(128, 128), *_maps(8, 16, 1), *_maps(1, 64),
+]  # fmt: skip

@@ -23,18 +23,9 @@ def _dare(dtype=BF16, size=P, base=True) -> Case:
 
 
 CASES = [
-    _gram(note="with a base")._replace(listed=True),
-    _gram(base=False)._replace(listed=True),
-    _gram(dtype=FP32),
-    _gram(dtype=FP32, base=False),
-    _gram(dtype=FP16),
+    _gram(note="with a base")._replace(listed=True), _gram(base=False)._replace(listed=True), _gram(dtype=FP32),
+    _gram(dtype=FP32, base=False), _gram(dtype=FP16),
     *(_gram(n, base=base) for n in (3, 17, 64) for base in (True, False)),
-    _gram(64, FP32),
-    _gram(size=33 * 17),
-    _gram(size=33 * 17, base=False),
-    _dare()._replace(listed=True),
-    _dare(base=False),
-    _dare(FP32),
-    _dare(FP16),
-    _dare(size=33 * 17),
-]
+    _gram(64, FP32), _gram(size=33 * 17), _gram(size=33 * 17, base=False), _dare()._replace(listed=True), _dare(base=False),
+    _dare(FP32), _dare(FP16), _dare(size=33 * 17),
+]  # fmt: skip

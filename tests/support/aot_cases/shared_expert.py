@@ -28,12 +28,8 @@ def _cases(BLOCK_I: int, note: str, dtype=torch.bfloat16, gated=True, act="silu"
 
 
 CASES = [
-    *_cases(128, "gated"),
-    *_cases(64, "gated, sm_80"),
-    *_cases(128, "without a gate", gated=False),
-    *_cases(128, "no wh, gelu_tanh", need_wh=False, act="gelu_tanh"),
-    *_cases(128, "fp16", torch.float16),
-    *_cases(64, "fp32", torch.float32),
-    *_cases(64, "odd sizes", odd=1),
+    *_cases(128, "gated"), *_cases(64, "gated, sm_80"), *_cases(128, "without a gate", gated=False),
+    *_cases(128, "no wh, gelu_tanh", need_wh=False, act="gelu_tanh"), *_cases(128, "fp16", torch.float16),
+    *_cases(64, "fp32", torch.float32), *_cases(64, "odd sizes", odd=1),
     *_cases(128, "in turns, clamped", act="quick_gelu", limit=7.0, up_offset=1.0, interleaved=True),
-]
+]  # fmt: skip

@@ -107,10 +107,9 @@ def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
 def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
     """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default for x's sizes.
 
-    An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that
-    have a kernel of that backend, is refused where none has, and leaves the other ops on their default: on a GPU that has
-    the kernel "triton", or "cuda" where CUDA_TABLE says that it was measured faster; on a CPU "cpp" where its library is; else
-    "torch".
+    An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that have
+    a kernel of that backend, is refused where none has, and leaves the other ops on their default: on a GPU that has the kernel
+    "triton", or "cuda" where CUDA_TABLE says that it was measured faster; on a CPU "cpp" where its library is; else "torch".
     """
     asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
     if x.dtype == torch.float64:  # the kernels sum in float32

@@ -166,22 +166,14 @@ class MoEConfig:
 # the router of XFT: as the paper describes it (Sec. 3.1), and as the released code trains it (docs/xft-official.md, X1 to X4)
 PRESETS = {
     "xft-paper": {
-        "gate": "xft",
-        "router": "linear",
-        "noisy_gate": False,
-        "balance_loss": "none",
-        "balance_loss_coef": 0.0,
+        "gate": "xft", "router": "linear", "noisy_gate": False, "balance_loss": "none", "balance_loss_coef": 0.0,
         "load_quirk": False,
     },
     "xft-official": {
-        "gate": "xft",
-        "router": "mlp",
-        "noisy_gate": True,
-        "balance_loss": "cv2",
-        "balance_loss_coef": 0.01,
+        "gate": "xft", "router": "mlp", "noisy_gate": True, "balance_loss": "cv2", "balance_loss_coef": 0.01,
         "load_quirk": True,
     },
-}
+}  # fmt: skip
 
 
 class Layer(NamedTuple):

@@ -209,10 +209,9 @@ class Domain(Rows):
 
 
 def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
-    """Return the rows of a domain, prompt and completion, to train on and held out, in an order drawn by `seed`.
+    """Return a domain's rows, prompt and completion, to train on and held out, none in both, in an order drawn by `seed`.
 
-    At most `limit` of each; without a limit all there are, of arithmetic SUMS. No held-out row is in train. Raises
-    ValueError for another name and a limit below 1.
+    At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
     check_choice("domain", name, DOMAINS)
     if limit is not None:
@@ -221,10 +220,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
-
-    Of code these are the library's files as they are, of the others what the train rows are made of.
-    """
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
     check_choice("domain", name, DOMAINS)
     if limit is not None:
         check_positive("limit", limit)
@@ -277,7 +273,7 @@ def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
     found: tuple[dict, dict] = {}, {}
     for source, text in _sources():
         for paragraph in _paragraphs(text):
-            found[is_held_out(source)].setdefault(_bare(paragraph), paragraph)
+            found[is_held_out(source)].setdefault("".join(filter(str.isalnum, paragraph.lower())), paragraph)
     train, held_out = found
     return tuple(train.values()), tuple(text for bare, text in held_out.items() if bare not in train)
 
@@ -327,10 +323,6 @@ def _is_prose(text: str) -> bool:
     plain = sum(character.isalpha() or character in " ,.'" for character in text)
     whole = text[0].isupper() and text[-1] in ".!?" and " " in text
     return whole and plain >= LETTERS * len(text) and text != text.upper()
-
-
-def _bare(text: str) -> str:
-    return "".join(filter(str.isalnum, text.lower()))
 
 
 def _begun(paragraph: str) -> tuple[str, str]:

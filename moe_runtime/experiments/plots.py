@@ -1,7 +1,4 @@
-"""One picture per table: colours that colour-blind readers tell apart, error bars over the seeds, a line for the reference.
-
-A page of coloured tokens: its frame, which needs nothing beside itself and follows the reader's light or dark setting.
-"""
+"""Figures of the tables, with error bars over seeds and colours for colour-blind readers, and HTML pages of coloured tokens."""
 
 import html
 import math
@@ -32,10 +29,7 @@ def save(figure, path: Path) -> None:
 
 
 def dots(report):
-    """Draw the loss of every method and seed, the reference as a line; a method far away is named at the edge.
-
-    Of a report that has `general` losses too, those are drawn beside.
-    """
+    """Draw the loss of every method and seed, the reference as a line, `general` losses beside; far ones named at the edge."""
     reports = (report, report.general) if hasattr(report, "general") else (report,)
     size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(reports))
@@ -131,10 +125,7 @@ def times(report):
             entry.seconds, entry.loss, yerr=_sd(entry), fmt=marker, color=colour, capsize=4, markersize=8,
             label=f"{entry.name}: {entry.loss:.4f}",
         )  # fmt: skip
-    axes.set(xlabel="seconds of training after the base", ylabel=LOSS)
-    axes.grid(alpha=0.25)
-    axes.legend(title=f"mean and sd, {_seeds(report)}; thin: on the way", fontsize=9, title_fontsize=9)
-    return figure
+    return _labelled(figure, axes, report, "seconds of training after the base", "on the way")
 
 
 def curves(report):
@@ -150,17 +141,18 @@ def curves(report):
             steps, [*map(statistics.fmean, points)], yerr=spread, color=colour, marker=marker, capsize=4,
             label=f"{entry.name}: {entry.loss:.4f} at the end",
         )  # fmt: skip
-    axes.set(xlabel="step", ylabel=LOSS)
+    return _labelled(figure, axes, report, "step", "seeds")
+
+
+def _labelled(figure, axes, report, x_label: str, thin: str):
+    axes.set(xlabel=x_label, ylabel=LOSS)
     axes.grid(alpha=0.25)
-    axes.legend(title=f"mean and sd, {_seeds(report)}; thin: seeds", fontsize=9, title_fontsize=9)
+    axes.legend(title=f"mean and sd, {_seeds(report)}; thin: {thin}", fontsize=9, title_fontsize=9)
     return figure
 
 
 def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
-    """Return a Figure of its own, not pyplot's, with no display and no global state, and its axes, one or an array.
-
-    `subplots` are Figure.subplots' settings; rows share the x axis unless they say otherwise.
-    """
+    """Return a Figure without pyplot's global state, and its axes; rows share the x axis unless `subplots` says otherwise."""
     figure = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained")
     figure.suptitle(f"{report.title} ({report.source})", fontsize=11)
     return figure, figure.subplots(rows, columns, **{"sharex": rows > 1} | subplots)
@@ -223,10 +215,7 @@ _PAGE = """\
 
 
 def page(title: str, note: str, scale: str, sections: str, *, light: str, dark: str, background: str) -> str:
-    """Return a whole page in HTML; `title` and `note` are text, `scale` and `sections` HTML.
-
-    `light` and `dark` are CSS variables of the two settings, `background` that of a token, by its own style's.
-    """
+    """Return an HTML page; `title` and `note` are text, `scale` and `sections` HTML, `light`, `dark`, `background` CSS."""
     style = _STYLE.format(light=light, dark=dark, background=background)
     return _PAGE.format(title=html.escape(title), style=style, note=html.escape(note), scale=scale, sections=sections)
 

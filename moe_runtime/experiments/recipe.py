@@ -157,10 +157,10 @@ class Training(Node):
 
     @model_validator(mode="after")
     def _check_training(self):
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError(f"epochs is {self.epochs}, steps is {self.steps}; want one of the two")
-        if not (self.max_grad_norm == -1 or self.max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; want a number above 0, or -1 for no clipping")
+        both = (self.epochs is None) == (self.steps is None)
+        if both or not (self.max_grad_norm == -1 or self.max_grad_norm > 0):
+            clipping = f"max_grad_norm is {self.max_grad_norm}; want a number above 0, or -1 for no clipping"
+            raise ValueError(f"epochs is {self.epochs}, steps is {self.steps}; want one of the two" if both else clipping)
         return self
 
 
@@ -189,11 +189,11 @@ def check_base(recipe) -> None:
 def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
     """Raise ValueError for fewer than `least` names of `of`, and for one that cannot name a folder."""
     names = list(names)
-    if len(names) < least:
-        raise ValueError(f"{of} is {', '.join(names) or 'empty'}; want at least {least}")
-    for name in names:
-        if not name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"{of} has the name {name!r}; want letters, digits, - and _, as it names a folder")
+    bad = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
+    if len(names) < least or bad:
+        few = f"is {', '.join(names) or 'empty'}; want at least {least}"
+        named = f"has the name {bad[0]!r}; want letters, digits, - and _, as it names a folder" if bad else few
+        raise ValueError(f"{of} {named}")
 
 
 def load_recipe(kind: type[Node], path_or_name: str | Path | Node):

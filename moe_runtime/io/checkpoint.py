@@ -1,8 +1,7 @@
 """Safetensors folders: read tensor by tensor, written shard by shard, atomically.
 
-Reading holds one tensor and writing one shard, so that a model larger than the memory can be converted. Bytes are read from
-the file into memory of their own: safetensors' mmap refuses a file larger than the memory, and a slice from its "pread"
-backend allocates the whole tensor first (torch 2.13, safetensors 0.8, 2026-11-20). No pickle is ever loaded.
+Reading holds one tensor and writing one shard, so that models larger than memory can be converted: safetensors' mmap refuses
+such files, and its "pread" backend allocates whole tensors for slices (safetensors 0.8, 2026-11-20). No pickle is ever loaded.
 """
 
 import contextlib
@@ -141,10 +140,9 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
 
 
 class Checkpoint:
-    """A safetensors folder open for reading: `model.safetensors`, or shards and their `model.safetensors.index.json`.
+    """A safetensors folder open for reading: `model.safetensors`, or shards and their index; `file` names another single file.
 
-    Opening reads the headers and checks them against the index; ValueError names the file and the key. Tensors are read on
-    demand, into memory of their own. `file` names the one file to read, whatever else is there: an adapter's.
+    Opening checks the headers against the index; ValueError names the file and the key. Tensors are read on demand.
     """
 
     def __init__(self, path: str | os.PathLike, file: str | None = None):
@@ -194,10 +192,7 @@ class Checkpoint:
         return self._read(key, self._spec(key), 0)
 
     def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
-        """Read `tensor[index]` and no other bytes: [E, ...] -> [...] for an int, [n, ...] for a slice of step 1.
-
-        Raises ValueError for an index out of range.
-        """
+        """Read `tensor[index]` and no other bytes; ValueError unless `index` is an int in range or a slice of step 1."""
         shape, dtype = self._spec(key)
         try:
             rows = range(*shape[:1])[index]
@@ -230,10 +225,7 @@ def _stamp(stream: BinaryIO) -> tuple[int, ...]:
 
 
 def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], *, source: str | os.PathLike) -> None:
-    """Raise one ValueError with each missing, unexpected, misshapen and mistyped key of `specs`, and both values.
-
-    Of each kind the first 8 are listed, and all are counted.
-    """
+    """Raise one ValueError that counts the missing, unexpected, misshapen and mistyped keys and lists the first 8 of each."""
     both = [(key, specs[key], want[key]) for key in want if key in specs]
     kinds = {
         "missing": [key for key in want if key not in specs],
@@ -263,13 +255,9 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        out_dir: str | os.PathLike,
-        max_shard_size: int | str = 2 * 2**30,
-        *,
-        overwrite: bool = False,
+        self, out_dir: str | os.PathLike, max_shard_size: int | str = 2 * 2**30, *, overwrite: bool = False,
         expected_bytes: int | None = None,
-    ):
+    ):  # fmt: skip
         self.out_dir, self.max_shard_size = check_out_dir(out_dir, overwrite), parse_size(max_shard_size)
         free = shutil.disk_usage(next(parent for parent in self.out_dir.parents if parent.exists())).free
         if expected_bytes is not None and free < expected_bytes:
@@ -291,10 +279,7 @@ class CheckpointWriter:
             self._stack.__exit__(*error)
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Store the values that `tensor` (any device, any strides) has now.
-
-        Raises ValueError for a key given twice, and for sparse, meta and subclass tensors (DTensor) and other dtypes.
-        """
+        """Store the values that `tensor` has now; ValueError for a key given twice, and for all but plain dense tensors."""
         plain = isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor
         what = f"{tensor.layout} {tensor.dtype} on {tensor.device}" if plain else f"a {type(tensor).__name__}"
         stored = plain and tensor.layout == torch.strided and not tensor.is_meta and tensor.dtype in DTYPES.values()

@@ -152,10 +152,7 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path of the same name in a hidden folder; move what was written there to `path` when the block ends.
-
-    An OSError names `path`.
-    """
+    """Yield a path of the same name in a hidden folder; move the file to `path` when the block ends; OSErrors name `path`."""
     path = Path(os.path.realpath(path))
     with _hidden(path) as tmp:
         yield tmp / path.name
@@ -176,10 +173,7 @@ def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
-    """Return the real path of a folder to write. Touches nothing.
-
-    Raises ValueError if it may not be written, or if it is or holds one of `reads`, of which what is no path is ignored.
-    """
+    """Return the real path of a folder to write; ValueError if it may not be written, or is or holds one of `reads`."""
     path = Path(os.path.realpath(path))
     problem = None
     if path.exists() and not path.is_dir():

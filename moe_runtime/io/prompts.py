@@ -36,10 +36,9 @@ DEEPSEEK_CHAT = (
 
 
 def put_prompt(row: Mapping, prompt: str) -> Mapping:
-    """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout which that does not go with.
+    """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout that does not fit.
 
-    "plain" takes every layout, "magicoder" rows with prompt and completion, "chat" those and messages, "deepseek" plain text
-    too; the last two need a tokenizer with that chat template.
+    "plain" takes every layout, "magicoder" prompt and completion, "chat" messages too, "deepseek" plain text as well.
     """
     if prompt not in PROMPTS:
         raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")

@@ -48,12 +48,9 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
     """
     datasets, path, name = require("datasets"), Path(path_or_id), str(path_or_id)
     local = path.suffix in BUILDERS or path.is_absolute() or name.startswith(".")
-    if (
-        (path.is_file() and path.suffix not in BUILDERS)
-        or (local and not path.exists())
-        or (path.is_file() and _is_empty(path))
-    ):
-        problem = "does not exist" if not path.exists() else "is empty" if _is_empty(path) else f"ends in {path.suffix!r}"
+    is_empty = path.is_file() and path.stat().st_size == 0
+    if is_empty or (path.is_file() and path.suffix not in BUILDERS) or (local and not path.exists()):
+        problem = "does not exist" if not path.exists() else "is empty" if is_empty else f"ends in {path.suffix!r}"
         raise ValueError(f"data is {name!r}, which {problem}; want {_WANTED_SOURCE}")
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
@@ -68,10 +65,6 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
         else:
             rows = datasets.load_dataset(name, split=split)
     return _known_columns(rows, name)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.stat().st_size == 0
 
 
 @contextlib.contextmanager
@@ -137,18 +130,15 @@ def _check_row(row: Mapping, place: int) -> None:
     want = "text"
     bad = [name for name in ("prompt", "completion", "text") if not isinstance(row.get(name, ""), str)]
     messages = row.get("messages", ())
-    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+    # a turn has a role and a text, parts of one, or none beside a tool call
+    turns = messages if isinstance(messages, list | tuple) else [None]
+    fits = (isinstance(turn, Mapping) and isinstance(turn.get("content"), str | list | None) for turn in turns)
+    if not all(fits) or not all(isinstance(turn.get("role"), str) for turn in turns):
         bad, want = ["messages"], "a list of role and content, both text"
     if not ("messages" in row or "text" in row or ("prompt" in row and "completion" in row)):
         bad, want = list(row), "prompt and completion, text or messages"
     if bad:
         raise ValueError(f"row {place} has {bad[0]} {shown(row[bad[0]])}; want {want}")
-
-
-def _is_message(message) -> bool:
-    """Whether a chat's turn has a role and a text, parts of one, or none beside a tool call."""
-    content = isinstance(message, Mapping) and isinstance(message.get("content"), str | list | None)
-    return content and isinstance(message.get("role"), str)
 
 
 def _render(tokenizer, messages, want_labels: bool):
@@ -188,10 +178,7 @@ def load_rows(folder: Path):
 
 
 def pack(tokenizer, documents: Iterable[str], length: int):
-    """Join the documents' tokens, EOS after each, and cut them into a datasets.Dataset of rows of `length` ids and labels.
-
-    The labels are the ids; what is left at the end, less than a row, is dropped.
-    """
+    """Join the documents' tokens, EOS after each, and cut them into a Dataset of rows of `length` ids, which are the labels."""
     encoded = tokenizer(list(documents), add_special_tokens=False).input_ids
     ids = [i for document in encoded for i in [*document, tokenizer.eos_token_id]]
     blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
@@ -201,10 +188,9 @@ def pack(tokenizer, documents: Iterable[str], length: int):
 def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None):
     """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
 
-    BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what
-    the chat template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped; the
-    first `limit` of the others are returned.
-    `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
+    BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what the chat
+    template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped; the first `limit` of
+    the others are returned. `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
     Raises ValueError if no row remains.
     """
     datasets = require("datasets")

@@ -26,15 +26,13 @@ from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
     """Take one averaging step on `weight` [E, ...], in place, in float32; returns it. No gradient passes.
 
-    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError for another share, a stack
-    without experts, experts that overlap in memory and stacks that DeepSpeed ZeRO-3 has partitioned.
+    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError for another share, experts
+    that overlap in memory and stacks that DeepSpeed ZeRO-3 has partitioned.
     """
     check_share(share)
     if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
         got = f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}"
         raise ValueError(f"{got}; want the whole stack; train with FSDP2 or DDP in place of ZeRO-3")
-    if weight.dim() == 0 or weight.shape[0] == 0:
-        raise ValueError(f"weight is {tuple(weight.shape)}; want at least one expert")
     E = weight.shape[0]
     pull = 0.0 if E == 1 else share * E / (E - 1)
     if pull == 0.0:

@@ -75,16 +75,9 @@ class FuserLoss(NamedTuple):
 
 
 def fuser_loss(
-    gate: FuserGate,
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[torch.Tensor],
-    labels: torch.Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    scales: Sequence[float] | None = None,
-    backend: str | None = None,
-) -> FuserLoss:
+    gate: FuserGate, hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], labels: torch.Tensor, *,
+    reduction: str = "mean", ignore_index: int = -100, scales: Sequence[float] | None = None, backend: str | None = None,
+) -> FuserLoss:  # fmt: skip
     """Eq. (2) of responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states before each token, and `heads`.
 
     `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples.
@@ -104,15 +97,9 @@ Logits = Callable[[torch.Tensor], torch.Tensor]  # [..., H_s] -> [..., V_s], on 
 
 
 def chunked_loss(
-    gate: FuserGate,
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[Logits],
-    labels: torch.Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    chunk: int | None = None,
-) -> FuserLoss:
+    gate: FuserGate, hidden: Sequence[torch.Tensor], heads: Sequence[Logits], labels: torch.Tensor, *, reduction: str = "mean",
+    ignore_index: int = -100, chunk: int | None = None,
+) -> FuserLoss:  # fmt: skip
     """Return `fuser_loss` for heads that are no product: functions from states to logits, on whatever devices.
 
     `hidden` S times [..., H_s], `labels` [...] of the same tokens.

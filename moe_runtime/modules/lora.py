@@ -34,17 +34,9 @@ class LoRAExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        num_experts: int,
-        rank: int = 8,
-        *,
-        alpha: float = 16.0,
-        hidden_act: str = "silu",
-        targets: tuple[str, ...] = TARGETS,
-        recompute: bool = False,
-        dtype=None,
-    ):
+        self, base: nn.Module, num_experts: int, rank: int = 8, *, alpha: float = 16.0, hidden_act: str = "silu",
+        targets: tuple[str, ...] = TARGETS, recompute: bool = False, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         check_positive("num_experts", num_experts)
         check_positive("rank", rank)
@@ -175,15 +167,9 @@ class LoRAMoE(MoE):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        config: MoEConfig,
-        rank: int = 8,
-        *,
-        alpha: float = 16.0,
-        targets: tuple[str, ...] = TARGETS,
+        self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, targets: tuple[str, ...] = TARGETS,
         dtype=None,
-    ):
+    ):  # fmt: skip
         nn.Module.__init__(self)  # MoE's own experts are full ones
         check_base(base)
         sizes = (config.intermediate_size, config.hidden_size)

@@ -94,7 +94,9 @@ class MergedMLP(nn.Module):
         if any(weight.requires_grad for weight in weights.values()) or torch._C._are_functorch_transforms_active():
             merged = {name: merge_experts(weight, alpha) for name, weight in weights.items()}
             return lambda x, name: F.linear(x, merged[name], bias.get(name))
-        merged = {} if _watched() else self._merged(weights, alpha)
+        # where ops are traced, faked or counted one call's result must not become another's constant
+        watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+        merged = {} if watched else self._merged(weights, alpha)
         return lambda x, name: merged_linear(x, weights[name], alpha, merged.get(name), bias.get(name))
 
     @torch.inference_mode(False)  # training cannot save what was made under inference_mode
@@ -131,11 +133,6 @@ class MergedMLP(nn.Module):
     def extra_repr(self) -> str:
         """Show the mixture's settings in print(model)."""
         return f"experts={self.config.num_experts}, " + ("soup" if self.soup else f"shared_rate={self.shared_rate}")
-
-
-def _watched() -> bool:
-    """Whether ops are traced, faked or counted, so that one call's result must not become another's constant."""
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
 
 
 def _identity(t: torch.Tensor) -> tuple:

@@ -133,18 +133,9 @@ class Experts(nn.Module):
 
 
 def forward_experts(
-    module: nn.Module,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weight: torch.Tensor,
-    names: Sequence[str],
-    activation: Activation | None,
-    *,
-    transposed: bool = False,
-    shared: str = "group",
-    recompute: bool = False,
-    run=None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: nn.Module, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, names: Sequence[str],
+    activation: Activation | None, *, transposed: bool = False, shared: str = "group", recompute: bool = False, run=None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run x [T, H] through the experts of `module`, ours or transformers': from its parameters to `moe_mlp`.
 
     `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Rows that

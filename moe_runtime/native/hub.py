@@ -137,14 +137,10 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     hashes = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).digest() for path in paths}
     metadata = {
-        "name": "moe-runtime",
-        "id": unique,
-        "version": VERSION,
-        "license": "apache-2.0",
-        "python-depends": [],
+        "name": "moe-runtime", "id": unique, "version": VERSION, "license": "apache-2.0", "python-depends": [],
         "backend": {"type": backend} | ({"archs": list(ARCHS)} if backend == "cuda" else {}),
         "digest": {"algorithm": "sha256", "files": {name: base64.b64encode(value).decode() for name, value in hashes.items()}},
-    }
+    }  # fmt: skip
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 

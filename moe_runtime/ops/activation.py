@@ -18,13 +18,9 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 QUICK = 1.702  # x sigmoid(1.702 x): Hendrycks and Gimpel, Gaussian error linear units, section 2
 
 ACT = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x), "relu": F.relu, "relu2": lambda x: F.relu(x).square(),
+}  # fmt: skip
 aten = torch.ops.aten
 ACT_BACKWARD = {  # d act(x) / dx times grad
     "silu": aten.silu_backward,

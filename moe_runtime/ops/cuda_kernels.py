@@ -33,14 +33,9 @@ def check_experts(num_experts: int) -> None:
 
 
 def route_forward(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    gate: str,
-    shared: int,
-    topk_idx: torch.Tensor | None = None,
-    block_count: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    router_logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, gate: str, shared: int,
+    topk_idx: torch.Tensor | None = None, block_count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
 
     `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them. `block_count` of `new_block_count` is filled with
@@ -90,13 +85,9 @@ def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Te
 
 
 def route_plan(
-    topk_idx: torch.Tensor,
-    num_experts: int,
-    block_rows: Sequence[int] = (),
-    first_expert: int = 0,
-    block_count: torch.Tensor | None = None,
-    count_tokens: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    topk_idx: torch.Tensor, num_experts: int, block_rows: Sequence[int] = (), first_expert: int = 0,
+    block_count: torch.Tensor | None = None, count_tokens: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """As `dispatch_forward`, and the map of tiles of each of up to 4 `block_rows`, as of `tile_map`: all in one launch.
 
     `block_count` [blocks, E] is what `route_forward` counted of these ids, `count_tokens` the tokens of a block.

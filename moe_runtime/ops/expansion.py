@@ -132,18 +132,9 @@ def check_drop(drop: float) -> None:
 
 @torch.no_grad()
 def dare_merge(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    base: torch.Tensor | None = None,
-    *,
-    weights: tuple[float, float],
-    drop: float = 0.5,
-    rescale: bool = True,
-    seed: int,
-    tensor: str | int,
-    start: int = 0,
-    backend: str | None = None,
-) -> torch.Tensor:
+    first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None = None, *, weights: tuple[float, float],
+    drop: float = 0.5, rescale: bool = True, seed: int, tensor: str | int, start: int = 0, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the child [...] of `first` and `second` [...], trained from `base` (None: zero, as of LoRA's halves).
 
     `weights` are a and b, `drop` is p. `tensor` names the stream of random numbers under `seed`: a tensor's name, or a
@@ -239,13 +230,5 @@ def _dare_merge_block(first, second, base, numbers, threshold, first_scale, seco
     return total if origin is None else total.add_(origin)
 
 
-def _gram_fake(experts, base, backend):
-    return experts.new_empty(experts.shape[0], experts.shape[0], dtype=torch.float64)
-
-
-def _dare_fake(first, *_):
-    return first.new_empty(first.shape)
-
-
-register("gram", _gram, _gram_fake)
-register("dare_merge", _dare_merge, _dare_fake)
+register("gram", _gram, lambda experts, *_: experts.new_empty(len(experts), len(experts), dtype=torch.float64))
+register("dare_merge", _dare_merge, lambda first, *_: first.new_empty(first.shape))

@@ -16,7 +16,7 @@ reduction is "none", where the forward pass does not know the gradient. Plain ma
 backend mixes the logits and computes their gradient.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -88,15 +88,9 @@ def _first(logits: torch.Tensor, V: int) -> torch.Tensor:
 
 
 def fused_cross_entropy(
-    hidden: Sequence[torch.Tensor],
-    heads: Sequence[torch.Tensor],
-    gate_weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    backend: str | None = None,
-) -> torch.Tensor:
+    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor, labels: torch.Tensor, *,
+    ignore_index: int = -100, reduction: str = "mean", backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """F.cross_entropy of `fuse_logits` and `labels` [...]: a number, [...] if reduction is "none"; float32.
 
     Differentiable in hidden, heads and gate_weight; autocast as for F.linear. Raises ValueError for shapes, dtypes and
@@ -162,7 +156,10 @@ def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, nee
     gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
     nll, dgate = gate.new_empty(T), torch.empty_like(gate)
     dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
-    chunks = list(_chunks(T, V, gate.device))
+    # slices of tokens, as many each, whose mixed logits are in memory together
+    most = max((CHUNK if gate.device.type == "cpu" else 8 * CHUNK) // V, 1)
+    step = max(-(-T // max(-(-T // most), 1)), 1)
+    chunks = [slice(start, min(start + step, T)) for start in range(0, T, step)]
     sums = [
         head.new_zeros(head.shape, dtype=wide(head.dtype) if len(chunks) > 1 else kept(head.dtype))
         if need
@@ -182,13 +179,6 @@ def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, nee
             if need_heads[s]:
                 _add_product(sums[s][:V], dlogits.t(), scaled)
     return nll, dgate, dhidden, sums
-
-
-def _chunks(T: int, V: int, device: torch.device) -> Iterator[slice]:
-    """Return slices of tokens, as many each, whose mixed logits are in memory together."""
-    most = max((CHUNK if device.type == "cpu" else 8 * CHUNK) // V, 1)
-    step = -(-T // max(-(-T // most), 1))
-    return (slice(start, min(start + step, T)) for start in range(0, T, max(step, 1)))
 
 
 def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -273,14 +263,6 @@ def _nll_backward(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, 
     return *grads, [total.to(head.dtype) for total, head in zip(sums, heads, strict=True)]
 
 
-def _gate_backward(dnll, score, gate, backend):
-    return dnll[:, None] * score
-
-
-def _gate_backward_fake(dnll, score, gate, backend):
-    return torch.empty_like(score)
-
-
 def _gradients_fake(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
     pairs = zip((hidden, heads), (need_hidden, need_heads), strict=True)
     return torch.empty_like(gate), *(
@@ -315,7 +297,7 @@ def _loss_autograd(ctx, dloss, *_):
         return tuple(LossInputs(hidden=[None] * S, heads=[None] * S))
     dgate, gate, *lists = ctx.saved_tensors
     dhidden, dheads, hidden, heads = (lists[at : at + S] for at in range(0, 4 * S, S))
-    if torch.is_grad_enabled() or _is_traced() or _graph_is_kept():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _graph_is_kept():
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
             dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
         )
@@ -328,10 +310,6 @@ def _loss_autograd(ctx, dloss, *_):
 
 def _scale_in_place(grad, dloss):
     return torch.mul(grad, _factor(dloss, grad), out=grad)
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 # whether backward() was called with retain_graph=True
@@ -358,6 +336,10 @@ def _loss_backward_fake(dloss, gate, hidden, heads, dgate, dhidden, dheads, back
 
 register("fused_nll", _nll, _nll_fake, _nll_autograd, _nll_setup_context)
 register_backward("fused_nll_backward", _nll_backward, _gradients_fake)
-register_backward("fused_nll_backward_gate", _gate_backward, _gate_backward_fake)
+register_backward(
+    "fused_nll_backward_gate",
+    lambda dnll, score, gate, backend: dnll[:, None] * score,
+    lambda dnll, score, *_: torch.empty_like(score),
+)
 register("fused_loss", _loss, _loss_fake, _loss_autograd, _loss_setup_context)
 register_backward("fused_loss_backward", _loss_backward, _loss_backward_fake)

@@ -16,15 +16,9 @@ from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_bac
 
 
 def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    expert_offsets: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    backend: str | None = None,
-    *,
-    trainable: torch.Tensor | None = None,
-    trained: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, expert_offsets: torch.Tensor, bias: torch.Tensor | None = None,
+    backend: str | None = None, *, trainable: torch.Tensor | None = None, trained: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`x` [R, in], `weight` [E, out, in], `expert_offsets` [E + 1] integers, `bias` [E, out] -> [R, out].
 
     Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32, an expert's row there or -1, it
@@ -36,10 +30,10 @@ def grouped_gemm(
     if not fits or weight.dtype != x.dtype or weight.device != x.device:
         want = "[R, in] and [E, out, in] of one dtype on one device"
         raise ValueError(f"x is {kind(x)}, weight {kind(weight)}; want {want}")
-    if expert_offsets.shape != (weight.shape[0] + 1,) or expert_offsets.is_floating_point():
-        raise ValueError(f"expert_offsets is {kind(expert_offsets)}; want [{weight.shape[0] + 1}] integers")
-    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {kind(bias)}; want {tuple(weight.shape[:2])} {x.dtype}")
+    fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
+    if not fits or (bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype)):
+        got = f"expert_offsets is {kind(expert_offsets)}, bias is {bias if bias is None else kind(bias)}"
+        raise ValueError(f"{got}; want [{weight.shape[0] + 1}] integers and {tuple(weight.shape[:2])} {x.dtype} or None")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
@@ -71,10 +65,7 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
 
 
 def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
-    """Return `stack` [E, N, K] and `apart` [n, N, K] with equal inner strides.
-
-    The stack, which is large, is copied only if it is neither way contiguous.
-    """
+    """Return `stack` [E, N, K], copied only if neither way contiguous, and `apart` [n, N, K] with equal inner strides."""
     if apart is None or apart.stride()[1:] == stack.stride()[1:]:
         return stack, apart
     if stack[0].is_contiguous():

@@ -34,24 +34,11 @@ class LoRA(NamedTuple):
 
 
 def lora_mlp(
-    x: torch.Tensor,
-    gate_proj: torch.Tensor,
-    up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor | None = None,
-    *,
-    gate: LoRA | None = None,
-    up: LoRA | None = None,
-    down: LoRA | None = None,
-    scaling: float = 1.0,
-    act: str = "silu",
-    gate_bias: torch.Tensor | None = None,
-    up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    recompute: bool = False,
-    backend: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, gate_proj: torch.Tensor, up_proj: torch.Tensor, down_proj: torch.Tensor, topk_weight: torch.Tensor,
+    topk_idx: torch.Tensor | None = None, *, gate: LoRA | None = None, up: LoRA | None = None, down: LoRA | None = None,
+    scaling: float = 1.0, act: str = "silu", gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None, recompute: bool = False, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Run x [T, H] through its LoRA experts -> [T, H] in x's dtype, which is that of all weights too.
 
     `gate_proj`, `up_proj` [I, H], `down_proj` [H, I] and the biases are the base's, frozen. Each of `gate`, `up`, `down` may be
@@ -86,22 +73,19 @@ def _check_base(x, base) -> None:
     for name, tensor, shape in zip(names, base, ((I, H), (I, H), (H, I), (I,), (I,), (H,))):
         if tensor is None and name.endswith("bias"):
             continue
-        if tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
-            raise ValueError(f"{name} is {kind(tensor)}; want {want}")
-        if tensor.requires_grad:
-            raise ValueError(f"{name} requires a gradient; want a frozen base; call requires_grad_(False) on it")
+        want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
+        if tensor.requires_grad or tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+            frozen = "requires a gradient; want a frozen base; call requires_grad_(False) on it"
+            raise ValueError(f"{name} {frozen if tensor.requires_grad else f'is {kind(tensor)}; want {want}'}")
 
 
 def _check_pairs(x, down, pairs) -> int:
     """Return the number of experts."""
     given = [pair for pair in pairs if pair is not None]
-    if not given:
-        raise ValueError("gate, up and down are None; want the pairs of one projection at least")
-    first, (H, I) = given[0].a, down.shape
-    if first.dim() != 3 or 0 in first.shape[:2]:
-        raise ValueError(f"a is {tuple(first.shape)}; want [E, r, in], E >= 1, r >= 1")
-    E, r = first.shape[:2]
+    if not given or given[0].a.dim() != 3 or 0 in given[0].a.shape[:2]:
+        got = f"a is {tuple(given[0].a.shape)}" if given else "gate, up and down are None"
+        raise ValueError(f"{got}; want the pairs of one projection at least, a [E, r, in], E >= 1, r >= 1")
+    (E, r, _), (H, I) = given[0].a.shape, down.shape
     for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
             if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:
@@ -201,13 +185,11 @@ def _backward(dout, z, low, need_x, needs, *arguments):
                 dx.addmm_(dplane, flat(a))
     wanted = Pairs(*(half if need else None for half, need in zip(pairs, needs)))
     grads = Pairs(
-        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape),
-        gate_b=mixed.gate_b,
-        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape),
-        up_b=mixed.up_b,
+        gate_a=None if wanted.gate_a is None else torch.mm(dgate.t(), x).view(wanted.gate_a.shape), gate_b=mixed.gate_b,
+        up_a=None if wanted.up_a is None else torch.mm(dup.t(), x).view(wanted.up_a.shape), up_b=mixed.up_b,
         down_a=mixed.down_a,
         down_b=None if wanted.down_b is None else torch.mm(low[2].t(), dout).mul_(i.scaling).view(wanted.down_b.shape),
-    )
+    )  # fmt: skip
     dweight = _slots(mixed.dweight, i.topk_idx, i.E)
     return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, dweight, *grads))
 

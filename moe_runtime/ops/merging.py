@@ -73,11 +73,10 @@ def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
         alpha = uniform_mixture(num_experts)
     alpha = torch.as_tensor(alpha, dtype=torch.float32)
     alpha = alpha.expand(num_layers, -1) if alpha.dim() == 1 else alpha
-    if alpha.shape != (num_layers, num_experts):
-        raise ValueError(f"alpha is {tuple(alpha.shape)}; want [{num_experts}] or [{num_layers}, {num_experts}]")
-    off = (alpha.sum(1) - 1).abs().max().item()
-    if not off < 1e-4:
-        raise ValueError(f"alpha sums to {alpha.sum(1).tolist()}; want 1 in every layer")
+    fits = alpha.shape == (num_layers, num_experts)
+    if not fits or not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
+        got = f"alpha sums to {alpha.sum(1).tolist()}" if fits else f"alpha is {tuple(alpha.shape)}"
+        raise ValueError(f"{got}; want [{num_experts}] or [{num_layers}, {num_experts}], whose sum is 1 in every layer")
     return list(alpha)
 
 
@@ -119,14 +118,9 @@ def remerge_experts(
 
 
 def merged_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    alpha: torch.Tensor,
-    merged: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, merged: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`x` [..., in], experts `weight` [E, out, in], `alpha` [E] -> x merged^T + bias, [..., out]; autocast as for F.linear.
 
     `merged` [out, in] is what `merge_experts(weight, alpha)` gave, in x's dtype (autocast's under autocast) and without
@@ -290,11 +284,8 @@ def _fake_alpha(dout, weight, backend):
     return weight.new_empty(weight.shape[0], dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 
-def _merge_fake(weight, alpha, backend):
-    return weight.new_empty(weight.shape[1:])  # contiguous, however the stack lies
-
-
-register("merge_experts", _merge, _merge_fake, _autograd, _setup_context)
+# contiguous, however the stack is stored
+register("merge_experts", _merge, lambda weight, *_: weight.new_empty(weight.shape[1:]), _autograd, _setup_context)
 register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
 
 
@@ -303,10 +294,6 @@ LIB.define(
     "merged_linear_backward(Tensor dout, Tensor? x, Tensor? weight, Tensor? merged, bool bias, str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
-
-
-def _linear(x, weight, alpha, merged, bias, backend):
-    return F.linear(x, merged, bias)
 
 
 def _linear_backward(dout, x, weight, merged, bias, backend):
@@ -357,9 +344,8 @@ def _linear_autograd(ctx, dout):
     return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None
 
 
-def _linear_fake(x, weight, alpha, merged, bias, backend):
-    return x.new_empty(*x.shape[:-1], merged.shape[0])
-
-
-register("merged_linear", _linear, _linear_fake, _linear_autograd, _linear_setup_context)
+register(
+    "merged_linear", lambda x, weight, alpha, merged, bias, backend: F.linear(x, merged, bias),
+    lambda x, weight, alpha, merged, *_: x.new_empty(*x.shape[:-1], merged.shape[0]), _linear_autograd, _linear_setup_context,
+)  # fmt: skip
 register_backward("merged_linear_backward", _linear_backward, _linear_backward_fake)

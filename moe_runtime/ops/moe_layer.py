@@ -28,15 +28,9 @@ class MoEOutput(NamedTuple):
 
 
 def moe_layer(
-    x: torch.Tensor,
-    router_weight: torch.Tensor,
-    experts: Experts,
-    top_k: int,
-    gate: str = "xft",
-    *,
-    recompute: bool = False,
+    x: torch.Tensor, router_weight: torch.Tensor, experts: Experts, top_k: int, gate: str = "xft", *, recompute: bool = False,
     backend: str | None = None,
-) -> MoEOutput:
+) -> MoEOutput:  # fmt: skip
     """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through `experts`, which train whole.
 
     The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype. Raises ValueError for shapes,
@@ -89,13 +83,10 @@ def _forward_fake(x, router_weight, *arguments):
     (E, Z, _), T, R = experts[0].shape, x.shape[0], x.shape[0] * top_k
     indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (E + 1,), (R,))]
     return (
-        x.new_empty(x.shape),
-        x.new_empty(T, router_weight.shape[0]),
-        x.new_empty(T, top_k, dtype=torch.promote_types(x.dtype, torch.float32)),
-        indices[0],
-        x.new_empty(R if save else 0, Z),
+        x.new_empty(x.shape), x.new_empty(T, router_weight.shape[0]),
+        x.new_empty(T, top_k, dtype=torch.promote_types(x.dtype, torch.float32)), indices[0], x.new_empty(R if save else 0, Z),
         *indices[1:],
-    )
+    )  # fmt: skip
 
 
 def _backward(dout, dlogits, dweight, x, router_weight, *arguments):

@@ -23,25 +23,12 @@ _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
 def moe_mlp(
-    x: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    topk_weight: torch.Tensor,
-    topk_idx: torch.Tensor,
-    *,
-    act: str = "silu",
-    gated: bool = True,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    trainable: torch.Tensor | None = None,
-    trained: tuple[torch.Tensor, torch.Tensor] | None = None,
-    shared: str = "group",
-    recompute: bool = False,
+    x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, topk_weight: torch.Tensor, topk_idx: torch.Tensor, *,
+    act: str = "silu", gated: bool = True, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
+    gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, trainable: torch.Tensor | None = None,
+    trained: tuple[torch.Tensor, torch.Tensor] | None = None, shared: str = "group", recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which is the weights' dtype too.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],
@@ -129,13 +116,13 @@ def _check_slots(x, topk_weight, topk_idx) -> None:
 def _check_shared(experts: Experts, topk_idx) -> None:
     if experts.shared == "group":
         return
-    if experts.trainable is not None:
-        raise ValueError("shared is 'dense', trainable is given; want 'group' where experts are frozen")
     # a GPU would have to wait for the answer
     knows = topk_idx.device.type == "cpu" and not torch.compiler.is_compiling()
     is_shared = topk_idx == 0 if knows and topk_idx.shape[1] else None
-    if topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0])):
+    misplaced = topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0]))
+    if experts.trainable is not None or misplaced:
         got = f"topk_idx {tuple(topk_idx.shape)} does not have expert 0 in every token's last slot, and only there"
+        got = got if experts.trainable is None else "trainable is given"
         raise ValueError(f"shared is 'dense', {got}; want 'group'")
 
 
@@ -183,11 +170,9 @@ def _forward_fake(x, topk_weight, topk_idx, *arguments):
     *experts, save, _ = arguments
     (E, Z, _), R = experts[0].shape, topk_idx.shape[0] * topk_idx.shape[1]
     return (
-        x.new_empty(x.shape),
-        x.new_empty(R if save else 0, Z),
-        topk_idx.new_empty(E + 1, dtype=torch.int32),
+        x.new_empty(x.shape), x.new_empty(R if save else 0, Z), topk_idx.new_empty(E + 1, dtype=torch.int32),
         topk_idx.new_empty(R, dtype=torch.int32),
-    )
+    )  # fmt: skip
 
 
 def _backward(dout, x, topk_weight, *arguments):

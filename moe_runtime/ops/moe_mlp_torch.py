@@ -130,11 +130,8 @@ def _everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
     """Say of each expert whether it sees every token once, in order."""
     if T < ALONE_FROM:
         return [False] * (len(bounds) - 1)
-    return [a < b and _is_everyone(row_token[a:b], T) for a, b in itertools.pairwise(bounds)]
-
-
-def _is_everyone(tokens: torch.Tensor, T: int) -> bool:
-    return tokens.numel() == T and bool((tokens == torch.arange(T, device=tokens.device)).all())
+    everyone = torch.arange(T, device=row_token.device)
+    return [0 < b - a == T and bool((row_token[a:b] == everyone).all()) for a, b in itertools.pairwise(bounds)]
 
 
 def _add_bias(y, bias, weight) -> None:

@@ -172,13 +172,11 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)
     return Gradients(
-        x=dx,
-        up=layer.dw(dz, x, "x", trained) if needs.up else None,
-        down=layer.dw(dout, wh, "dy", trained) if needs.down else None,
-        topk_weight=dweight,
+        x=dx, up=layer.dw(dz, x, "x", trained) if needs.up else None,
+        down=layer.dw(dout, wh, "dy", trained) if needs.down else None, topk_weight=dweight,
         up_bias=backwards.bias_backward(dz, None, *order, False, trained) if needs.up_bias else None,
         down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs.down_bias else None,
-    )
+    )  # fmt: skip
 
 
 BESIDE_CUDA = SimpleNamespace(forward=_forward_beside_cuda, backward=backward)

@@ -34,14 +34,9 @@ class Routing(NamedTuple):
 
 
 def route(
-    router_logits: torch.Tensor,
-    top_k: int,
-    gate: str = "xft",
-    noise: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    backend: str | None = None,
-    topk_idx: torch.Tensor | None = None,
-) -> Routing:
+    router_logits: torch.Tensor, top_k: int, gate: str = "xft", noise: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, backend: str | None = None, topk_idx: torch.Tensor | None = None,
+) -> Routing:  # fmt: skip
     """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T, K], best expert first.
 
     `noise`, of the same shape, is added to the logits; `bias` [E] moves the choice of experts but not their weights
@@ -76,22 +71,21 @@ def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
         raise ValueError(f"router_logits is {kind(router_logits)}; want [T, E], tokens by experts, of a floating dtype")
     routed = router_logits.shape[1]
     check_top_k(top_k, routed, gate)
+    shape, problem = (router_logits.shape[0], top_k), None
     if noise is not None and noise.shape != router_logits.shape:
-        raise ValueError(f"noise is {tuple(noise.shape)}; want {tuple(router_logits.shape)}, as router_logits")
-    if bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
-        raise ValueError(f"bias is {tuple(bias.shape)}, gate is {gate!r}; want [{routed}] with gate 'sigmoid_topk'")
-    shape = (router_logits.shape[0], top_k)
-    if topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
-        raise ValueError(f"topk_idx is {tuple(topk_idx.shape)}, {topk_idx.dtype}; want {shape}, integers")
+        problem = f"noise is {tuple(noise.shape)}; want {tuple(router_logits.shape)}, as router_logits"
+    elif bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
+        problem = f"bias is {tuple(bias.shape)}, gate is {gate!r}; want [{routed}] with gate 'sigmoid_topk'"
+    elif topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
+        problem = f"topk_idx is {tuple(topk_idx.shape)}, {topk_idx.dtype}; want {shape}, integers"
+    if problem:
+        raise ValueError(problem)
 
 
 def route_reference(
-    router_logits: torch.Tensor,
-    top_k: int,
-    gate: str = "xft",
-    bias: torch.Tensor | None = None,
+    router_logits: torch.Tensor, top_k: int, gate: str = "xft", bias: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
-) -> Routing:
+) -> Routing:  # fmt: skip
     """Follow the equations above line by line, in the logits' dtype, through autograd: `router_logits` [T, E or E - 1].
 
     `bias` and `topk_idx` are `route`'s.
@@ -107,13 +101,10 @@ def route_reference(
     s = router_logits.softmax(-1).gather(1, idx)
     s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
     weight = {
-        "xft": lambda: s.softmax(-1) * s_max,
-        "nonorm": lambda: s,
-        "topk_softmax": lambda: selected_logits.softmax(-1),
-        "softmax_topk": lambda: s,
-        "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
+        "xft": lambda: s.softmax(-1) * s_max, "nonorm": lambda: s, "topk_softmax": lambda: selected_logits.softmax(-1),
+        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
         "sigmoid_topk": lambda: selected_logits.sigmoid(),
-    }[gate]()
+    }[gate]()  # fmt: skip
     if gate in SHARED_GATES:
         weight = torch.cat([weight, 1 - s_max], -1)
         idx = torch.cat([idx + 1, torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)], -1)
@@ -165,10 +156,6 @@ def route_to_kernel(router_logits, topk_idx, gate, backend):
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
     return route_reference(_wide(router_logits), K, gate, topk_idx=topk_idx).topk_weight.contiguous()
-
-
-def _route_to_fake(router_logits, topk_idx, gate, backend):
-    return router_logits.new_empty(topk_idx.shape, dtype=_wide_dtype(router_logits))
 
 
 def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
@@ -234,14 +221,10 @@ def _setup_context_to(ctx, inputs, output):
     ctx.save_for_backward(router_logits, topk_idx)
 
 
-def _autograd_to(ctx, dweight):
-    return _dlogits(ctx, dweight, True), None, None, None
-
-
-def _route_backward_fake(dweight, router_logits, topk_idx, gate, backend, forced=False):
-    return router_logits.new_empty(router_logits.shape)
-
-
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
-register("route_to", route_to_kernel, _route_to_fake, _autograd_to, _setup_context_to)
-register_backward("route_backward", route_backward_kernel, _route_backward_fake)
+register(
+    "route_to", route_to_kernel,
+    lambda logits, topk_idx, gate, backend: logits.new_empty(topk_idx.shape, dtype=_wide_dtype(logits)),
+    lambda ctx, dweight: (_dlogits(ctx, dweight, True), None, None, None), _setup_context_to,
+)  # fmt: skip
+register_backward("route_backward", route_backward_kernel, lambda dweight, logits, *_: logits.new_empty(logits.shape))

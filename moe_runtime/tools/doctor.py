@@ -1,7 +1,6 @@
 """What works here, what does not, and how to fix it: `moe-runtime doctor`.
 
-Nothing that may be broken is imported with this module, not even torch: a broken setup is what it is asked about. So versions
-come from the packages' metadata, where torch.utils.collect_env would need a torch that can be imported.
+Nothing that may be broken is imported with this module, not even torch: versions come from the packages' metadata.
 """
 
 import contextlib
@@ -55,13 +54,9 @@ def report() -> dict[str, dict[str, str]]:
     rocm = "install torch's ROCm build again, which brings its own, as pytorch.org says"
     found = {
         "system": {
-            "python": _ask(platform.python_version),
-            "platform": _ask(lambda: platform.platform()),
-            "driver": _ask(_driver),
+            "python": _ask(platform.python_version), "platform": _ask(lambda: platform.platform()), "driver": _ask(_driver),
             "nvcc": shutil.which("nvcc") or "none; only python -m moe_runtime.native.build cuda needs it",
-            "compiler": _ask(_compiler),
-            "cuda library": _ask(_library, "cuda"),
-            "cpu library": _ask(_library, "cpp"),
+            "compiler": _ask(_compiler), "cuda library": _ask(_library, "cuda"), "cpu library": _ask(_library, "cpp"),
             "cache": _ask(lambda: str(_cache() or "none: this user has no home")),
         },
         "packages": {
@@ -76,7 +71,7 @@ def report() -> dict[str, dict[str, str]]:
         "devices": {"all": f"none: torch cannot be imported ({reason})"},
         "settings": {name: os.environ.get(name, "not set") for name in VARIABLES} | {"launch configs": _ask(_launch_configs)},
         "backends": {"all": f"none: torch cannot be imported ({reason})"},
-    }
+    }  # fmt: skip
     problems = {}
     for part, ask in (("devices", _devices), ("backends", _backends)) if torch is not None else ():
         try:
@@ -183,10 +178,8 @@ def _devices(torch) -> dict[str, str]:
 
 def _in_home(name: str) -> Path | None:
     """Return ~/name; None if there is no home."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return Path.home() / name
-    except RuntimeError:
-        return None
 
 
 def _cache() -> Path | None:
@@ -218,8 +211,7 @@ def _launch_configs() -> str:
 def _backends(torch) -> dict[str, str]:
     from moe_runtime import backends
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {op: _ask(explain, op, device) for op in backends.OPS}
+    return {op: _ask(explain, op, torch.device("cuda" if torch.cuda.is_available() else "cpu")) for op in backends.OPS}
 
 
 def explain(op: str, device) -> str:

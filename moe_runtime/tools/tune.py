@@ -1,9 +1,8 @@
 """Measure launch configs on the user's own GPU, for `kernels.tiles` to look up: `moe-runtime tune`.
 
-A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean rows per expert as a power of two,
-so never to T. For every problem of a layer each candidate runs on random rows and must give what the built-in config gives;
-then all are timed in turn, round after round. The file is written after every problem: rerun to resume. A process reads it at
-its first launch and keeps its configs from then on.
+A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, the mean rows per expert as a power of two. Each
+candidate runs on random rows and must give what the built-in config gives; then all are timed in turn. The file is written
+after every problem: rerun to resume. A process reads it at its first launch.
 """
 
 import contextlib
@@ -110,8 +109,7 @@ class Results:
 class EventTimer:
     """Milliseconds of GPU work between two events; every call finds the L2 cache full of something else.
 
-    The GPU sleeps before each call, so that the call's launches are queued by the time its first kernel runs.
-    triton.testing.do_bench would count the launches of small kernels, and cannot time candidates in turn.
+    The GPU sleeps before each call while its launches are queued; triton.testing.do_bench would count them.
     """
 
     def __init__(self, device: torch.device, ahead_ms: float = 0.2):
@@ -135,10 +133,7 @@ class EventTimer:
 
 
 def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: float) -> dict[Hashable, float]:
-    """Return the median milliseconds of each, all timed in turn; after three rounds not those far behind, but the first one.
-
-    After five rounds the next one begins only while all took less than `seconds`.
-    """
+    """Return the median milliseconds of each, timed in turn: after 3 rounds without losers, after 5 only within `seconds`."""
     times = {name: [] for name in functions}
     left, spent, medians = list(functions), 0.0, {}
     for n in range(1, rounds + 1):

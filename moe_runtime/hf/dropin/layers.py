@@ -196,13 +196,8 @@ def sizes(model: nn.Module) -> tuple[int, int]:
         if isinstance(module, MoE | EWAMLP | LoRALinear):
             # EWA deals each token out to one expert, whatever top_k is
             seen = 1 if isinstance(module, EWAMLP) else module.config.top_k
-            idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in _of_experts(module))
+            # all of an MoE's experts; of LoRA experts the pairs, without the base that they share
+            pairs = module.experts.pairs() if isinstance(module, LoRAMoE) else getattr(module, "pairs", list)()
+            parts = [half for pair in pairs for half in pair] or module.experts.parameters()
+            idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in parts)
     return total, round(total - idle)
-
-
-def _of_experts(module: nn.Module) -> list[nn.Parameter]:
-    """Return what belongs to single experts: all of a MoE's, of LoRA experts the pairs without their base."""
-    if isinstance(module, LoRAMoE | LoRALinear):
-        low_rank = module.experts if isinstance(module, LoRAMoE) else module
-        return [half for pair in low_rank.pairs() for half in pair]
-    return list(module.experts.parameters())

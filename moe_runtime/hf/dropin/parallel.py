@@ -62,7 +62,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     ignored = _ignored(model)
     for name, module in layers.items():
         setattr(module, GRADIENTS_OF, gradients)
-        for parameter_name, parameter in _stacks(module):
+        for parameter_name, parameter in list(
+            module.named_parameters(recurse=False)
+        ):  # a norm that experts share is a module of its own
             if not isinstance(parameter, DTensor):
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
@@ -89,13 +91,8 @@ def _save_whole_only(self, save_directory, *args, state_dict=None, **options) ->
     type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **options)
 
 
-def _stacks(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that hold something for each expert; a norm that experts share is a module of its own."""
-    return list(module.named_parameters(recurse=False))
-
-
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
-    stacks, n, problem = _stacks(module), mesh.size(-1), None
+    stacks, n, problem = list(module.named_parameters(recurse=False)), mesh.size(-1), None
     if trainable.split_of(module) is not None:
         problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")):

@@ -4,11 +4,9 @@ load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
 entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
 
-Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every token and would only dilute
-them. Our own layers count, and the stock ones of transformers whose experts go through its experts interface, whoever computes
-them. Where experts_implementation is "moe_runtime" and the call has no attention mask, the counts are those that the dispatch
-makes anyway; otherwise counting costs one small integer scatter per layer on the device. Nothing is read back before somebody
-asks.
+Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every token. Our own layers count,
+and transformers' stock ones behind its experts interface. Where experts_implementation is "moe_runtime" and the call has no
+attention mask, the dispatch counts anyway; otherwise counting costs one small scatter per layer. Nothing is read back early.
 """
 
 import csv
@@ -251,11 +249,9 @@ class RouterCounter:
         layers = [layers[i] for i in called]
         shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
         return RouterStats(
-            counts[called, : max(sizes)],
-            _layer_names([plain_name(layer.name) for layer in layers]),
-            shared if len(set(shared)) > 1 else shared[0],
-            sizes if len(set(sizes)) > 1 else None,
-        )
+            counts[called, : max(sizes)], _layer_names([plain_name(layer.name) for layer in layers]),
+            shared if len(set(shared)) > 1 else shared[0], sizes if len(set(sizes)) > 1 else None,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Remove the hooks."""

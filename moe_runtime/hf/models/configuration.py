@@ -1,13 +1,11 @@
-"""What the config of an upcycled model says beyond its base's, how it comes to say it, and how config.json spells it.
+"""The config of an upcycled model: what it adds to its base's, how it is converted, and how config.json spells it.
 
 base's --become_moe--> upcycled --become_mergeable--> mergeable
    ^                      '-------------.--------------'
    '----------- stock_config -----------'
 
-The rotary keys of config.json as transformers 4 spelled them, beside version 5's `rope_parameters`.
-
-Version 5 writes `rope_parameters` only; 4.57, and whatever else reads the old keys, then runs with its default base of
-10000 and without scaling, and says nothing. Version 5 reads both spellings, and they agree.
+config.json has the rotary keys of transformers 4 beside version 5's `rope_parameters`: 4.57 and other readers of the old keys
+would otherwise silently use a base of 10000 without scaling.
 """
 
 import copy
@@ -75,17 +73,9 @@ MOE_FIELDS = (
 
 
 def moe_fields(
-    config: MoEConfig,
-    *,
-    layers: list[int],
-    base_model_type: str,
-    base_architecture: str,
-    method: str = "xft",
-    stage: str = "moe",
-    shared_rate: float | None = None,
-    soup: bool = False,
-    lora: dict | None = None,
-) -> dict:
+    config: MoEConfig, *, layers: list[int], base_model_type: str, base_architecture: str, method: str = "xft",
+    stage: str = "moe", shared_rate: float | None = None, soup: bool = False, lora: dict | None = None,
+) -> dict:  # fmt: skip
     """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
 
     Those count the routed experts only: `num_experts` is the width of the router logits. `lora` is what stage "lora" has beyond
@@ -93,16 +83,9 @@ def moe_fields(
     is: the "base"'s own, or changed by the "mean" of adapters.
     """
     block = {
-        "format": FORMAT,
-        "method": method,
-        "stage": stage,
-        "config": config.to_dict(),
-        "layers": list(layers),
-        "base_model_type": base_model_type,
-        "base_architecture": base_architecture,
-        "shared_rate": shared_rate,
-        "soup": soup,
-    } | ({} if lora is None else {"lora": lora})
+        "format": FORMAT, "method": method, "stage": stage, "config": config.to_dict(), "layers": list(layers),
+        "base_model_type": base_model_type, "base_architecture": base_architecture, "shared_rate": shared_rate, "soup": soup,
+    } | ({} if lora is None else {"lora": lora})  # fmt: skip
     return {
         "moe_runtime": block,
         "num_experts": config.num_routed_experts,

@@ -47,22 +47,17 @@ _PLAIN = {"gated": False, "act": "act", "bias": True}
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family(model_type="llama", bias="mlp_bias"),
-        Family(model_type="mistral"),
-        Family(model_type="qwen2"),
-        Family(model_type="qwen3"),
-        Family(model_type="gemma2", act_field="hidden_activation"),
+        Family(model_type="llama", bias="mlp_bias"), Family(model_type="mistral"), Family(model_type="qwen2"),
+        Family(model_type="qwen3"), Family(model_type="gemma2", act_field="hidden_activation"),
         Family(model_type="gemma3_text", act_field="hidden_activation"),
-        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"),
-        Family(model_type="stablelm"),
-        Family(model_type="smollm3", bias="mlp_bias"),
-        Family(model_type="olmo2"),
+        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"), Family(model_type="stablelm"),
+        Family(model_type="smollm3", bias="mlp_bias"), Family(model_type="olmo2"),
         Family(model_type="granite", bias="mlp_bias"),
         Family(model_type="gpt_neox", path="gpt_neox.layers.{}.mlp", up=("dense_h_to_4h",), down="dense_4h_to_h", **_PLAIN),
         Family(model_type="phi", up=("fc1",), down="fc2", **_PLAIN | {"act": "activation_fn"}),
         Family(model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}),
     )
-}
+}  # fmt: skip
 
 _REFUSED = {
     "opt": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
@@ -125,12 +120,9 @@ def moe_shape(family: Family, source) -> dict:
         act = getattr(source, family.act_field)
         bias = getattr(source, family.bias) if isinstance(family.bias, str) else family.bias
     return {
-        "hidden_size": sizes[0],
-        "intermediate_size": sizes[1],
-        "hidden_act": activation_name(act),
-        "gated": family.gated,
+        "hidden_size": sizes[0], "intermediate_size": sizes[1], "hidden_act": activation_name(act), "gated": family.gated,
         "bias": bool(bias),
-    }
+    }  # fmt: skip
 
 
 def _linear(mlp: nn.Module, name: str) -> nn.Linear:

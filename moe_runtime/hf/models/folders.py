@@ -1,12 +1,9 @@
 """Model folders that are read and written without loading the model: configs, sizes, side files, names of tensors.
 
-read_config, check_tensors    is the folder a model that transformers knows, with all of its tensors
-upcycled_config, ...          the config of the model that a conversion makes of it; write_config
-read_layer, LAYERS            the sizes of MoE layers, of a folder and of published models
-skeleton, to_saved            the names and layouts in which transformers saves: a stack [E, 2I, H] of the model is a matrix
-                              per expert and projection in most folders
-
-What the conversions of model folders share: the loop's counts, the receipt, and what an upcycled folder says of itself.
+read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
+upcycled_config, ...          the config of the model that a conversion makes; write_config
+skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a matrix for each projection
+Conversion, FolderReceipt     what all conversions count and return
 """
 
 import copy
@@ -182,7 +179,10 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
-    own = {key: _renamed(key, renamings) for key in specs}
+    # the keys as the model has them, where transformers renames between file and model (GPT-NeoX's embed_out)
+    own = {key: key for key in specs}
+    for source, target in ((s, t) for r in renamings for s, t in zip(r.source_patterns, r.target_patterns)):
+        own = {key: re.sub(source, target, name) for key, name in own.items()}
     passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
     got = {own[key]: spec for key, spec in specs.items() if not any(re.search(p, own[key]) for p in passed_over)}
     tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
@@ -195,19 +195,8 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     check_keys(got, want, source=checkpoint.path)
 
 
-def _renamed(key: str, renamings) -> str:
-    """A key as the model has it, where transformers renames between file and model (GPT-NeoX's embed_out)."""
-    for renaming in renamings:
-        for source, target in zip(renaming.source_patterns, renaming.target_patterns):
-            key = re.sub(source, target, key)
-    return key
-
-
 def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
-    """Run one layer's `weights` (names of `read_mlp`) through transformers' own MLP and through our formula, in float64.
-
-    Returns the relative difference. No other layer takes memory.
-    """
+    """Return the relative difference of transformers' MLP with `weights` (names of `read_mlp`) and our formula, in float64."""
     family = FAMILIES[config.model_type]
     with torch.device("meta"):
         stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))
@@ -243,14 +232,9 @@ def skeleton(config) -> nn.Module:
 
 
 def to_saved(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what `save_pretrained` would write of these tensors of `model`, names and values.
-
-    Rows [n, ...] may stand for a stack of experts: in a form with a tensor per expert they get the numbers 0 to n - 1.
-    """
+    """Return what `save_pretrained` would write of these tensors of `model`; rows [n, ...] may stand for a stack of experts."""
     return revert_weight_conversion(model, dict(tensors))
 
-
-__all__ = ["FolderReceipt"]  # what users see; the rest is for the conversions
 
 SHARD = 2 * 2**30
 Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
@@ -276,12 +260,9 @@ class Conversion:
     """
 
     def __init__(
-        self,
-        source: Checkpoint,
-        writer: CheckpointWriter,
-        progress: Progress | None,
+        self, source: Checkpoint, writer: CheckpointWriter, progress: Progress | None,
         specs: dict[str, TensorSpec] | None = None,
-    ):
+    ):  # fmt: skip
         self.source, self.writer, self.progress = source, writer, progress
         self.specs = source.specs() if specs is None else specs
         self.total = sum(spec.nbytes for spec in self.specs.values())

@@ -5,10 +5,8 @@
 `modules.lora_linear.add_experts` makes of them ("lora"); so for every family of the table. Checkpoints hold the stacks as
 they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
 
-The classes are generated on first use and registered with transformers' auto classes then. `import moe_runtime` adds the
-names of the configs to transformers' table, by which a saved folder leads here; `register_auto_classes` makes all of them.
-
-What an upcycled model returns, and the auxiliary part of its loss.
+The classes are generated and registered with transformers' auto classes on first use. `import moe_runtime` adds the names of
+the configs to transformers' table, by which a saved folder leads here; `register_auto_classes` makes all of them.
 
     loss     = lm_loss + aux_loss
     aux_loss = sum over layers of RouterOutput.balance_loss + router_aux_loss_coef * pooled
@@ -361,11 +359,9 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
     place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = signature.replace(parameters=parameters[:place] + [wanted] + parameters[place:])
     members = {
-        "__module__": __name__,
-        "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.",
-        "config_class": config,
+        "__module__": __name__, "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.", "config_class": config,
         "forward": forward,
-    }
+    }  # fmt: skip
     cls = type(name, (ours, base), members)
     globals()[name] = cls
     return cls

@@ -63,14 +63,9 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, family: Fa
 
 
 def dense_to_moe(
-    model: nn.Module,
-    config: MoEConfig,
-    layers: Sequence[int] | None = None,
-    seed: int = 42,
-    method: str = "xft",
-    stage: str = "moe",
-    family: Family | None = None,
-) -> dict[int, float]:
+    model: nn.Module, config: MoEConfig, layers: Sequence[int] | None = None, seed: int = 42, method: str = "xft",
+    stage: str = "moe", family: Family | None = None,
+) -> dict[int, float]:  # fmt: skip
     """Replace the MLPs of a stock model, of all layers by default, by `config`'s MoE; return `verify_mlp`'s errors.
 
     Every expert is a copy of the layer's MLP, in its dtype, on its device, trainable if it was. Routers are drawn by

@@ -20,14 +20,11 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 # a turn ends in EOS, inside the generated part, so that a model learns to stop where generate() does
 CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' }}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 SMALLEST = len((PAD, BOS, EOS, *ROLES)) + 256
@@ -40,19 +37,9 @@ def small_llama(tokenizer, *, hidden_size: int, intermediate_size: int, num_laye
 
 
 def small_deepseek(
-    tokenizer,
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_experts: int,
-    top_k: int,
-    expert_size: int,
-    shared_experts: int,
-    dense_layers: int,
-    max_length: int,
-    seed: int,
-):
+    tokenizer, *, hidden_size: int, intermediate_size: int, num_layers: int, num_experts: int, top_k: int, expert_size: int,
+    shared_experts: int, dense_layers: int, max_length: int, seed: int,
+):  # fmt: skip
     """Return a DeepseekV2ForCausalLM, a mixture of experts, for the tokenizer.
 
     Its layers are DeepSeek-V2-Lite's: `dense_layers` dense ones first, then `num_experts` routed experts, `top_k` per token
@@ -60,21 +47,11 @@ def small_deepseek(
     """
     torch.manual_seed(seed)
     config = DeepseekV2Config(
-        **_fields(tokenizer, hidden_size, intermediate_size, num_layers, max_length),
-        moe_intermediate_size=expert_size,
-        n_routed_experts=num_experts,
-        num_experts_per_tok=top_k,
-        n_shared_experts=shared_experts,
-        first_k_dense_replace=dense_layers,
-        q_lora_rank=None,
-        kv_lora_rank=hidden_size // 2,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        topk_method="greedy",
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-    )
+        **_fields(tokenizer, hidden_size, intermediate_size, num_layers, max_length), moe_intermediate_size=expert_size,
+        n_routed_experts=num_experts, num_experts_per_tok=top_k, n_shared_experts=shared_experts,
+        first_k_dense_replace=dense_layers, q_lora_rank=None, kv_lora_rank=hidden_size // 2, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=32, topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0,
+    )  # fmt: skip
     model = DeepseekV2ForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith(".gate.weight"):
@@ -87,18 +64,11 @@ def _fields(tokenizer, hidden_size: int, intermediate_size: int, num_layers: int
     """Return what the configs of both have."""
     heads = max(hidden_size // 32, 1)
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": 2 * max_length,
-        "tie_word_embeddings": True,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "max_position_embeddings": 2 * max_length, "tie_word_embeddings": True, "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -115,22 +85,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, BOS, EOS, *ROLES],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS, *ROLES], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
+    )  # fmt: skip
     bpe.train_from_iterator(texts, trainer)
     bos = (BOS, bpe.token_to_id(BOS))
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        padding_side="right",
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, padding_side="right",
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

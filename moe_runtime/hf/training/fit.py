@@ -60,48 +60,24 @@ def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings
 
 
 def train(
-    model,
-    rows,
-    tokenizer,
-    *,
-    folder: str | Path,
-    learning_rate: float,
-    batch_size: int,
-    held_out,
-    epochs: float | None = None,
-    steps: int | None = None,
-    warmup_steps: int | None = None,
-    per_device_batch_size: int | None = None,
-    optimizer: str = "adafactor",
-    weight_decay: float = 0.0,
-    schedule: str = "linear",
-    max_grad_norm: float = -1.0,
-    adam_beta1: float = 0.9,
-    adam_beta2: float = 0.999,
-    bf16: bool = False,
-    gradient_checkpointing: bool = False,
-    save_steps: int | None = None,
-    keep_best: bool = False,
-    balance_loss: str | None = None,
-    balance_loss_coef: float | None = None,
-    evaluations: int | Sequence[int] = 4,
-    seed: int = 0,
-    callbacks: Sequence[TrainerCallback] = (),
-    on_step: Callable[[int, int, float], None] | None = None,
-    trainer: Callable[..., MoETrainer] = MoETrainer,
-    collator: Callable | None = None,
-    losses: Callable | None = None,
-) -> Trained:
+    model, rows, tokenizer, *, folder: str | Path, learning_rate: float, batch_size: int, held_out, epochs: float | None = None,
+    steps: int | None = None, warmup_steps: int | None = None, per_device_batch_size: int | None = None,
+    optimizer: str = "adafactor", weight_decay: float = 0.0, schedule: str = "linear", max_grad_norm: float = -1.0,
+    adam_beta1: float = 0.9, adam_beta2: float = 0.999, bf16: bool = False, gradient_checkpointing: bool = False,
+    save_steps: int | None = None, keep_best: bool = False, balance_loss: str | None = None,
+    balance_loss_coef: float | None = None, evaluations: int | Sequence[int] = 4, seed: int = 0,
+    callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float], None] | None = None,
+    trainer: Callable[..., MoETrainer] = MoETrainer, collator: Callable | None = None, losses: Callable | None = None,
+) -> Trained:  # fmt: skip
     """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
 
-    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the
-    other. Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many
-    steps, and one where the training is interrupted; a second call goes on from the newest whole one. The held-out loss
-    is taken `evaluations` times, evenly, or after those steps; `keep_best` ends with the weights of its lowest.
-    `balance_loss` is MoETrainer's, while this training lasts.
-    For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the batches, and
-    `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does.
-    Raises ValueError for batch sizes that do not go into one another and a warmup as long as the training.
+    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the other.
+    Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many steps, and one where
+    the training is interrupted; a second call goes on from the newest whole one. The held-out loss is taken `evaluations`
+    times, evenly, or after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while
+    this training lasts. For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the
+    batches, and `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does. Raises ValueError for batch sizes
+    that do not go into one another and a warmup as long as the training.
     """
     bf16 = bf16 or needs_autocast(model)
     device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
@@ -134,11 +110,13 @@ def train(
     )  # fmt: skip
     _run(made, recorder, last_checkpoint(folder))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    values = [value for held in made.optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
+    size = sum(t.numel() * t.element_size() for t in (v.to_local() if hasattr(v, "to_local") else v for v in values))
 
     def state_dict() -> dict | None:
         return made.accelerator.get_state_dict(made.model_wrapped)
 
-    return Trained(history, total, *recorder.last, state_dict, trained, _optimizer_bytes(made.optimizer))
+    return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
 
 
 def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
@@ -159,13 +137,6 @@ def _warmup(steps: int | None, total: int) -> int:
     if steps >= total:
         raise ValueError(f"warmup_steps is {steps}, the training has {total} steps; want fewer warmup steps")
     return steps
-
-
-def _optimizer_bytes(optimizer) -> int:
-    """Return the bytes of an optimizer's state, of all processes together: what it holds, not what it should hold."""
-    values = [value for held in optimizer.state.values() for value in held.values()]
-    tensors = (value.to_local() if hasattr(value, "to_local") else value for value in values if torch.is_tensor(value))
-    return sum(gather([sum(tensor.numel() * tensor.element_size() for tensor in tensors)]))
 
 
 def check_training(
@@ -203,16 +174,9 @@ def quiet() -> None:
 
 @torch.no_grad()
 def each_row(
-    model,
-    rows,
-    take: Callable,
-    *,
-    collator: Callable,
-    batch_size: int = 32,
-    bf16: bool = False,
-    by_length: bool = False,
+    model, rows, take: Callable, *, collator: Callable, batch_size: int = 32, bf16: bool = False, by_length: bool = False,
     device: torch.device | None = None,
-) -> list:
+) -> list:  # fmt: skip
     """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
 
     Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
@@ -245,10 +209,7 @@ def each_row(
 
 
 def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
-    """Return the mean loss per label token of each row, without auxiliary losses, and its number of label tokens.
-
-    Every process must call, as of `each_row`.
-    """
+    """Return each row's mean loss per label token, without auxiliary losses, and its label tokens; every process must call."""
 
     def take(model, batch: dict) -> list[tuple[float, int]]:
         labels = batch.pop("labels")
@@ -294,6 +255,8 @@ class SplitAdafactor(TrainerCallback):
 @torch.no_grad()
 def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
     """Give every split matrix that has a gradient and no state the averages that Adafactor starts from: zeros."""
+    from torch.distributed.tensor import Replicate
+
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is None or not hasattr(p, "full_tensor") or p.dim() < 2 or optimizer.state[p]:
@@ -303,16 +266,9 @@ def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
             if group["beta1"] is not None:
                 state["exp_avg"] = zeros.clone()
             for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
-                state[name] = _settled(zeros.mean(dim))
+                mean = zeros.mean(dim)  # a DTensor, whose partial sums become whole on every rank
+                state[name] = mean.redistribute(placements=[Replicate() if p.is_partial() else p for p in mean.placements])
             optimizer.state[p].update(state)
-
-
-def _settled(tensor):
-    """Return a DTensor without placements that are partial sums; those become whole on every rank."""
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)
 
 
 @torch.no_grad()

@@ -112,13 +112,9 @@ class Recorder(TrainerCallback):
     NAME = "history.json"
 
     def __init__(
-        self,
-        history: History,
-        take: Callable[[], tuple[float, tuple]],
-        every: int | Collection[int],
-        on_step: Callable[[int, int, float], None] | None,
-        best: Best | None = None,
-    ):
+        self, history: History, take: Callable[[], tuple[float, tuple]], every: int | Collection[int],
+        on_step: Callable[[int, int, float], None] | None, best: Best | None = None,
+    ):  # fmt: skip
         self.history, self.take, self.every, self.on_step, self.best = history, take, every, on_step, best
         self.loss, self.last = math.nan, ([], [])
         self.start = self.paused = self.before = 0.0

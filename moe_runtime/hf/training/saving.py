@@ -130,10 +130,7 @@ class StopCallback(TrainerCallback):
 
 @contextmanager
 def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
-    """Let `trainer` train in the block; raise the interruption behind it, if there was one.
-
-    That of a training which is done is raised where the next one begins, so that what calls this writes its result first.
-    """
+    """Let `trainer` train in the block; raise an interruption after it, or of a finished training where the next one begins."""
     with signals.after_the_step() as stopping:
         callback = StopCallback(stopping)
         trainer.add_callback(callback)

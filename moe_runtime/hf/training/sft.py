@@ -216,23 +216,16 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     """Read the rows and build the MoESFTTrainer; the model is loaded by TRL, which knows the flags for it."""
     register_auto_classes()
     args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    } | (args.model_init_kwargs or {})
+        "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+    } | (args.model_init_kwargs or {})  # fmt: skip
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
         return _sft_trainer()(
-            model=name,
-            args=args,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            quantization_config=trl.get_quantization_config(model),
-            peft_config=trl.get_peft_config(model),
-            router_stats=ours.router_stats,
-            stop_on_nan=ours.stop_on_nan,
-        )
+            model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
+            quantization_config=trl.get_quantization_config(model), peft_config=trl.get_peft_config(model),
+            router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan,
+        )  # fmt: skip
     except SafetensorError as error:
         raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
 

@@ -10,9 +10,7 @@ their stacks: the shared expert of our own layers is expert 0. Experts are sprea
 fully_shard come after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the
 gradient of the embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the
 reentrant kind). MoETrainer refuses to write checkpoints of such a model before the first step; transformers' Trainer raises
-at the first one.
-
-The layers of a model with experts, and which of them `hf.training.trainable` can train: what cannot is refused, by name.
+at the first one. Experts that cannot be trained are refused by name.
 """
 
 import contextlib
@@ -180,13 +178,9 @@ def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype:
 
 
 def freeze_for_esft(
-    model: nn.Module,
-    experts: Mapping[int, Sequence[int]],
-    shared_experts: bool = False,
-    non_expert_modules: bool = False,
-    *,
+    model: nn.Module, experts: Mapping[int, Sequence[int]], shared_experts: bool = False, non_expert_modules: bool = False, *,
     dtype: torch.dtype | None = None,
-) -> TrainableReceipt:
+) -> TrainableReceipt:  # fmt: skip
     """`train_rows`, and decide of all else whether it trains: the settings of ESFT's Table 3. By default, none of it.
 
     `shared_experts`: the MLPs beside the experts that every token goes through, and expert 0 of our own layers that have a
@@ -335,9 +329,7 @@ def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
         rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
     others = [p for p in model.parameters() if id(p) not in apart]
     return TrainableReceipt(
-        experts=experts,
-        shared_experts=shared,
-        row_parameters=rows,
+        experts=experts, shared_experts=shared, row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),
-    )
+    )  # fmt: skip

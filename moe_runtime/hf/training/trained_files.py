@@ -116,12 +116,9 @@ class Training:
 
 
 def mark(
-    model: nn.Module,
-    config: dict[str, Any],
-    others: tuple[str, ...],
-    dtype: torch.dtype | None = None,
+    model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None,
     check: Check | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Note what `model` trains, and make it save just that; `others` are made `dtype`, if it is given.
 
     `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would
@@ -259,13 +256,9 @@ def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | N
 
 
 def save_trained(
-    model: nn.Module,
-    save_directory: str | Path,
-    is_main_process: bool = True,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-    push_to_hub: bool = False,
-    **_,
-) -> None:
+    model: nn.Module, save_directory: str | Path, is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None, push_to_hub: bool = False, **_,
+) -> None:  # fmt: skip
     """Write what `model` trains into a folder beside what it holds, each file whole: a marked model's `save_pretrained`.
 
     Takes the arguments of transformers' method; of those that are not named here none changes what is written.

@@ -44,14 +44,9 @@ class _MoETrainer(WholeSaves):
     """
 
     def __init__(
-        self,
-        *args,
-        stop_on_nan: bool = True,
-        router_stats: bool = True,
-        balance_loss: str | None = None,
-        balance_loss_coef: float | None = None,
-        **kwargs,
-    ):
+        self, *args, stop_on_nan: bool = True, router_stats: bool = True, balance_loss: str | None = None,
+        balance_loss_coef: float | None = None, **kwargs,
+    ):  # fmt: skip
         self.balance_loss: BalanceLoss | None = None
         if balance_loss is not None:
             model = args[0] if args else kwargs.get("model")
@@ -169,10 +164,7 @@ class _MoETrainer(WholeSaves):
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; of a model that trains experts apart, those alone, where they are spread too.
-
-        Raises ValueError, with nothing written, for those in the folder of a whole model: their file has its name.
-        """
+        """Save as transformers does; of a model that trains experts apart those alone, never into a whole model's folder."""
         self._check_place(self.args.output_dir if output_dir is None else output_dir)
         if trained_files.training_of(self.model) is None or not (self.is_fsdp_enabled or trained_files.is_split(self.model)):
             super().save_model(output_dir, _internal_call)
@@ -193,10 +185,7 @@ class _MoETrainer(WholeSaves):
             super()._load_best_model()
 
     def _load_adapter(self, folder: str | Path) -> bool:
-        """Load the checkpoint of a model that trains experts apart; False, with nothing done, for another model.
-
-        Raises ValueError for a checkpoint of the other kind, or of other experts.
-        """
+        """Load a checkpoint of experts that train apart, ValueError for others; False, with nothing done, for another model."""
         training, reason = trained_files.training_of(self.model), None
         trains_apart, is_sharded = training is not None, self.is_fsdp_enabled
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
@@ -280,9 +269,9 @@ class MoETrainer(_MoETrainer, Trainer):
 
 
 def check_rows(model, rows, tokenizer=None) -> None:
-    """Raise ValueError for an id in the column `input_ids` that the model's embedding has no row for; warn of such padding.
+    """Raise ValueError for an id in `input_ids` that the model's embedding has no row for; warn of such padding.
 
-    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; what is read only later is not looked at.
+    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; streamed rows are not checked.
     """
     if isinstance(rows, Mapping):
         for part in rows.values():

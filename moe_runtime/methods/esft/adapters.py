@@ -6,9 +6,10 @@
 
 A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the
 official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
-`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory. On another base of the same
-shapes an adapter would silently do harm, so the base is described by its config, its experts' shapes and a few weights, from
-which an error says what differs.
+`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
+
+An adapter replaces whole experts and would do harm on another base of the same shapes. So the base is described by fields of
+its config, its experts' shapes and a few of its weights, in plain values rather than a hash alone: errors say what differs.
 """
 
 import functools

@@ -1,13 +1,12 @@
-"""UpIT from disk to disk: its steps on folders and a file of rows, as the command line's verbs do them, each in one call.
+"""UpIT from disk to disk: the steps of the command line on folders and a file of rows, each in one call.
 
 route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows that it is best at
-assemble_folders  experts, or what route_folders wrote -> a Mixture-of-Experts model
+assemble_folders  experts, or what route_folders wrote -> an MoE model
+export_mixtral    an MoE model -> a stock Mixtral folder with the same logits in plain transformers
 
-An assembled model as a stock Mixtral folder: the same logits in plain transformers, and wherever Mixtral runs.
-
-Mixtral's gate, softmax over all experts, the top k of it, divided by their sum, is softmax over the logits of the top k: gates
-softmax_topk_renorm and topk_softmax. Its base is a Llama or Mistral without biases. The config, the names and the layouts come
-from transformers' own tables. Streamed: memory holds a tensor of the backbone, one expert's matrices and a shard of the target.
+Mixtral's gate renormalizes the top k of a softmax, which is softmax over the logits of the top k: gates softmax_topk_renorm
+and topk_softmax. Its base is a Llama or Mistral without biases. The export streams: memory holds a tensor of the backbone, one
+expert's matrices and a shard of the target.
 """
 
 import json

@@ -94,17 +94,11 @@ def upcycle_to(stage: str, model: nn.Module, family: families.Family, config: Mo
     stacks = [name for name in names if name.partition(".experts.")[0] in layers]
     routers = [name for name in names if name.partition(".gate.")[0] in layers]
     return UpcycleReceipt(
-        config=config,
-        layers=tuple(layers.values()),
-        dense_parameters=dense_parameters,
-        moe_parameters=moe_parameters,
-        active_parameters=active_parameters,
-        copied=tuple(stacks),
-        drawn=tuple(routers),
-        error=((after - before).norm() / before.norm()).item(),
-        preserves=stage == "ewa" or config.gate in EXACT_GATES,
+        config=config, layers=tuple(layers.values()), dense_parameters=dense_parameters, moe_parameters=moe_parameters,
+        active_parameters=active_parameters, copied=tuple(stacks), drawn=tuple(routers),
+        error=((after - before).norm() / before.norm()).item(), preserves=stage == "ewa" or config.gate in EXACT_GATES,
         stage=stage,
-    )
+    )  # fmt: skip
 
 
 def to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> nn.Module:

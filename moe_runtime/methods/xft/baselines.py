@@ -152,14 +152,9 @@ class Averaging:
 
 
 def average_after_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    share: float = 0.3,
-    schedule: str = "constant",
-    total_steps: int | None = None,
-    step: int = 0,
-) -> Averaging:
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, share: float = 0.3, schedule: str = "constant",
+    total_steps: int | None = None, step: int = 0,
+) -> Averaging:  # fmt: skip
     """Average the experts that train after each of the optimizer's steps; its state is left alone.
 
     `total_steps` is T of a linear schedule, `step` how many are done. Call it when model and optimizer are what they will

@@ -60,15 +60,11 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         rows = [_row(name, found[name], note) for name, note in notes.items()]
         stats = _routed(stages, moe)
         results = {
-            "recipe": recipe.to_dict(),
-            "seed": seed,
-            "rows": rows,
-            "upcycled_error": moe.upcycled_error,
-            "alpha": merged.alpha,
+            "recipe": recipe.to_dict(), "seed": seed, "rows": rows, "upcycled_error": moe.upcycled_error, "alpha": merged.alpha,
             "expert_slots": stats.counts.tolist(),
             "held_out_curves": {name: found[name].history for name in ("base", "SFT", "MoE")} | {"mixing": merged.history},
             "torch": torch.__version__,
-        }
+        }  # fmt: skip
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         plots.save(_picture(results, stats), folder / "xft.png")
         transcript = _transcript(stages, merged)

@@ -20,16 +20,9 @@ from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
 
 
 def upcycle_folder(
-    source: str | Path,
-    target: str | Path,
-    *,
-    layers: Sequence[int] | None = None,
-    seed: int = 42,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    **settings,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, layers: Sequence[int] | None = None, seed: int = 42,
+    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None, **settings,
+) -> FolderReceipt:  # fmt: skip
     """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
 
     Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
@@ -118,15 +111,9 @@ def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequ
 
 
 def mergeable_folder(
-    source: str | Path,
-    target: str | Path,
-    *,
-    shared_rate: float = 0.75,
-    soup: bool = False,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, shared_rate: float = 0.75, soup: bool = False, max_shard_size: int | str = SHARD,
+    overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Write an upcycled folder as a mergeable one: the same experts, and mixing logits at INIT in place of the routers.
 
     Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
@@ -153,15 +140,10 @@ def mergeable_folder(
 
 
 def merge_folder(
-    source: str | Path,
-    target: str | Path,
-    *,
-    shared_rate: float | None = None,
-    alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, shared_rate: float | None = None,
+    alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None, max_shard_size: int | str = SHARD,
+    overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
 
     `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with

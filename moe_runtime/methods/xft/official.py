@@ -62,10 +62,9 @@ def load_tensors(file: Path) -> Mapping:
 
 
 class TorchFiles:
-    """Files of torch.save open for reading, with the reading half of Checkpoint; one file is open at a time.
+    """Files of torch.save, with the reading half of Checkpoint; one is open at a time, `flatten` makes it {key: tensor}.
 
-    `flatten` turns what a file holds into {key: tensor}. Raises ValueError for files that hold anything but dense tensors,
-    and for a key in two files.
+    Raises ValueError for files that hold anything but dense tensors, and for a key in two files.
     """
 
     def __init__(self, path: Path, names: Iterable[str], flatten: Callable[[Mapping, str], Mapping]):
@@ -143,15 +142,9 @@ class _Source(NamedTuple):
 
 
 def import_official(
-    source: str | Path,
-    target: str | Path,
-    *,
-    ffn_folder: str | Path | None = None,
-    rope_theta: float | None = None,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, ffn_folder: str | Path | None = None, rope_theta: float | None = None,
+    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Write a folder of the released XFT code as one of ours: an MoE's at stage "moe", a weighted model's at "mergeable".
 
     `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source`, config.json's ffn_folder_path or its
@@ -200,10 +193,7 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
 
 
 def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
-    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts.
-
-    A weighted model's are in `ffn_folder` if given, else in `source`, in the folder that config.json names, or beside `source`.
-    """
+    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts (`import_official`)."""
     model, reason = open_model(source), None
     names = {key.partition(".mlp.")[2] for key in model.keys()}
     is_moe = any(name.startswith("calculator.experts.") for name in names)
@@ -308,14 +298,9 @@ def _import_layer(job: Conversion, layer: int, moe: MoEConfig, stage: str) -> No
 
 
 def export_official(
-    source: str | Path,
-    target: str | Path,
-    *,
-    keep_rope: bool = False,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    source: str | Path, target: str | Path, *, keep_rope: bool = False, max_shard_size: int | str = SHARD,
+    overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Write an upcycled Llama folder for the released XFT code: stage "moe" as its MoE, "mergeable" as its weighted model.
 
     The weighted model's `ffn_layer_{l}.pt` lie in `target` itself, and config.json names it by its whole path. `keep_rope`

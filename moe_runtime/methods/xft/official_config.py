@@ -33,47 +33,23 @@ GATES = {
 }
 # what the released config class says where config.json says nothing: of the experts
 _MOE_KEYS = {
-    "num_experts": 8,
-    "num_selects": 2,
-    "size_experts": None,
-    "gate_type": "TopKBalancedNoisyGate",
-    "gate_network": "mlp",
-    "gate_use_softmax": True,
-    "gate_use_balance": True,
-    "gate_balance_loss_weight": 0.01,
-    "gate_add_noise": True,
-    "gate_noise_epsilon": 0.01,
-    "calculator_type": "UniversalCalculator",
-    "multiply_gate_scores": True,
-    "score_scale_factor": 1.0,
-    "add_weight_norm": False,
-    "drop_tokens": True,
-    "dropped_padding": "zero",
-    "capacity_factor": 1.25,
-    "shared_expert_weight": 0.75,
+    "num_experts": 8, "num_selects": 2, "size_experts": None, "gate_type": "TopKBalancedNoisyGate", "gate_network": "mlp",
+    "gate_use_softmax": True, "gate_use_balance": True, "gate_balance_loss_weight": 0.01, "gate_add_noise": True,
+    "gate_noise_epsilon": 0.01, "calculator_type": "UniversalCalculator", "multiply_gate_scores": True,
+    "score_scale_factor": 1.0, "add_weight_norm": False, "drop_tokens": True, "dropped_padding": "zero",
+    "capacity_factor": 1.25, "shared_expert_weight": 0.75,
     "ffn_folder_path": "ds-8x6.7b-top-6-universal-evol-instruct-5e-5_bs_64_epoch_4_ffn",
-}
+}  # fmt: skip
 # and of the rest, where that is not what Llama's config says
 _STOCK_KEYS = {
-    "vocab_size": 32256,
-    "hidden_size": 2048,
-    "intermediate_size": 5504,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 16384,
-    "pad_token_id": 32014,
-    "bos_token_id": 32013,
-    "eos_token_id": 32014,
-    "rope_scaling": {"factor": 4.0, "type": "linear"},
-}
+    "vocab_size": 32256, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "max_position_embeddings": 16384, "pad_token_id": 32014, "bos_token_id": 32013,
+    "eos_token_id": 32014, "rope_scaling": {"factor": 4.0, "type": "linear"},
+}  # fmt: skip
 # the one value of each that we compute
 _FIXED = {
-    "gate_use_softmax": True,
-    "calculator_type": "UniversalCalculator",
-    "multiply_gate_scores": True,
-    "add_weight_norm": False,
-}
+    "gate_use_softmax": True, "calculator_type": "UniversalCalculator", "multiply_gate_scores": True, "add_weight_norm": False,
+}  # fmt: skip
 # what our config says beyond theirs travels under this key, and comes back
 EXTRA = "moe_runtime_extra"
 _EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
@@ -144,17 +120,12 @@ def _moe_settings(values: dict) -> dict:
         raise ValueError(f"{other}; no other is computed here")
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
-        "num_experts": values["num_experts"],
-        "top_k": values["num_selects"],
-        "gate": GATES[gate],
-        "router": str(values["gate_network"]).lower(),
-        "noisy_gate": values["gate_add_noise"],
-        "noise_epsilon": values["gate_noise_epsilon"],
-        "balance_loss": "cv2" if values["gate_use_balance"] else "none",
-        "balance_loss_coef": values["gate_balance_loss_weight"],
-        "load_quirk": True,
+        "num_experts": values["num_experts"], "top_k": values["num_selects"], "gate": GATES[gate],
+        "router": str(values["gate_network"]).lower(), "noisy_gate": values["gate_add_noise"],
+        "noise_epsilon": values["gate_noise_epsilon"], "balance_loss": "cv2" if values["gate_use_balance"] else "none",
+        "balance_loss_coef": values["gate_balance_loss_weight"], "load_quirk": True,
         "initializer_range": values.get("initializer_range", 0.02),
-    }
+    }  # fmt: skip
 
 
 def _extra_settings(extra: dict) -> dict:
@@ -221,23 +192,17 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
     kind = rope["rope_type"]
     names = {"moe": (MODEL_TYPE, "LlamaMoEUpscalingForCausalLM"), "mergeable": ("llama", "LlamaWeightedForCausalLM")}
     values = stock | {
-        "model_type": names[stage][0],
-        "architectures": [names[stage][1]],
-        "rope_theta": rope["rope_theta"],
+        "model_type": names[stage][0], "architectures": [names[stage][1]], "rope_theta": rope["rope_theta"],
         "rope_scaling": None if kind == "default" else {"type": kind, "factor": float(rope["factor"])},
-    }
+    }  # fmt: skip
     values |= _MOE_KEYS | {
-        "num_experts": moe.num_experts,
-        "num_selects": moe.top_k,
-        "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate),
-        "gate_network": moe.router,
-        "gate_use_balance": moe.balance_loss == "cv2",
-        "gate_balance_loss_weight": moe.balance_loss_coef,
-        "gate_add_noise": moe.noisy_gate,
-        "gate_noise_epsilon": moe.noise_epsilon,
+        "num_experts": moe.num_experts, "num_selects": moe.top_k,
+        "gate_type": next(name for name, gate in GATES.items() if gate == moe.gate), "gate_network": moe.router,
+        "gate_use_balance": moe.balance_loss == "cv2", "gate_balance_loss_weight": moe.balance_loss_coef,
+        "gate_add_noise": moe.noisy_gate, "gate_noise_epsilon": moe.noise_epsilon,
         "shared_expert_weight": config.moe_runtime["shared_rate"] if stage == "mergeable" else 0.75,
         "ffn_folder_path": None if ffn_folder is None else str(ffn_folder),
-    }
+    }  # fmt: skip
     return values | _extra(config, moe, values)
 
 
@@ -260,13 +225,11 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
             ("rope_parameters", rope, set(rope) <= {"rope_theta", "rope_type", "factor", "type"}, "a base, a type, a factor"),
             ("attention_bias", True, not (is_moe and stock.get("attention_bias")), "False in an MoE's attention"),
             (
-                "rope_theta",
-                base,
-                not is_moe or keep_rope or base == ROPE_BASE,
+                "rope_theta", base, not is_moe or keep_rope or base == ROPE_BASE,
                 f"{ROPE_BASE}, or keep_rope=True, which writes an MoE's folder for readers that heed it",
             ),
         ]
-    )
+    )  # fmt: skip
     if other is not None:
         raise ValueError(f"{other}; the released XFT code has no other")
 

@@ -20,11 +20,9 @@ from moe_runtime.io.rows import BUILT_IN
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
 SETTINGS = {name: kind for name, kind in typing.get_type_hints(MoEConfig).items() if name not in OF_THE_BASE}
 Experts = create_model(
-    "Experts",
-    __base__=Node,
-    preset=(str | None, None),
+    "Experts", __base__=Node, preset=(str | None, None),
     **{name: (AnyNumber if kind is float else kind, None) for name, kind in SETTINGS.items()},
-)
+)  # fmt: skip
 
 
 class Data(Rows):

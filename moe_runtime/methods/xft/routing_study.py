@@ -3,8 +3,8 @@
     share_e(text)  = slots of expert e / slots of all routed experts       per layer; 1 / R where nothing is preferred
     distance(a, b) = 1/2 sum_e |share_e(a) - share_e(b)|                   total variation, mean over the layers, 0 to 1
 
-The distance between two halves of one text is what chance alone makes of a distance; a text is routed in its own way where
-its distance to the others is larger than that. A shared expert sees every token and is left out.
+The distance between two halves of one text is what chance makes; a text is routed in its own way where its distance to the
+others is larger. A shared expert sees every token and is left out.
 """
 
 import random
@@ -97,10 +97,7 @@ def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> di
 
 
 def measure(process, texts: Sequence[str], tokens: int) -> dict:
-    """Route at most `tokens` tokens of every text through the mixture of each seed; return Routing's fields.
-
-    What routing-stats.json holds of the same mixtures and settings is not measured again.
-    """
+    """Route at most `tokens` tokens of each text through each seed's MoE; return Routing's fields, known ones not anew."""
     moes = [stages.moe() for stages in process.all]
     folders = ["/".join(Path(moe.folder).parts[-2:]) for moe in moes]
     made = {"folders": folders, "summary": _summary}

@@ -24,20 +24,14 @@ AnyWeights = Annotated[bool, option("Accept a base that the adapter was not trai
 
 @verb(app, "olmoe --data law.jsonl --out law/summary.json", Kept("{out}", "{logs}"))
 def score(
-    model: Source,
-    data: Data,
-    out: Annotated[Path, option("The summary to write, a .json file.")],
+    model: Source, data: Data, out: Annotated[Path, option("The summary to write, a .json file.")],
     n_tokens: Annotated[int, option("Tokens to score, at most.")] = 131072,
     logs: Annotated[Path | None, option("A folder to write the official logs to as well; must not exist.")] = None,
-    variant: Variant = None,
-    max_length: MaxLength = 4096,
-    pack: Pack = True,
-    batch_size: ForwardBatch = 1,
+    variant: Variant = None, max_length: MaxLength = 4096, pack: Pack = True, batch_size: ForwardBatch = 1,
     prompt: Prompt = "plain",
     pairs: Annotated[bool, option("Count pairs of experts too, for select --group-size.", "--pairs")] = False,
-    seed: Annotated[int, option("Seed of the samples' order.")] = 5934875,
-    overwrite: Overwrite = False,
-):
+    seed: Annotated[int, option("Seed of the samples' order.")] = 5934875, overwrite: Overwrite = False,
+):  # fmt: skip
     """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
     _check_free(out, overwrite)
     require("datasets")
@@ -108,28 +102,22 @@ def select(
 
 @verb(app, "olmoe --config law/config.json --data law.jsonl --out law/adapter", Kept("{out}-checkpoints", resumes=True))
 def train(
-    model: Source,
-    config: Annotated[Path, option("What select wrote, or an official expert_cfg.json.")],
-    data: Data,
+    model: Source, config: Annotated[Path, option("What select wrote, or an official expert_cfg.json.")], data: Data,
     out: Annotated[Path, option("Folder of the adapter; must not exist.")],
     held_out: Annotated[str | None, option("Held-out examples; one in fifty of --data unless given.")] = None,
     steps: Annotated[int, option("Optimizer steps.")] = 500,
     learning_rate: Annotated[float, option("Constant learning rate of AdamW.")] = 1e-5,
     batch_size: Annotated[int, option("Samples per step, over all processes.")] = 32,
     per_device_batch_size: Annotated[int, option("Samples per forward pass of a process.")] = 1,
-    weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1,
-    max_length: MaxLength = 4096,
-    pack: Pack = True,
+    weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1, max_length: MaxLength = 4096, pack: Pack = True,
     prompt: Prompt = "plain",
     dtype: Annotated[str | None, option("Of what trains; the model's, float32 at least.", words=DTYPES)] = None,
-    bf16: Bf16 = False,
-    gradient_checkpointing: Checkpointing = False,
+    bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False,
     save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
     shared_experts: Annotated[bool | None, option("Train the shared experts too.")] = None,
-    non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None,
-    seed: Seed = 0,
+    non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None, seed: Seed = 0,
     overwrite: Overwrite = False,
-):
+):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
 
     Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime esft train ...
@@ -175,15 +163,11 @@ def train(
 
 @verb(app, "olmoe law/adapter --data law-test.jsonl")
 def apply(
-    model: Source,
-    adapter: Adapter,
+    model: Source, adapter: Adapter,
     data: Annotated[str | None, option("Examples to compute the loss of, without the adapter and with it.")] = None,
-    limit: Annotated[int, option("Examples of --data, at most.")] = 256,
-    max_length: MaxLength = 4096,
-    batch_size: ForwardBatch = 1,
-    prompt: Prompt = "plain",
-    any_weights: AnyWeights = False,
-):
+    limit: Annotated[int, option("Examples of --data, at most.")] = 256, max_length: MaxLength = 4096,
+    batch_size: ForwardBatch = 1, prompt: Prompt = "plain", any_weights: AnyWeights = False,
+):  # fmt: skip
     """Show what an adapter holds and whether it fits a model; with --data, its effect on the loss. Writes nothing."""
     if data is not None:
         require("datasets")
@@ -211,13 +195,9 @@ def apply(
 
 @verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"))
 def merge(
-    base: Source,
-    adapter: Adapter,
-    out: Target,
-    max_shard_size: ShardSize = "2GB",
-    any_weights: AnyWeights = False,
+    base: Source, adapter: Adapter, out: Target, max_shard_size: ShardSize = "2GB", any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
-):
+):  # fmt: skip
     """Write a copy of the base with the adapter's experts in it; never holds the whole model in memory."""
     from moe_runtime.methods.esft.folders import merge_folder
 

@@ -18,13 +18,11 @@ app = typer.Typer()  # its verbs are mounted at the top
 
 @verb(app, "olmoe --data pairs.jsonl --out runs/stats", Kept("{out}/router_load.csv", "{out}/router_load.png"))
 def stats(
-    source: Source,
-    data: Data,
+    source: Source, data: Data,
     out: Annotated[Path, option("Folder for the CSV file and the heat map.")] = Path("runs/stats"),
-    tokens: Annotated[int, option("Tokens to route, at most.")] = 131072,
-    max_length: MaxLength = 1024,
+    tokens: Annotated[int, option("Tokens to route, at most.")] = 131072, max_length: MaxLength = 1024,
     batch_size: Annotated[int, option("Examples per forward pass.")] = 4,
-):
+):  # fmt: skip
     """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set over the experts."""
     require("datasets")
     require("matplotlib", "plot")

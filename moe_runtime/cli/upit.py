@@ -38,17 +38,13 @@ def choose(
 
 @verb(app, "step-100 step-200 --count 8 --base llama --out grown", Kept("{out}", resumes=True, drop=("--overwrite",)))
 def grow(
-    experts: Experts,
-    out: Out,
-    base: Annotated[Path, option("Folder of the dense model that all were tuned from.")],
+    experts: Experts, out: Out, base: Annotated[Path, option("Folder of the dense model that all were tuned from.")],
     count: Annotated[int, option("Experts at the end, including the given ones.")] = 8,
     metric: Annotated[str, option("Distance between experts: cosine or l2.", words="cosine l2")] = "cosine",
     of: Annotated[str, option("Compare delta (what training added) or weight.", words="delta weight")] = "delta",
     parents: Annotated[str, option("farthest, as in the paper, or random.", words="farthest random")] = "farthest",
-    drop: Annotated[float, option("Share of changes that DARE drops.")] = 0.5,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-):
+    drop: Annotated[float, option("Share of changes that DARE drops.")] = 0.5, seed: Seed = 0, overwrite: Overwrite = False,
+):  # fmt: skip
     """Make more experts: each is a weighted, mutated sum of the two that differ most. Rerun to resume."""
     from moe_runtime.methods.upit import expand_experts
 
@@ -65,10 +61,7 @@ def grow(
 
 @verb(app, "step-100 step-200 --data rows.jsonl --out routers", Kept("{out}", resumes=True))
 def init_routers(
-    experts: Experts,
-    data: Data,
-    out: Out,
-    base: Base = None,
+    experts: Experts, data: Data, out: Out, base: Base = None,
     share: Annotated[float, option("Share of the examples that are drawn as seed data.")] = 0.01,
     at_least: Annotated[int, option("Examples of seed data, at least.")] = 500,
     capacity: Annotated[int | None, option("Examples per expert, at most; equal shares unless given.")] = None,
@@ -81,12 +74,9 @@ def init_routers(
     vector_learning_rate: Annotated[float | None, option("Of the vectors; the learning rate unless given.")] = None,
     batch_size: Annotated[int, option("Examples per optimizer step.")] = 128,
     per_device_batch_size: Annotated[int | None, option("Examples per forward pass; the batch unless given.")] = None,
-    bf16: Bf16 = False,
-    gradient_checkpointing: Checkpointing = False,
-    max_length: MaxLength = 2048,
-    prompt: Prompt = "plain",
+    bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False, max_length: MaxLength = 2048, prompt: Prompt = "plain",
     seed: Seed = 0,
-):
+):  # fmt: skip
     """Give each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
     one_gpu()
     from moe_runtime.methods.upit.folders import route_folders
@@ -107,18 +97,15 @@ def init_routers(
 
 @verb(app, "--routers routers --out moe", Kept("{out}"))
 def assemble(
-    experts: Annotated[list[Path] | None, argument("Experts' folders, for a random router.")] = None,
-    out: Out = ...,
-    routers: Annotated[Path | None, option("What init-routers wrote: experts and vectors.")] = None,
-    base: Base = None,
+    experts: Annotated[list[Path] | None, argument("Experts' folders, for a random router.")] = None, out: Out = ...,
+    routers: Annotated[Path | None, option("What init-routers wrote: experts and vectors.")] = None, base: Base = None,
     top_k: Annotated[int, option("Experts per token.")] = 2,
     gate: Annotated[str, option(", ".join(UNSHARED), words=UNSHARED)] = "softmax_topk_renorm",
     balance_loss: Annotated[str, option("switch, cv2 or none.", words=config.BALANCE_LOSSES)] = "switch",
     balance_loss_coef: Annotated[float, option("Weight of the balance loss.")] = 0.01,
     backbone: Annotated[str, option("Other weights: the experts' mean, or the base's.", words="mean base")] = "mean",
-    seed: Seed = 42,
-    overwrite: Overwrite = False,
-):
+    seed: Seed = 42, overwrite: Overwrite = False,
+):  # fmt: skip
     """Put experts behind a router made of their routing vectors: an MoE model to tune as any other."""
     from moe_runtime.methods.upit.folders import assemble_folders
 

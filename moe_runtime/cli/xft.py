@@ -17,9 +17,7 @@ PRESET = "Defaults of the options below: xft-paper, or xft-official for the rele
 
 @verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"))
 def upcycle(
-    source: Source,
-    target: Target,
-    num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
+    source: Source, target: Target, num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
     top_k: Annotated[int, option("Experts per token, including the shared one.")] = 6,
     preset: Annotated[str, option(PRESET, words=tuple(config.PRESETS))] = "xft-paper",
     gate: Annotated[str | None, option(GATE, words=config.GATES)] = None,
@@ -29,10 +27,8 @@ def upcycle(
     balance_loss_coef: Annotated[float | None, option("Weight of the balance loss.")] = None,
     layers: Annotated[str | None, option("Layers to upcycle, such as 0-3,8; all unless given.")] = None,
     check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
-    max_shard_size: ShardSize = "2GB",
-    seed: Seed = 42,
-    overwrite: Overwrite = False,
-):
+    max_shard_size: ShardSize = "2GB", seed: Seed = 42, overwrite: Overwrite = False,
+):  # fmt: skip
     """Turn a dense model into an MoE model: every MLP becomes copies of itself behind a router."""
     from moe_runtime.config import PRESETS, check_choice
     from moe_runtime.methods.xft import folders
@@ -62,13 +58,11 @@ def upcycle(
 
 @verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"))
 def to_mergeable(
-    source: Source,
-    target: Target,
+    source: Source, target: Target,
     shared_rate: Annotated[float, option("lambda: the mixing coefficient of the shared expert.")] = 0.75,
     soup: Annotated[bool, option("Learn the coefficients of all experts (learned soup).", "--soup")] = False,
-    max_shard_size: ShardSize = "2GB",
-    overwrite: Overwrite = False,
-):
+    max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
+):  # fmt: skip
     """Make a tuned MoE model mergeable: each MLP weight becomes a mix of the experts' with coefficients to train."""
     from moe_runtime.methods.xft import folders
 
@@ -96,13 +90,10 @@ Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 @verb(app, "mixed dense", Kept("{target}"))
 def merge(
-    source: Source,
-    target: Target,
+    source: Source, target: Target,
     shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
-    alpha: Alpha = None,
-    max_shard_size: ShardSize = "2GB",
-    overwrite: Overwrite = False,
-):
+    alpha: Alpha = None, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
+):  # fmt: skip
     """Merge the experts to a dense model of the base's architecture, with the learned or the initial coefficients."""
     from moe_runtime.methods.xft import folders
 
@@ -118,13 +109,11 @@ def merge(
 
 @verb(app, "moe mixtral", Kept("{target}"))
 def export(
-    source: Source,
-    target: Target,
+    source: Source, target: Target,
     to: Annotated[str, option("mixtral (transformers) or official (XFT code).", words="mixtral official")] = "mixtral",
     keep_rope: Annotated[bool, option("Of official: keep a rotary base that it ignores.", "--keep-rope")] = False,
-    max_shard_size: ShardSize = "2GB",
-    overwrite: Overwrite = False,
-):
+    max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
+):  # fmt: skip
     """Write an MoE model in a format that does not need this package; merge writes a dense one."""
     from moe_runtime.config import check_choice
 
@@ -142,13 +131,11 @@ def export(
 
 @verb(app, "official-moe moe", Kept("{target}"))
 def import_official(
-    source: Source,
-    target: Target,
+    source: Source, target: Target,
     ffn_folder: Annotated[Path | None, option("Folder of ffn_layer files; the config's unless given.")] = None,
     rope_theta: Annotated[float | None, option("Rotary base; the released code's unless given.")] = None,
-    max_shard_size: ShardSize = "2GB",
-    overwrite: Overwrite = False,
-):
+    max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
+):  # fmt: skip
     """Convert an MoE model that the released XFT code saved."""
     from moe_runtime.methods.xft.official import import_official
 

@@ -128,16 +128,9 @@ class KeptStages:
             return self.make_data(tmp) if main else {}
 
     def _stage(
-        self,
-        kind: str,
-        name: str,
-        settings: dict,
-        parents: list,
-        make: Callable[[Path, Path], dict],
-        seed: int | None = None,
-        holds: str = "model",
-        result: type | None = None,
-    ):
+        self, kind: str, name: str, settings: dict, parents: list, make: Callable[[Path, Path], dict],
+        seed: int | None = None, holds: str = "model", result: type | None = None,
+    ):  # fmt: skip
         """Return the stage of these settings, made by `make(tmp, checkpoints)` if it is not there yet.
 
         `holds` is what of the stage's folder the result's `folder` is; `result` the kind of the result, in its class's place.

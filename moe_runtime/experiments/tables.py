@@ -283,17 +283,9 @@ class Command(NamedTuple):
 
 
 def run(
-    commands: Mapping[str, Command],
-    stages: type,
-    command: str,
-    recipe="tiny",
-    out: str | Path | None = None,
-    *,
-    seeds: int = 3,
-    say: Callable[[str], None] = print,
-    overwrite: bool = False,
-    **options,
-):
+    commands: Mapping[str, Command], stages: type, command: str, recipe="tiny", out: str | Path | None = None, *,
+    seeds: int = 3, say: Callable[[str], None] = print, overwrite: bool = False, **options,
+):  # fmt: skip
     """Make one of `commands`: train what `out` has not yet, write OUT/<command>.json and .png, return the report.
 
     `recipe` is a recipe of the class `stages`, its file or its name, `out` runs/METHOD unless given; the seeds are `seeds` in

@@ -52,12 +52,9 @@ __all__ = [
 
 
 def train_only(
-    model: nn.Module,
-    selection: ExpertSelection,
-    shared_experts: bool | None = None,
-    non_expert_modules: bool | None = None,
+    model: nn.Module, selection: ExpertSelection, shared_experts: bool | None = None, non_expert_modules: bool | None = None,
     dtype: torch.dtype | None = None,
-) -> TrainableReceipt:
+) -> TrainableReceipt:  # fmt: skip
     """Make `model` train only the experts of `selection`, in place: stored separately from the stacks, all else frozen.
 
     The two flags default to the selection's: the MLPs that all tokens pass through, and everything that is not an expert (the

@@ -142,15 +142,9 @@ class SampleSizes(_Plain):
 
 
 def sample_sizes(
-    model: nn.Module,
-    rows: Mapping[str, Sequence],
-    sizes: Sequence[int],
-    *,
-    top: int = TOP,
-    score: str = "gate",
-    seed: int = SEED,
-    **options,
-) -> SampleSizes:
+    model: nn.Module, rows: Mapping[str, Sequence], sizes: Sequence[int], *, top: int = TOP, score: str = "gate",
+    seed: int = SEED, **options,
+) -> SampleSizes:  # fmt: skip
     """Score two samples without common rows of every task, for each number of tokens, and compare their top experts, Fig. 8.
 
     `rows` are tokenized, by task; `options` are those of `sample_batches`.

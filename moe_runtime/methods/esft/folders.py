@@ -55,15 +55,9 @@ class _Rows(NamedTuple):
 
 
 def merge_folder(
-    base: str | Path,
-    adapter: Adapter | str | Path,
-    out: str | Path,
-    *,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    check_weights: bool = True,
-    progress: Progress | None = None,
-) -> MergeReceipt:
+    base: str | Path, adapter: Adapter | str | Path, out: str | Path, *, max_shard_size: int | str = SHARD,
+    overwrite: bool = False, check_weights: bool = True, progress: Progress | None = None,
+) -> MergeReceipt:  # fmt: skip
     """Write the model folder `base` with the experts of `adapter` to the folder `out`, in base's names, layouts and dtypes."""
     check_out_dir(out, overwrite, [base, adapter])
     adapter = as_adapter(adapter)

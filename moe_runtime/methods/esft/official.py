@@ -43,13 +43,9 @@ def log_name(layer: int) -> str:
 
 
 def read_logs(
-    folder: str | os.PathLike,
-    *,
-    top_k: int | None = None,
-    num_experts: int | None = None,
-    layers: Sequence[int] | None = None,
-    pairs: bool = False,
-) -> GateSums:
+    folder: str | os.PathLike, *, top_k: int | None = None, num_experts: int | None = None,
+    layers: Sequence[int] | None = None, pairs: bool = False,
+) -> GateSums:  # fmt: skip
     """Read the logs in `folder` and its folders rank_*; a line is a sample.
 
     `top_k` defaults to the largest number with which no token of the first layer has an expert twice, `num_experts` to the

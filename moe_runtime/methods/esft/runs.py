@@ -38,22 +38,10 @@ NOT_COMPARED = ("per_device_batch_size",)  # settings of a training that a run m
 
 
 def score_folder(
-    source: str | Path,
-    rows: str | Path,
-    out: str | Path,
-    *,
-    logs: str | Path | None = None,
-    n_tokens: int = TOKENS,
-    variant: str = "v1",
-    max_length: int = LENGTH,
-    packed: bool = True,
-    batch_size: int = 1,
-    prompt: str = "plain",
-    pairs: bool = False,
-    seed: int = SEED,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> esft.ExpertScores:
+    source: str | Path, rows: str | Path, out: str | Path, *, logs: str | Path | None = None, n_tokens: int = TOKENS,
+    variant: str = "v1", max_length: int = LENGTH, packed: bool = True, batch_size: int = 1, prompt: str = "plain",
+    pairs: bool = False, seed: int = SEED, overwrite: bool = False, progress: Callable[[int, int], None] | None = None,
+) -> esft.ExpertScores:  # fmt: skip
     """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
 
     `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one of
@@ -107,21 +95,10 @@ class TrainingReceipt(NamedTuple):
 
 
 def train_folder(
-    source: str | Path,
-    selection: esft.ExpertSelection | str | Path,
-    rows: str | Path,
-    out: str | Path,
-    training: Tuning,
-    *,
-    held_out: str | Path | None = None,
-    max_length: int = LENGTH,
-    packed: bool = True,
-    prompt: str = "plain",
-    dtype: str | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    on_step=None,
-) -> TrainingReceipt:
+    source: str | Path, selection: esft.ExpertSelection | str | Path, rows: str | Path, out: str | Path, training: Tuning, *,
+    held_out: str | Path | None = None, max_length: int = LENGTH, packed: bool = True, prompt: str = "plain",
+    dtype: str | None = None, seed: int = 0, overwrite: bool = False, on_step=None,
+) -> TrainingReceipt:  # fmt: skip
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
     `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
@@ -182,16 +159,9 @@ class CheckReceipt(NamedTuple):
 
 
 def check_folder(
-    source: str | Path,
-    adapter: str | Path,
-    rows: str | Path | None = None,
-    *,
-    limit: int = 256,
-    max_length: int = LENGTH,
-    batch_size: int = 1,
-    prompt: str = "plain",
-    check_weights: bool = True,
-) -> CheckReceipt:
+    source: str | Path, adapter: str | Path, rows: str | Path | None = None, *, limit: int = 256, max_length: int = LENGTH,
+    batch_size: int = 1, prompt: str = "plain", check_weights: bool = True,
+) -> CheckReceipt:  # fmt: skip
     """Say whether an adapter belongs to the model in folder `source`, from its headers and a few rows of its weights.
 
     With `rows`, what `data.read_rows` takes, also the mean loss per label token of the first `limit`, without and with

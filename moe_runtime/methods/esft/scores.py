@@ -191,16 +191,10 @@ def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
 
 @torch.no_grad()
 def score_experts(
-    model: nn.Module,
-    dataloader: Iterable[Mapping[str, torch.Tensor] | torch.Tensor],
-    n_tokens: int = TOKENS,
-    *,
-    variant: str = "v1",
-    log_dir: str | os.PathLike | None = None,
-    pairs: bool = False,
-    per_process: bool = False,
+    model: nn.Module, dataloader: Iterable[Mapping[str, torch.Tensor] | torch.Tensor], n_tokens: int = TOKENS, *,
+    variant: str = "v1", log_dir: str | os.PathLike | None = None, pairs: bool = False, per_process: bool = False,
     overwrite: bool = False,
-) -> ExpertScores:
+) -> ExpertScores:  # fmt: skip
     """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
 
     A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count. `log_dir` also
@@ -230,15 +224,9 @@ def score_experts(
 
 
 def sample_batches(
-    rows: Iterable[Sequence[int] | Mapping[str, Any]],
-    n_tokens: int = TOKENS,
-    *,
-    length: int = LENGTH,
-    packed: bool = True,
-    batch_size: int = 1,
-    seed: int = SEED,
-    part: tuple[int, int] = (0, 1),
-) -> Iterator[dict[str, torch.Tensor]]:
+    rows: Iterable[Sequence[int] | Mapping[str, Any]], n_tokens: int = TOKENS, *, length: int = LENGTH, packed: bool = True,
+    batch_size: int = 1, seed: int = SEED, part: tuple[int, int] = (0, 1),
+) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
     """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an order drawn by `seed`.
 
     `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default (the paper, Sec. 4.2);

@@ -96,17 +96,10 @@ class ExpertSelection:
 
 
 def select_experts(
-    scores: ExpertScores,
-    p: float,
-    score: str = "gate",
-    variant: str | None = None,
-    *,
-    shared_experts: bool = False,
-    non_expert_modules: bool = False,
-    group_size: int = 1,
-    groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    scores: ExpertScores, p: float, score: str = "gate", variant: str | None = None, *, shared_experts: bool = False,
+    non_expert_modules: bool = False, group_size: int = 1, groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
     round: int | None = None,
-) -> ExpertSelection:
+) -> ExpertSelection:  # fmt: skip
     """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
     `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. An expert without a

@@ -63,23 +63,11 @@ def lora_config(model: nn.Module, num_experts: int = 8, top_k: int | None = 2, *
 
 
 def to_lora_moe(
-    model: nn.Module,
-    config: MoEConfig | None = None,
-    *,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: Sequence[str] | None = None,
-    form: str = "block",
-    experts: Sequence[str | Path] | None = None,
-    backbone: str | None = None,
-    vectors: torch.Tensor | None = None,
-    layers: Sequence[int] | None = None,
-    train_backbone: bool = False,
-    dtype: torch.dtype | None = None,
-    method: str = "lora_moe",
-    seed: int = 42,
-    **settings,
-) -> nn.Module:
+    model: nn.Module, config: MoEConfig | None = None, *, rank: int | None = None, alpha: float | None = None,
+    targets: Sequence[str] | None = None, form: str = "block", experts: Sequence[str | Path] | None = None,
+    backbone: str | None = None, vectors: torch.Tensor | None = None, layers: Sequence[int] | None = None,
+    train_backbone: bool = False, dtype: torch.dtype | None = None, method: str = "lora_moe", seed: int = 42, **settings,
+) -> nn.Module:  # fmt: skip
     """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers train, the rest is frozen.
 
     `config`, or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP by default. At first every

@@ -47,13 +47,9 @@ INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def save_single(
-    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts],
-    folder: str | os.PathLike,
-    expert: int,
-    *,
-    base_model: str,
+    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts], folder: str | os.PathLike, expert: int, *, base_model: str,
     overwrite: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write one expert of all `layers`, by the path of the dense MLP that each replaced, as an adapter of the base.
 
     The layers have the same settings. Raises ValueError for an expert that does not exist.
@@ -292,17 +288,10 @@ class AdapterExperts:
 
 
 def read_experts(
-    model: nn.Module,
-    family: Family,
-    folders: Sequence[str | Path],
-    num_experts: int,
-    backbone: str | None,
-    *,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: Sequence[str] | None = None,
+    model: nn.Module, family: Family, folders: Sequence[str | Path], num_experts: int, backbone: str | None, *,
+    rank: int | None = None, alpha: float | None = None, targets: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
-) -> AdapterExperts:
+) -> AdapterExperts:  # fmt: skip
     """Read adapter folders of `model`, a stock one; raises ValueError where they do not fit it, each other or the settings."""
     if isinstance(folders, str | Path) or len(folders) != num_experts:
         shown = repr(folders) if isinstance(folders, str | Path) else f"{len(folders)} folders"

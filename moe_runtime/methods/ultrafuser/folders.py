@@ -52,14 +52,9 @@ MODES = ("reference", "copy")
 
 
 def save(
-    fuser: UltraFuser,
-    folder: str | os.PathLike,
-    specialists: str = "reference",
-    *,
-    overwrite: bool = False,
-    max_shard_size: int | str = "5GB",
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
+    fuser: UltraFuser, folder: str | os.PathLike, specialists: str = "reference", *, overwrite: bool = False,
+    max_shard_size: int | str = "5GB", progress: Callable[[int, int], None] | None = None,
+) -> Path:  # fmt: skip
     """Write a folder that `load` reads: the gate and, by "reference", the specialists' paths, or by "copy" themselves.
 
     If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes that are copied.
@@ -102,12 +97,9 @@ def save(
 
 
 def load(
-    folder: str | os.PathLike,
-    *,
-    specialists: Mapping[str, str | os.PathLike] | None = None,
-    dtype: str | torch.dtype | None = None,
-    device: torch.device | str | Sequence | None = None,
-) -> UltraFuser:
+    folder: str | os.PathLike, *, specialists: Mapping[str, str | os.PathLike] | None = None,
+    dtype: str | torch.dtype | None = None, device: torch.device | str | Sequence | None = None,
+) -> UltraFuser:  # fmt: skip
     """Load what `save` wrote. `specialists` maps the names of specialists that have moved to their folders.
 
     `dtype` defaults to the saved one; `device` is one for all or one for each.
@@ -249,11 +241,9 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
 
 
 def load_head(
-    folder: str | os.PathLike,
-    *,
-    specialists: Mapping[str, str | os.PathLike] | None = None,
+    folder: str | os.PathLike, *, specialists: Mapping[str, str | os.PathLike] | None = None,
     device: torch.device | str | None = None,
-) -> FusedHead:
+) -> FusedHead:  # fmt: skip
     """Load gate and heads from a folder that `ultrafuser.save` wrote; nothing else of the specialists is read.
 
     `specialists` is `load`'s. Raises ValueError for what `load` refuses, except for changed specialists.
@@ -299,17 +289,10 @@ class FuseReceipt(NamedTuple):
 
 
 def fuse_folders(
-    specialists: Sequence[str | Path],
-    out: str | Path,
-    *,
-    templates: Sequence[str] | None = None,
-    names: Sequence[str] | None = None,
-    gate: str = "mlp",
-    joint: bool = False,
-    copy: bool = False,
-    seed: int = 0,
+    specialists: Sequence[str | Path], out: str | Path, *, templates: Sequence[str] | None = None,
+    names: Sequence[str] | None = None, gate: str = "mlp", joint: bool = False, copy: bool = False, seed: int = 0,
     overwrite: bool = False,
-) -> FuseReceipt:
+) -> FuseReceipt:  # fmt: skip
     """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate drawn by `seed`.
 
     `templates` and `names` are UltraFuser's, a single template for all. `copy` puts the specialists into the folder.

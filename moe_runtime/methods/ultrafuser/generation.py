@@ -51,13 +51,9 @@ class FuserGeneration(GenerationMixin):
 
     @torch.no_grad()
     def generate(
-        self,
-        prompt_ids: Sequence[torch.Tensor] | None = None,
-        prompt_mask: Sequence[torch.Tensor] | None = None,
-        response_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs,
-    ):
+        self, prompt_ids: Sequence[torch.Tensor] | None = None, prompt_mask: Sequence[torch.Tensor] | None = None,
+        response_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs,
+    ):  # fmt: skip
         """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what transformers returns.
 
         `response_ids` [B, n] are beginnings of the answers, without padding; the result starts with them. `kwargs` are
@@ -127,16 +123,9 @@ class FuserGeneration(GenerationMixin):
         return self.encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def prepare_inputs_for_generation(
-        self,
-        input_ids,
-        next_sequence_length=None,
-        past_key_values=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        prompt_ids=None,
-        prompt_mask=None,
-        **kwargs,
-    ) -> dict:
+        self, input_ids, next_sequence_length=None, past_key_values=None, attention_mask=None, inputs_embeds=None,
+        prompt_ids=None, prompt_mask=None, **kwargs,
+    ) -> dict:  # fmt: skip
         """Return what forward takes for the next token: the whole answers, of which the caches know all but the last."""
         return {
             "input_ids": input_ids,

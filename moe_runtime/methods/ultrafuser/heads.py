@@ -162,14 +162,9 @@ def logits_of(heads: Sequence[Head], hidden: Sequence[torch.Tensor], weight: tor
 
 
 def loss_of(
-    gate: FuserGate,
-    heads: Sequence[Head],
-    hidden: Sequence[torch.Tensor],
-    labels: torch.Tensor,
-    *,
-    reduction: str = "mean",
+    gate: FuserGate, heads: Sequence[Head], hidden: Sequence[torch.Tensor], labels: torch.Tensor, *, reduction: str = "mean",
     backend: str | None = None,
-) -> FuserLoss:
+) -> FuserLoss:  # fmt: skip
     """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s]."""
     if _fits_fused_loss(heads, hidden):
         weights, scales = [head.linear.weight for head in heads], [head.scale for head in heads]

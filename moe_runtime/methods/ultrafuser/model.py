@@ -86,17 +86,10 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def __init__(
-        self,
-        specialists: Sequence[PreTrainedModel | str | os.PathLike],
-        templates: str | Sequence[str] | None = None,
-        *,
-        tokenizer=None,
-        gate: str = "mlp",
-        joint: bool = False,
-        names: Sequence[str] | None = None,
-        loss_reduction: str = "mean",
-        dtype: str | torch.dtype = "auto",
-    ):
+        self, specialists: Sequence[PreTrainedModel | str | os.PathLike], templates: str | Sequence[str] | None = None, *,
+        tokenizer=None, gate: str = "mlp", joint: bool = False, names: Sequence[str] | None = None,
+        loss_reduction: str = "mean", dtype: str | torch.dtype = "auto",
+    ):  # fmt: skip
         check_choice("loss_reduction", loss_reduction, REDUCTIONS)
         check_specialists(specialists)
         paths, names = paths_of(specialists), names_of(specialists, names)
@@ -172,22 +165,12 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return self.config.loss_reduction == "mean"
 
     def forward(
-        self,
-        prompt_ids: Sequence[torch.Tensor] | None = None,
-        prompt_mask: Sequence[torch.Tensor] | None = None,
-        response_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        *,
-        want_logits: bool = False,
-        reduction: str | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        backend: str | None = None,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> UltraFuserOutput:
+        self, prompt_ids: Sequence[torch.Tensor] | None = None, prompt_mask: Sequence[torch.Tensor] | None = None,
+        response_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, *, want_logits: bool = False,
+        reduction: str | None = None, num_items_in_batch: torch.Tensor | int | None = None, backend: str | None = None,
+        input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, past_key_values=None,
+        use_cache: bool | None = None, return_dict: bool | None = None,
+    ) -> UltraFuserOutput:  # fmt: skip
         """Run `prompt_ids` and `prompt_mask`, S of [B, P_s], with answers `response_ids` and `labels` [B, R].
 
         Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers right. `reduction` is

@@ -87,14 +87,9 @@ def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Samp
 
 
 def encode_rows(
-    encoder: Encoder,
-    rows: Iterable[Mapping],
-    max_length: int,
-    limit: int | None = None,
-    *,
-    without: Iterable[Sequence[Sequence[int]]] = (),
-    where: Callable[[int, Mapping], str] = lambda place, row: f"row {place}",
-):
+    encoder: Encoder, rows: Iterable[Mapping], max_length: int, limit: int | None = None, *,
+    without: Iterable[Sequence[Sequence[int]]] = (), where: Callable[[int, Mapping], str] = lambda place, row: f"row {place}",
+):  # fmt: skip
     """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
 
     The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest prompt

@@ -147,11 +147,9 @@ def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def page(
-    specialists: Sequence[str],
-    texts: Mapping[str, Sequence[TokenWeights]],
-    title: str = "Which specialist writes",
+    specialists: Sequence[str], texts: Mapping[str, Sequence[TokenWeights]], title: str = "Which specialist writes",
     note: str = "",
-) -> str:
+) -> str:  # fmt: skip
     """Return the page of some responses by domain, in HTML."""
     S = len(specialists)
     whole = [[float(s == own) for s in range(S)] for own in range(S)]

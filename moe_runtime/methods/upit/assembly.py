@@ -40,21 +40,11 @@ _ASIDE = {
 
 
 def assemble(
-    experts: Sequence[str | Path],
-    vectors: Sequence[torch.Tensor] | torch.Tensor | None,
-    out: str | Path,
-    *,
-    base: str | Path | None = None,
-    top_k: int = 2,
-    gate: str = "softmax_topk_renorm",
-    balance_loss: str = "switch",
-    balance_loss_coef: float = 0.01,
-    backbone: str = "mean",
-    seed: int = 42,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> FolderReceipt:
+    experts: Sequence[str | Path], vectors: Sequence[torch.Tensor] | torch.Tensor | None, out: str | Path, *,
+    base: str | Path | None = None, top_k: int = 2, gate: str = "softmax_topk_renorm", balance_loss: str = "switch",
+    balance_loss_coef: float = 0.01, backbone: str = "mean", seed: int = 42, max_shard_size: int | str = SHARD,
+    overwrite: bool = False, progress: Progress | None = None,
+) -> FolderReceipt:  # fmt: skip
     """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the folder `out`.
 
     `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are streamed: memory holds one stack
@@ -219,15 +209,9 @@ class _Copies(NamedTuple):
 
 
 def _assemble_adapters(
-    opened: Sequence[Expert],
-    vectors: torch.Tensor | None,
-    out: Path,
-    moe: MoEConfig,
-    backbone: str,
-    seed: int,
-    max_shard_size: int | str,
-    overwrite: bool,
-) -> FolderReceipt:
+    opened: Sequence[Expert], vectors: torch.Tensor | None, out: Path, moe: MoEConfig, backbone: str, seed: int,
+    max_shard_size: int | str, overwrite: bool,
+) -> FolderReceipt:  # fmt: skip
     """Write the base with the adapters as its LoRA experts."""
     for expert in opened:
         for key in expert.keys():

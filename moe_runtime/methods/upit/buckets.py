@@ -46,16 +46,9 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
 
 
 def perplexities(
-    experts: Sequence[str | Path],
-    rows,
-    tokenizer,
-    *,
-    base: str | Path | None = None,
-    tokens: str = "response",
-    batch_size: int = 8,
-    dtype: str | None = None,
-    device: torch.device | str | None = None,
-) -> torch.Tensor:
+    experts: Sequence[str | Path], rows, tokenizer, *, base: str | Path | None = None, tokens: str = "response",
+    batch_size: int = 8, dtype: str | None = None, device: torch.device | str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must call.
 
     `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts those with a label, "all" all but a row's

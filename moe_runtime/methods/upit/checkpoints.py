@@ -45,17 +45,10 @@ class ExpertCheckpoints(TrainerCallback):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        every_epochs: float | None = None,
-        every_steps: int | None = None,
-        *,
-        base: str | Path | None = None,
-        only_changed: bool = False,
-        dtype: str | torch.dtype | None = None,
-        max_shard_size: int | str = "1GB",
-        overwrite: bool = False,
-    ):
+        self, folder: str | Path, every_epochs: float | None = None, every_steps: int | None = None, *,
+        base: str | Path | None = None, only_changed: bool = False, dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str = "1GB", overwrite: bool = False,
+    ):  # fmt: skip
         self.folder, self.overwrite, self.base, self.only_changed = Path(folder), overwrite, base, only_changed
         self.every_steps, self.every_epochs = every_steps, 0.25 if every_epochs is None else every_epochs
         check_number("every_epochs", self.every_epochs, positive=True)
@@ -137,16 +130,9 @@ def _is_due(folder: Path) -> bool:
 
 @torch.no_grad()
 def save_expert(
-    model: nn.Module,
-    target: Path,
-    *,
-    tokenizer=None,
-    base: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int = 10**9,
-    is_main: bool = True,
-    record: dict | None = None,
-) -> None:
+    model: nn.Module, target: Path, *, tokenizer=None, base: str | Path | None = None, dtype: torch.dtype | None = None,
+    max_shard_size: int = 10**9, is_main: bool = True, record: dict | None = None,
+) -> None:  # fmt: skip
     """Write a model to the folder `target`, tensor by tensor: with `base` the difference, of a PEFT model the adapter.
 
     Every process that holds a part must call; the one with `is_main` writes. `record` goes to expert.json with the kind.

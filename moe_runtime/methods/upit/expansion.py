@@ -50,24 +50,11 @@ class Expansion(NamedTuple):
 
 
 def expand_experts(
-    experts: Sequence[str | Path],
-    count: int,
-    out: str | Path,
-    *,
-    base: str | Path,
-    metric: str = "cosine",
-    of: str = "delta",
-    parents: str = "farthest",
-    drop: float = 0.5,
-    rescale: bool = True,
-    weights: tuple[float, float] | None = None,
-    seed: int = 0,
-    max_shard_size: int | str = "2GB",
-    overwrite: bool = False,
-    backend: str | None = None,
-    device: str | torch.device | None = None,
-    progress: Progress | None = None,
-) -> Expansion:
+    experts: Sequence[str | Path], count: int, out: str | Path, *, base: str | Path, metric: str = "cosine",
+    of: str = "delta", parents: str = "farthest", drop: float = 0.5, rescale: bool = True,
+    weights: tuple[float, float] | None = None, seed: int = 0, max_shard_size: int | str = "2GB", overwrite: bool = False,
+    backend: str | None = None, device: str | torch.device | None = None, progress: Progress | None = None,
+) -> Expansion:  # fmt: skip
     """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
 
     `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the

@@ -49,28 +49,12 @@ class RoutersReceipt(NamedTuple):
 
 
 def route_folders(
-    experts: Sequence[str | Path],
-    rows: str | Path,
-    out: str | Path,
-    *,
-    base: str | Path | None = None,
-    share: float = 0.01,
-    at_least: int = 500,
-    capacity: int | None = None,
-    tokens: str = "response",
-    buckets: str = "skilled",
-    alpha: float = 0.5,
-    detach_h: bool = False,
-    train_ffn: bool = True,
-    max_length: int = LENGTH,
-    prompt: str = "plain",
-    epochs: float = 4.0,
-    learning_rate: float | None = None,
-    vector_std: float | None = None,
-    vector_learning_rate: float | None = None,
-    seed: int = 0,
-    **training,
-) -> RoutersReceipt:
+    experts: Sequence[str | Path], rows: str | Path, out: str | Path, *, base: str | Path | None = None, share: float = 0.01,
+    at_least: int = 500, capacity: int | None = None, tokens: str = "response", buckets: str = "skilled", alpha: float = 0.5,
+    detach_h: bool = False, train_ffn: bool = True, max_length: int = LENGTH, prompt: str = "plain", epochs: float = 4.0,
+    learning_rate: float | None = None, vector_std: float | None = None, vector_learning_rate: float | None = None,
+    seed: int = 0, **training,
+) -> RoutersReceipt:  # fmt: skip
     """Find the rows that each expert is best at, and tune expert and routing vectors on them, to OUT/expert-<i>.
 
     `rows` is what `io.rows.read_rows` reads; `share` of them, and no fewer than `at_least`, are the seed data. `buckets`
@@ -201,13 +185,9 @@ class Names:
 
 
 def export_mixtral(
-    folder: str | Path,
-    out: str | Path,
-    *,
-    max_shard_size: int | str = SHARD,
-    overwrite: bool = False,
+    folder: str | Path, out: str | Path, *, max_shard_size: int | str = SHARD, overwrite: bool = False,
     progress: Progress | None = None,
-) -> FolderReceipt:
+) -> FolderReceipt:  # fmt: skip
     """Write the upcycled model `folder` as a MixtralForCausalLM to the folder `out`, with its tokenizer."""
     check_out_dir(out, overwrite, [folder])
     config = folders.read_config(folder)

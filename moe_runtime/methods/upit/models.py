@@ -116,15 +116,9 @@ def losses(model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool
 
 
 def adapter_losses(
-    experts: Sequence,
-    rows,
-    tokenizer,
-    batch_size: int,
-    every_token: bool = False,
-    *,
-    dtype: str | None = None,
+    experts: Sequence, rows, tokenizer, batch_size: int, every_token: bool = False, *, dtype: str | None = None,
     device: torch.device | str | None = None,
-) -> list[list[float]]:
+) -> list[list[float]]:  # fmt: skip
     """Return `losses` [n][N] of n adapters of one base, which runs once for a batch of all adapters.
 
     A batch has `batch_size` rows: batch_size / n rows of the data, at least one, n times. Adapters that are alike and

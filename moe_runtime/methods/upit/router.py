@@ -56,30 +56,13 @@ class RoutedExpert:
 
 
 def init_router(
-    expert: str | Path,
-    rows,
-    tokenizer,
-    *,
-    folder: str | Path,
-    learning_rate: float | None = None,
-    epochs: float | None = None,
-    steps: int | None = None,
-    batch_size: int = 8,
-    alpha: float = 0.5,
-    router_init: str = "skilled",
-    detach_h: bool = False,
-    train_ffn: bool = True,
-    vector_std: float | None = None,
-    vector_learning_rate: float | None = None,
-    base: str | Path | None = None,
-    dtype: str | None = None,
-    seed: int = 0,
-    index: int = 0,
-    overwrite: bool = False,
-    callbacks: Sequence = (),
-    on_step: Callable[[int, int, float], None] | None = None,
-    **training,
-) -> RoutedExpert:
+    expert: str | Path, rows, tokenizer, *, folder: str | Path, learning_rate: float | None = None,
+    epochs: float | None = None, steps: int | None = None, batch_size: int = 8, alpha: float = 0.5,
+    router_init: str = "skilled", detach_h: bool = False, train_ffn: bool = True, vector_std: float | None = None,
+    vector_learning_rate: float | None = None, base: str | Path | None = None, dtype: str | None = None, seed: int = 0,
+    index: int = 0, overwrite: bool = False, callbacks: Sequence = (),
+    on_step: Callable[[int, int, float], None] | None = None, **training,
+) -> RoutedExpert:  # fmt: skip
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 
     `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a constant rate, by default

@@ -20,20 +20,6 @@ from moe_runtime.modules.fuser import FuserGate, FuserLoss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 
 __all__ = [
-    "TEMPLATES",
-    "Encoder",
-    "FusedHead",
-    "FuserGate",
-    "FuserLoss",
-    "Head",
-    "UltraFuser",
-    "UltraFuserConfig",
-    "UltraFuserOutput",
-    "fuse_logits",
-    "fused_cross_entropy",
-    "fuser_loss",
-    "load",
-    "load_head",
-    "restore",
-    "save",
-]
+    "TEMPLATES", "Encoder", "FusedHead", "FuserGate", "FuserLoss", "Head", "UltraFuser", "UltraFuserConfig", "UltraFuserOutput",
+    "fuse_logits", "fused_cross_entropy", "fuser_loss", "load", "load_head", "restore", "save",
+]  # fmt: skip

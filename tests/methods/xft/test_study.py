@@ -307,9 +307,9 @@ def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, chang
 
 KILLED = """
 import sys
-from moe_runtime.experiments import xft_stages
+from moe_runtime.methods.xft import study
 from moe_runtime.methods.xft.recipe import load_recipe
-stages = xft_stages.Stages(load_recipe(sys.argv[1]), sys.argv[2])
+stages = study.Stages(load_recipe(sys.argv[1]), sys.argv[2])
 print(stages.moe().losses)
 """
 

@@ -127,7 +127,7 @@ def test_with_two_experts_per_token_the_gate_without_normalization_is_the_full_o
 
 KILLED = """
 import sys
-from moe_runtime.experiments import xft_tables
+from moe_runtime.methods.xft import tables as xft_tables
 xft_tables.run("sweep-lambda", sys.argv[1], sys.argv[2], seeds=1, shared_rates=(0.5, 1.0))
 """
 

@@ -235,7 +235,7 @@ def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], 
     }
     faults = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
     if faults:
-        raise ValueError("\n".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
+        raise ValueError("; ".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}) -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.hf.models import modeling
-from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.rows import read_rows, require
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -217,7 +219,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     register_auto_classes()
     args.model_init_kwargs = {
         "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation, "dtype": model.dtype, "use_safetensors": True,
     } | (args.model_init_kwargs or {})  # fmt: skip
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
@@ -253,7 +255,11 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         reason = "eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no"
     if reason is not None:
         raise ValueError(reason)
-    check_folder(name)
+    if path.exists() and not args.trust_remote_code:
+        config = read_config(name)
+        if not is_deepspeed_zero3_enabled():  # which would split the skeleton
+            skeleton(config)
+        Checkpoint(name)
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:

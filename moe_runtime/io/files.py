@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,48 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         return parse_object(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); want a JSON file") from error
+
+
+def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | None:
+    """Return why another user could have written a file, or into a folder; None if nobody but root could.
+
+    A `shared` folder may be like /tmp: everybody writes, and its sticky bit keeps each from what others have made.
+    """
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} is refused: it belongs to user {found.st_uid}; remove it, or set XDG_CACHE_HOME to a folder of yours"
+    if found.st_mode & 0o022 and not (shared and found.st_mode & stat.S_ISVTX):
+        return f"{path} is refused: other users can write it, its mode is {stat.S_IMODE(found.st_mode):o}; chmod go-w {path}"
+    return None
+
+
+def cache_home() -> Path | None:
+    """Return $XDG_CACHE_HOME, ~/.cache by default, None without a home; a relative one is ignored, as XDG says."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return base if base.is_absolute() else None
+
+
+def distrusted(path: Path) -> str | None:
+    """Return what `distrust` says of a path in `cache_home`, or of a folder from there up to `cache_home`."""
+    base = cache_home()
+    places = (path, *(above for above in path.parents if above.is_relative_to(base)))
+    return next((why for place in places if (why := distrust(place, os.stat(place), shared=place == base))), None)
+
+
+def own_folder(path: Path) -> Path:
+    """Make a folder in `cache_home` and return it; close it, and those above, to other users, whatever the umask.
+
+    Raises ValueError if others can write into it all the same.
+    """
+    if not cache_home().exists():
+        cache_home().mkdir(mode=0o700, parents=True, exist_ok=True)  # as XDG says
+    path.mkdir(parents=True, exist_ok=True)
+    for place in (path, *(above for above in path.parents if above.parent.is_relative_to(cache_home()))):
+        if os.stat(place).st_uid == os.geteuid() and os.stat(place).st_mode & 0o022:
+            place.chmod(stat.S_IMODE(os.stat(place).st_mode) & ~0o022)
+    if why := distrusted(path):
+        raise ValueError(why)
+    return path
 
 
 def _sync(path: Path) -> None:

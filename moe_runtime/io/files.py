@@ -130,12 +130,12 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
-    """Lock a folder until the block ends or the process dies; yield False if another one has it, None where locks fail."""
+def locked(path: Path, wait: bool = True) -> Iterator[bool | None]:
+    """Lock a file or folder until the block ends or the process dies; yield False if another has it, None where locks fail."""
     handle, state = None, None
     try:
         try:
-            handle = os.open(folder, os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             state = True
         except BlockingIOError:
@@ -151,7 +151,7 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
 def _locked_for_writers(folder: Path) -> contextlib.AbstractContextManager:
     """Lock a folder, unless it is a hidden one of this process, whose lock is held already."""
     is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name)
-    return contextlib.nullcontext() if is_own else _locked(folder)
+    return contextlib.nullcontext() if is_own else locked(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -169,7 +169,7 @@ def _sweep(path: Path) -> bool:
         match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", left.name)
         if not match or not left.is_dir():
             continue
-        with _locked(left, wait=False) as dead:
+        with locked(left, wait=False) as dead:
             alive |= dead is False
             if dead and match[1] == "old" and not path.exists():
                 os.rename(left, path)
@@ -188,7 +188,7 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
             if _sweep(path) and alone:
                 raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
             tmp.mkdir()
-            stack.enter_context(_locked(tmp))
+            stack.enter_context(locked(tmp))
         with naming(path, tmp):
             yield tmp
 

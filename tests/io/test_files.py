@@ -219,7 +219,7 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.tmp-1-2").mkdir()
-    with files._locked(tmp_path / ".out.tmp-1-2"), pytest.raises(ValueError, match="another process is writing it"):
+    with files.locked(tmp_path / ".out.tmp-1-2"), pytest.raises(ValueError, match="another process is writing it"):
         write(out, ten_tensors(), overwrite=True)
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])

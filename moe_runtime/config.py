@@ -147,7 +147,7 @@ class MoEConfig:
         if not isinstance(values, Mapping):
             problem = f"is {shown(values)}; want an object"
         elif unknown := sorted(str(key) for key in set(values) - known):
-            problem = f"has no field {', '.join(unknown)[:200]}"
+            problem = f"has no field {one_line(', '.join(unknown), 200)}"
         elif missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]:
             problem = f"lacks {', '.join(missing)}"
         if problem is not None:

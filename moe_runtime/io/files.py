@@ -19,10 +19,21 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.config import shown
+
+MAX_NAME = 1000  # characters of a key in a file; the longest of a model's tensors have a tenth
+
 
 def is_plain_name(name: object) -> bool:
     """Whether `name` is a file name without a folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
+    is_text = isinstance(name, str) and name.isprintable() and len(name) <= 255
+    return is_text and name not in ("", ".", "..") and not re.search(r"[/\\]", name)
+
+
+def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
+    """Raise ValueError for a name in a file that no message could show: escape sequences of a terminal, or endless."""
+    if (bad := next((name for name in names if len(name) > MAX_NAME or not name.isprintable()), None)) is not None:
+        raise ValueError(f"{source} has the name {shown(bad)}; want printable names of at most {MAX_NAME} characters")
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
@@ -40,7 +51,9 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Read one JSON object; raises ValueError naming the file, and the position where it is not JSON."""
     try:
-        return parse_object(Path(path).read_bytes(), str(path))
+        value = parse_object(Path(path).read_bytes(), str(path))
+        check_names(value, path)
+        return value
     except OSError as error:
         raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); want a JSON file") from error
 
@@ -188,17 +201,29 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
             if _sweep(path) and alone:
                 raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
             tmp.mkdir()
+            if path.exists():  # nobody else reads meanwhile what he may not read in the end
+                tmp.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
             stack.enter_context(locked(tmp))
         with naming(path, tmp):
             yield tmp
 
 
+def _keep_mode(new: Path, old: Path) -> None:
+    """Give a file or folder the mode of the one that it replaces, if there is one."""
+    if not new.is_symlink() and (old.is_dir() if new.is_dir() else old.is_file()):
+        new.chmod(stat.S_IMODE(old.stat().st_mode))
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path of the same name in a hidden folder; move the file to `path` when the block ends; OSErrors name `path`."""
+    """Yield a path of the same name in a hidden folder; move the file to `path` when the block ends; OSErrors name `path`.
+
+    A file that is replaced leaves its mode to the new one.
+    """
     path = Path(os.path.realpath(path))
     with _hidden(path) as tmp:
         yield tmp / path.name
+        _keep_mode(tmp / path.name, path)
         _sync(tmp / path.name)
         os.replace(tmp / path.name, path)
         _sync(path.parent)
@@ -261,7 +286,8 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
 def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
     """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it if the block raises.
 
-    With `overwrite` an old folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted.
+    With `overwrite` an old folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted;
+    its mode is kept, and that of each file whose name comes again.
     Raises ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
     """
     path = check_out_dir(path, overwrite)
@@ -274,9 +300,10 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
             raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
         check_out_dir(path, overwrite)  # a killed writer may have left it set aside
         yield tmp
-        for folder, _, names in os.walk(tmp):
+        for folder, _, names in os.walk(tmp, topdown=False):
             for name in (*names, "."):
-                _sync(Path(folder, name))
+                _keep_mode(place := Path(folder, name), path / place.relative_to(tmp))
+                _sync(place)
         _move_in(tmp, path, overwrite)
 
 
@@ -327,6 +354,7 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
                 (folder / name).unlink(missing_ok=True)
         for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
             (folder / name).parent.mkdir(exist_ok=True)
+            _keep_mode(tmp / name, folder / name)
             os.replace(tmp / name, folder / name)
         _sync(folder)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.config import shown
+from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
 
@@ -77,7 +77,7 @@ def _reading(datasets, path: Path, name: str) -> Iterator[None]:
     except Exception as error:  # every reader behind it has exceptions of its own
         # ours names the line; the others' own text describes what they wrap
         cause = error if type(error) is ValueError else error.__cause__ or error
-        reason = str(cause).strip().partition("\n")[0][:500] or type(cause).__name__
+        reason = one_line(str(cause).strip().partition("\n")[0]) or type(cause).__name__
         raise ValueError(f"data is {name!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}") from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before
@@ -114,7 +114,7 @@ def _known_columns(rows, name: str):
     if len(rows) == 0:
         problem = ", which has no rows; want at least one"
     elif not layout:
-        problem = f" with the columns {', '.join(columns)}; want {wanted}; rename them"
+        problem = f" with the columns {one_line(', '.join(columns))}; want {wanted}; rename them"
     elif layout[0] == "instruction" and "input" in columns and any(rows["input"]):
         problem = ", whose column input has text; want it in the column instruction"
     elif dates:  # `datasets` turns a column of dates into timestamps: its texts are lost
@@ -138,7 +138,7 @@ def _check_row(row: Mapping, place: int) -> None:
     if not ("messages" in row or "text" in row or ("prompt" in row and "completion" in row)):
         bad, want = list(row), "prompt and completion, text or messages"
     if bad:
-        raise ValueError(f"row {place} has {bad[0]} {shown(row[bad[0]])}; want {want}")
+        raise ValueError(f"row {place} has {one_line(bad[0], 100)} {shown(row[bad[0]])}; want {want}")
 
 
 def _render(tokenizer, messages, want_labels: bool):
@@ -147,7 +147,7 @@ def _render(tokenizer, messages, want_labels: bool):
         out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         why = "marks nothing as generated; want {% generation %} in it, and an answer"
     except Exception as error:  # a template is a program, and raises what it likes
-        out, why = None, f"makes no prompt ({' '.join(str(error).split())[:300] or type(error).__name__})"
+        out, why = None, f"makes no prompt ({one_line(error, 300) or type(error).__name__})"
     if out is None or (want_labels and not any(out["assistant_masks"])):
         raise ValueError(f"messages are {shown(messages)}, of which the chat template {why}; want roles and texts it takes")
     return out

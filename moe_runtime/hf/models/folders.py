@@ -190,7 +190,8 @@ def write_config(writer: CheckpointWriter, config) -> None:
 
 def side_files(source: Path) -> list[str]:
     """Return the names of the files that any model made of this folder needs too: tokenizer, generation config, licence, ..."""
-    names = (path.name for path in source.iterdir() if path.is_file())
+    names = [path.name for path in source.iterdir() if path.is_file()]
+    files.check_names(names, source)  # a receipt names them
     hidden = (".", "training_args")
     return sorted(n for n in names if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden))
 

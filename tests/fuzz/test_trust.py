@@ -93,7 +93,7 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
 
 
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
-# every verb that reads a model's folder; `tune` reads its sizes alone
+# every verb that reads a model's folder
 VERBS = (
     "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check", "xft to-mergeable {model} {out}", "xft merge {model} {out}",
     "xft export {model} {out}", "xft export {model} {out} --to official", "xft import-official {model} {out}",
@@ -103,7 +103,10 @@ VERBS = (
     "esft merge {model} {model} {out}", "upit grow {model} {model} --base {model} --count 3 --out {out}",
     "upit init-routers {model} {model} --data {data} --out {out}", "upit assemble {model} {model} --out {out}",
     "upit export {model} {out}", "ultrafuser fuse {model} {model} --name a --name b --out {out}",
+    "ultrafuser generate {model} --prompt a", "tune --model {model} --out {out}",
 )  # fmt: skip
+# TRL loads this one itself
+TEMPLATE = "train --model {plain} --data {data} --output_dir {out} --max_steps 1 --chat_template_path {model}"
 STEPS = {"steps": 1, "learning_rate": 1e-3, "batch_size": 1}
 
 
@@ -196,6 +199,7 @@ BROKEN = {
     "vocabulary": {"vocab_size": 2**60}, "negative": {"hidden_size": -1}, "text": {"num_hidden_layers": "two"},
     "nan": {"hidden_size": float("nan")}, "heads": {"num_attention_heads": 7, "head_dim": None},
     "epsilon": {"rms_norm_eps": "x"}, "act": {"hidden_act": "no\nsuch"},
+    "block": {"model_type": "moe_runtime_llama", "architectures": [], "moe_runtime": {"stage": "moe"}},
     "weights": {"transformers_weights": "other.safetensors.index.json"},
 }  # fmt: skip
 WEIGHTS = {"leads_out": leads_out, "pickled": pickled}
@@ -238,6 +242,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
             "selection": folder / "selection.json",
         }
         commands[kind] = [verb.format(out=folder / f"{kind}{i}", **names) for i, verb in enumerate(VERBS)]
+        commands[kind] += [TEMPLATE.format(plain=plain, out=folder / f"{kind}-template", **names)] * (kind in TYPES)
     commands["plain"] = [verb.format(model=plain, data=data, folder=folder) for verb in WAY]
     report = iter(run_verbs([one.split() for kind in commands for one in commands[kind]], folder))
     return folder, {kind: [next(report) for _ in commands[kind]] for kind in commands}

@@ -22,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from moe_runtime.config import Layer, MoEConfig, check_shared_rate, one_line, shown
-from moe_runtime.hf.models import families
+from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate, one_line, shown
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
@@ -117,9 +116,10 @@ def _build(config, cls: type | None = None) -> nn.Module:
 
 def read_layer(folder: Path) -> Layer:
     """Return the MoE layers' sizes from a model folder's config.json, ours or transformers'; 0 for what a dense one lacks."""
+    check_folder(folder)
     values = files.read_json(Path(folder) / "config.json")
     if isinstance(block := values.get("moe_runtime"), dict):
-        c = MoEConfig.from_dict(block["config"])
+        c = MoEConfig.from_dict(block.get("config"))
         return Layer(c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated)
     values = values.get("text_config") or values
 
@@ -325,12 +325,14 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at `stage` if given."""
     config = read_config(source)
     block = getattr(config, "moe_runtime", None)
-    found = None if block is None else block.get("stage")
+    found = block.get("stage") if isinstance(block, dict) else None
     if found is None or stage not in (None, found):
         want = "an upcycled model's folder" if found is None else repr(stage)
         raise ValueError(f"model is {str(source)!r} of model_type {config.model_type!r}, stage {found!r}; want {want}")
-    family = families.FAMILIES[block["base_model_type"]]
-    return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
+    moe = moe_config(config)
+    check_choice("base_model_type", block["base_model_type"], tuple(FAMILIES))
+    family = FAMILIES[block["base_model_type"]]
+    return config, moe, {family.path.format(layer): layer for layer in block["layers"]}
 
 
 def mixture_of(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import TrainerCallback
+from transformers import TrainerCallback, dynamic_module_utils
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -167,6 +167,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     for a model without tokenizer, for data that cannot be read and for unknown flags.
     """
     trl = require("trl")
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # TRL loads --chat_template_path so that transformers asks: nobody is asked
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
     _check(name, ours, script, args, model, mixture)

@@ -158,11 +158,10 @@ def refused(path: Path) -> str | None:
 def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
     """Return device name -> key -> config from `tuned_path()`; empty without the file or a home. ValueError if it is not ours.
 
-    A folder that may not be looked into, as another user's home in a container, is as none.
+    A folder that may not be looked into, as another user's home in a container, is as none, and a `refused` file too.
     """
     try:
-        path = path or tuned_path()
-        there = path.is_file() and not refused(path)
+        there = path.is_file() if path else (path := tuned_path()).is_file() and not refused(path)
     except (OSError, ValueError):
         return {}
     if not there:

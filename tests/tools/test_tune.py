@@ -168,9 +168,11 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}'])
-def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
+@pytest.mark.parametrize("mode", [0o644, 0o666])
+def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text, mode):
     tiles.tuned_path().parent.mkdir(parents=True)
     tiles.tuned_path().write_text(text)
+    tiles.tuned_path().chmod(mode)
     with pytest.raises(ValueError, match="tiles.json is not a file of `moe-runtime tune`"):
         tune()
     assert tiles.tuned_path().read_text() == text

@@ -1,6 +1,6 @@
 """Model folders that are read and written without loading the model: configs, sizes, side files, names of tensors.
 
-load                          a config, tokenizer or model of a folder or a Hub id; never runs its code, reads no pickle
+load                          a config, tokenizer or model of a folder or a Hub id; never runs its code
 read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
 upcycled_config, ...          the config of the model that a conversion makes; write_config
 skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a matrix for each projection
@@ -72,16 +72,15 @@ def check_folder(source: str | os.PathLike) -> None:
 
 
 def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
-    """Return kind.from_pretrained(source) without ever running code of a folder or a Hub id, or reading a pickle.
+    """Return kind.from_pretrained(source) without ever running code of a folder or a Hub id.
 
-    A folder's weights are checked as `Checkpoint` does. Raises ValueError, with the `name` of the source, for what cannot be
-    loaded. The one way to run a folder's own code is TRL's: `train --trust_remote_code`.
+    A folder's weights must be those that `Checkpoint` opens: no pickle, nothing outside it. Raises ValueError, with the `name`
+    of the source, for what cannot be loaded. The one way to run a folder's own code is TRL's: `train --trust_remote_code`.
     """
     check_folder(source)
-    if kind is AutoModelForCausalLM:
+    if kind is AutoModelForCausalLM and os.path.isdir(source):
         settings["use_safetensors"] = True
-        if os.path.isdir(source):
-            Checkpoint(source)
+        Checkpoint(source)
     try:
         return kind.from_pretrained(source, trust_remote_code=False, **settings)
     except (MemoryError, torch.OutOfMemoryError):

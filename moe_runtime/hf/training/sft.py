@@ -220,7 +220,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     register_auto_classes()
     args.model_init_kwargs = {
         "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation, "dtype": model.dtype, "use_safetensors": True,
+        "attn_implementation": model.attn_implementation, "dtype": model.dtype,
     } | (args.model_init_kwargs or {})  # fmt: skip
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
@@ -260,7 +260,7 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         config = read_config(name)
         if not is_deepspeed_zero3_enabled():  # which would split the skeleton
             skeleton(config)
-        Checkpoint(name)
+        Checkpoint(name)  # which refuses pickles, and what leads out of the folder
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:

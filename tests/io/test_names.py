@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from moe_runtime import cli
@@ -25,9 +23,11 @@ from moe_runtime.methods.upit.experts import open_expert
 from moe_runtime.methods.xft.official import BIN_INDEX, open_model
 from moe_runtime.methods.xft.recipe import Recipe
 from tests.fuzz.attempts import LONGEST
+from tests.support.checkpoints import raw_file
 
 ESCAPES = "\x1b]0;title\x07\x1b[31mred\u202e\n"
 EVIL = ESCAPES + "x" * 1_000_000
+TENSOR = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
 def written(folder: Path, **values) -> Path:
@@ -37,14 +37,8 @@ def written(folder: Path, **values) -> Path:
     return folder
 
 
-def tensors(folder: Path, *keys: str, file: str = SINGLE, **metadata: str) -> Path:
-    save_file({key: torch.zeros(1) for key in keys}, folder / file, metadata or None)
-    return folder
-
-
-def header(folder: Path, value: dict) -> Path:
-    text = json.dumps(value).encode()
-    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+def single(folder: Path, header: dict) -> Path:
+    raw_file(folder / SINGLE, header)
     return folder
 
 
@@ -67,17 +61,17 @@ def named_file(folder: Path):
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "key of a tensor": lambda folder: Checkpoint(tensors(folder, EVIL)),
-    "key with escapes": lambda folder: Checkpoint(tensors(folder, ESCAPES)),
-    "entry of a tensor": lambda folder: Checkpoint(header(folder, {"a": EVIL})),
-    "dtype of a tensor": lambda folder: Checkpoint(header(folder, {"a": {"dtype": EVIL, "shape": [], "data_offsets": [0, 0]}})),
-    "metadata": lambda folder: Checkpoint(header(folder, {"__metadata__": EVIL})),
-    "key of an index": lambda folder: Checkpoint(written(tensors(folder, "a"), **{INDEX: {"weight_map": {EVIL: SINGLE}}})),
+    "key of a tensor": lambda folder: Checkpoint(single(folder, {EVIL: TENSOR})),
+    "key with escapes": lambda folder: Checkpoint(single(folder, {ESCAPES: TENSOR})),
+    "entry of a tensor": lambda folder: Checkpoint(single(folder, {"a": EVIL})),
+    "dtype of a tensor": lambda folder: Checkpoint(single(folder, {"a": TENSOR | {"dtype": EVIL}})),
+    "metadata": lambda folder: Checkpoint(single(folder, {"__metadata__": EVIL})),
+    "key of an index": lambda folder: Checkpoint(written(single(folder, {}), **{INDEX: {"weight_map": {EVIL: SINGLE}}})),
     "index": lambda folder: Checkpoint(written(folder, **{INDEX: {"weight_map": EVIL}})),
     "shard of an index": lambda folder: Checkpoint(written(folder, **{INDEX: {"weight_map": {"a": EVIL}}})),
     "missing shard": lambda folder: Checkpoint(written(folder, **{INDEX: {"weight_map": {"a": "x" * 9000 + ".safetensors"}}})),
     "file beside": named_file,
-    "key asked for": lambda folder: Checkpoint(tensors(folder, "a")).get(EVIL),
+    "key asked for": lambda folder: Checkpoint(single(folder, {"a": TENSOR})).get(EVIL),
     "keys compared": lambda _: check_keys({EVIL: None}, {}, source="a"),
     "pickles' index": lambda folder: open_model(written(folder, **{BIN_INDEX: {"weight_map": {"a": EVIL}}})),
     "json": lambda folder: read_json(written(folder, a_json={EVIL: 1}) / "a.json"),

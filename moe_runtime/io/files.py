@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,28 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool | None]:
 
 
 def _locked_for_writers(folder: Path) -> contextlib.AbstractContextManager:
-    """Lock a folder, unless it is a hidden one of this process, whose lock is held already."""
-    is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name)
+    """Lock a folder, unless it is a hidden one of this process, or `alone_in` has it: their lock is held already."""
+    is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name) or folder in _mine.folders
     return contextlib.nullcontext() if is_own else locked(folder)
+
+
+class _Mine(threading.local):
+    folders: frozenset[Path] = frozenset()  # that this thread is alone in
+
+
+_mine = _Mine()
+
+
+@contextlib.contextmanager
+def alone_in(folder: str | os.PathLike) -> Iterator[None]:
+    """Let nobody else write a file into a folder atomically until the block ends: to read one, change it and write it again."""
+    folder, before = Path(os.path.realpath(folder)), _mine.folders
+    with locked(folder):
+        _mine.folders = before | {folder}
+        try:
+            yield
+        finally:
+            _mine.folders = before
 
 
 def _remove(folder: Path) -> None:

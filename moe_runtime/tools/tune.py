@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
 import torch
 import triton
 from torch.utils import collect_env
@@ -109,7 +108,7 @@ class Results:
 
     def _change(self, change: Callable[[dict], object]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)  # read again, as another process may change the file too
-        with filelock.FileLock(self.path.with_name(f".{self.path.name}.lock")):
+        with files.alone_in(self.path.parent):
             values = self._load()
             change(values["devices"].setdefault(self.device, {"tiles": {}}))
             files.atomic_write_json(self.path, values)

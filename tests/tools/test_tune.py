@@ -190,7 +190,7 @@ def in_process(function: Callable, *args) -> int:
 
 
 def markers() -> list[Path]:
-    return list(tiles.tuned_path().parent.glob(".*.trying-*"))
+    return list(tiles.tuned_path().parent.glob(".*"))
 
 
 @pytest.mark.parametrize("died_with", [TALL, None], ids=["a config", "compiling"])

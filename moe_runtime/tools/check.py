@@ -24,6 +24,7 @@ from moe_runtime import backends
 from moe_runtime.io.console import print_table
 from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools.check_cases import CASES, LAYERS, Draw
+from moe_runtime.tools.doctor import interpreter_problem
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = {"torch": [*TOLERANCE], "cpp": [*cpp.DTYPES], "cuda": [*cuda.DTYPES], "triton": [*TOLERANCE][:0:-1]}
@@ -134,8 +135,10 @@ def _children(only: Iterable[str], interpreted: bool) -> list[Result]:
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not done.stdout:
             last = (done.stderr.strip() or "no output").splitlines()[-1]
-            return [Result(op, only[0], 0, math.inf, "", [f"{op}: its process ended with exit code {done.returncode}: {last}"])]
-        return [Result(**one | {"worst": float(one["worst"])}) for one in json.loads(done.stdout)["results"]]
+            text = f"{op}: its process ended with exit code {done.returncode}: {last}"
+            return [Result(op, "interpreter" if interpreted else only[0], 0, math.inf, "", [text])]
+        found = [Result(**one)._replace(worst=float(one["worst"])) for one in json.loads(done.stdout)["results"]]
+        return [one._replace(backend="interpreter") for one in found] if interpreted else found
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(itertools.chain(*pool.map(run, CASES)))
@@ -145,18 +148,20 @@ def report(
     ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, interpret: bool = False, apart: bool = True
 ) -> dict:
     """Run the checks, print a table of the worst errors and each failure, and return all of it."""
+    if interpret and (problem := interpreter_problem()):
+        raise ValueError(problem)
     began = time.monotonic()
     gpu = ("triton", "cuda", "torch") if apart and torch.cuda.is_available() and not backends.interpreted() else ()
     results, reasons = check(ops, [name for name in only if name not in gpu])
     results += _children(gpu, False) if gpu else []
     results += _children(("triton",), True) if interpret else []
-    names = [name for name in backends.BACKENDS if any(one.backend == name for one in results)]
+    names = [name for name in (*backends.BACKENDS, "interpreter") if any(one.backend == name for one in results)]
     cells = {(one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results}
     rows = [[op, *(cells.get((op, name), "-") for name in names)] for op in dict.fromkeys(one.op for one in results)]
     failures = [line for one in results for line in one.failures]
     print_table("worst error / tolerance", [("op", "left"), *((name, "right") for name in names)], rows)
     for name in sorted(reasons.keys() - names):
-        print(f"not checked: {name}: {reasons[name]}{'; pass --interpret' * (name == 'triton')}")
+        print(f"not checked: {name}: {reasons[name]}{'; pass --interpret' * (name == 'triton' and not interpret)}")
     total, more = sum(one.cases for one in results), [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
     print(f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed", *failures[:SHOWN], *more, sep="\n  ")
     results = [one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"} for one in results]

@@ -123,7 +123,7 @@ def _check_op(op: str, backend: str, device: torch.device) -> Result:
     return Result(op, backend, len(chosen), worst, at, failures)
 
 
-def _children(only: Iterable[str], interpreted: bool) -> list[Result]:
+def _children(only: list[str], interpreted: bool) -> list[Result]:
     """Check each op in a process of its own, as many at a time as there are cores: most of the time goes into compiling.
 
     So goes the interpreter: a process interprets all kernels or none.
@@ -151,10 +151,12 @@ def report(
     if interpret and (problem := interpreter_problem()):
         raise ValueError(problem)
     began = time.monotonic()
-    gpu = ("triton", "cuda", "torch") if apart and torch.cuda.is_available() and not backends.interpreted() else ()
+    on_gpu = apart and torch.cuda.is_available() and not backends.interpreted()
+    gpu = [name for name in only if on_gpu and name != "cpp"]
     results, reasons = check(ops, [name for name in only if name not in gpu])
+    reasons |= {name: why for name in gpu if (why := backends.why_not(name, "route", torch.device("cuda")))}
     results += _children(gpu, False) if gpu else []
-    results += _children(("triton",), True) if interpret else []
+    results += _children(["triton"], True) if interpret else []
     names = [name for name in (*backends.BACKENDS, "interpreter") if any(one.backend == name for one in results)]
     cells = {(one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results}
     rows = [[op, *(cells.get((op, name), "-") for name in names)] for op in dict.fromkeys(one.op for one in results)]

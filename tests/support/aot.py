@@ -217,7 +217,8 @@ def _work() -> None:
             print("\nreport " + json.dumps(report._asdict()), flush=True)
 
 
-def _compile(case: Case, target: int | str, file: Path) -> Report:
+def assemble(case: Case, target: int | str):
+    """Compile a case for its target; of what Triton returns `asm` has each stage's text."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -234,7 +235,11 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     source = triton.compiler.ASTSource(fn, types, constexprs=constants, attrs=attrs)
     gpu = GPUTarget("hip", target, 64) if target == AMD else GPUTarget("cuda", target, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=gpu, options=options)
+    return triton.compile(source, target=gpu, options=options)
+
+
+def _compile(case: Case, target: int | str, file: Path) -> Report:
+    compiled = assemble(case, target)
     if target == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     file.write_bytes(compiled.asm["cubin"])
@@ -242,7 +247,7 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     ptx = compiled.asm["ptx"]
     report = _read_ptx(ptx, int(usage[1]), int(usage[2]), compiled.metadata.shared)
     hazards = chained_products(compiled.asm["ttir"])
-    if not triton.__version__.startswith("3.6."):  # which leaves them out everywhere
+    if not importlib.metadata.version("triton").startswith("3.6."):  # which leaves them out everywhere
         hazards += missing_fences(ptx)
     listed = case.listed and TENSOR & set(case.expect)
     if listed or REGISTER_A.search(ptx):  # a disassembly takes longer than most compilations
@@ -305,8 +310,8 @@ def _rewritten(body: list) -> list[str]:
     found, groups, read = [], [], set()  # A's registers of the products that may run: of complete groups, of the open one
     for at, op, rest in body:
         busy = read.union(*groups)
-        for register in written(op, rest) & busy:
-            found.append(f"{op} at {at:#x} writes R{register}, which a product may still read")
+        if early := written(op, rest) & busy:
+            found.append(f"{op} at {at:#x} writes R{min(early)}, which a product may still read")
         if op.startswith("HGMMA"):
             if number := re.match(r"R(\d+)", rest[1]):
                 read |= set(range(int(number[1]), int(number[1]) + 4))

@@ -26,11 +26,17 @@ def combine(y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, 
 
 
 class _GatherRows(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, row_token, slot_row):
+    def forward(x, row_token, slot_row):
+        return x.index_select(0, row_token)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, _, slot_row = inputs
         ctx.save_for_backward(slot_row)
         ctx.tokens = x.shape[0]
-        return x.index_select(0, row_token)
 
     @staticmethod
     def backward(ctx, drows):

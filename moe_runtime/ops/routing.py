@@ -179,10 +179,10 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
         return torch.zeros_like(router_logits)
     if gate in ("topk_softmax", "softmax_topk_renorm"):
         w = router_logits.gather(1, idx).softmax(-1)
-        return torch.zeros_like(router_logits).scatter_(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
+        return torch.zeros_like(router_logits).scatter(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
     if gate == "sigmoid_topk":
         w = router_logits.gather(1, idx).sigmoid()
-        return torch.zeros_like(router_logits).scatter_(1, idx, dw * w * (1 - w))
+        return torch.zeros_like(router_logits).scatter(1, idx, dw * w * (1 - w))
     p = router_logits.softmax(-1)
     ds = dw.clone()
     if gate == "xft":
@@ -192,7 +192,7 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
         ds[:, 0] += (q * dw).sum(-1)
     if shared:
         ds[:, 0] -= dweight[:, k]
-    dp = torch.zeros_like(p).scatter_(1, idx, ds)
+    dp = torch.zeros_like(p).scatter(1, idx, ds)
     return p * (dp - (dp * p).sum(-1, keepdim=True))
 
 

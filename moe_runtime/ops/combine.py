@@ -34,9 +34,14 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, _, slot_row = inputs
+        x, row_token, slot_row = inputs
         ctx.save_for_backward(slot_row)
+        ctx.save_for_forward(row_token)
         ctx.tokens = x.shape[0]
+
+    @staticmethod
+    def jvp(ctx, dx, *_):
+        return dx.index_select(0, *ctx.saved_tensors)
 
     @staticmethod
     def backward(ctx, drows):

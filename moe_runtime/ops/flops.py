@@ -9,6 +9,7 @@ again counts again.
 import sys
 from math import prod
 
+import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
@@ -53,21 +54,20 @@ def _merged_linear_backward(dout, x, weight, merged, *_, **__) -> int:
     return dx if x is None else dx + 2 * prod(dout[:-1]) * prod(weight[1:]) + 2 * prod(weight)
 
 
-def _lora(x, base, halves, E: int, K: int) -> tuple[int, int, int, list[int]]:
-    """Return the products over tokens and the base's [I, H], and of each half: over tokens for its H side, rows for its I side."""
-    T, each = x[0], [0 if half is None else 2 * prod(half[1:]) for half in halves]
-    rows = T * min(K, E)
-    # gate_a, up_a and down_b meet every token once; gate_b, up_b and down_a each row of an expert
-    return 2 * T * prod(base), rows, T, [n * (T * E if at in (0, 2, 5) else rows) for at, n in enumerate(each)]
+def _lora(x, base, halves, E: int, K: int) -> tuple[int, list[int]]:
+    """Count one of the base's three products, and each half's: with all tokens at the H side, with their rows at the I side."""
+    T, rows = x[0], x[0] * min(K, E)
+    each = [0 if half is None else 2 * prod(half[1:]) for half in halves]
+    return 2 * T * prod(base), [n * (T * E if at in (0, 2, 5) else rows) for at, n in enumerate(each)]
 
 
 def _lora_mlp(x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, *rest, **_) -> int:
-    base, *_, halves = _lora(x, gate, rest[:6], rest[6], topk_weight[1])
+    base, halves = _lora(x, gate, rest[:6], rest[6], topk_weight[1])
     return 3 * base + sum(halves)
 
 
 def _lora_mlp_backward(dout, z, low, need_x, needs, x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, *rest, **_):
-    base, *_, halves = _lora(x, gate, rest[:6], rest[6], topk_weight[1])
+    base, halves = _lora(x, gate, rest[:6], rest[6], topk_weight[1])
     again = 2 * base if z[0] != x[0] else 0
     first = halves[0] + halves[2]
     # the rows' pre-activation once more, and the gradient of every product's input; dx and the halves' own where needed
@@ -108,10 +108,10 @@ def announce(*_, **__):
     """
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is not None:
-        import torch
-
         ops = torch.ops.moe_runtime
-        formulas = {getattr(ops, name): counter.shape_wrapper(formula) for name, formula in FORMULAS.items() if hasattr(ops, name)}
+        formulas = {
+            getattr(ops, name): counter.shape_wrapper(formula) for name, formula in FORMULAS.items() if hasattr(ops, name)
+        }
         counter.flop_registry |= formulas
         for mode in _get_current_dispatch_mode_stack():  # a counter copies the registry when it is made
             if isinstance(mode, counter._FlopCounterMode):

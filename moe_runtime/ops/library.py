@@ -15,6 +15,7 @@ from torch._library.autograd import supports_tensorlist
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
+from moe_runtime import backends
 from moe_runtime.ops import flops
 
 LIB = torch.library.Library("moe_runtime", "DEF")
@@ -23,7 +24,7 @@ LIB = torch.library.Library("moe_runtime", "DEF")
 def register(name: str, kernel, fake, backward=None, setup_context=None) -> None:
     """Give the op `name`, already defined in LIB, its kernel for every device, its fake and its gradient."""
     op = getattr(torch.ops.moe_runtime, name).default
-    LIB.impl(name, _outside_autocast(kernel), "CompositeExplicitAutograd")
+    LIB.impl(name, _kernel(op, kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_runtime::{name}", fake, lib=LIB)
     LIB.impl(name, _autograd(op, backward, setup_context), "Autograd", with_keyset=True)
     op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(flops.announce)
@@ -113,16 +114,38 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or float64 of float64: torch.promote_types(dtype, float32), which would be a node of exported graphs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype in which F.linear would use `tensor`: autocast's or its own."""
     return autocast_dtype(tensor) or tensor.dtype
 
 
-def _outside_autocast(kernel):
-    """Autocast would reach into the kernel and round its matmuls; an op's dtypes are those of its arguments."""
+# ops whose backend is another's
+BACKEND_OF = {
+    "moe_layer": "moe_mlp", "route_to": "route", "merged_linear": "merge_experts", "fused_nll": "fused_cross_entropy",
+    "fused_loss": "fused_cross_entropy",
+}  # fmt: skip
+
+
+def _kernel(op: torch._ops.OpOverload, kernel):
+    """Return `kernel` outside of autocast, which would reach into it and round its matmuls, and with a backend of this machine.
+
+    An op's dtypes are those of its arguments; an exported graph leaves the backend open.
+    """
+    at = [argument.name for argument in op._schema.arguments].index("backend") - 1
+    name = op._opname.partition("_backward")[0]
+    name = BACKEND_OF.get(name, name)
 
     @functools.wraps(kernel)
     def run(tensor, *args):
+        if args[at] == backends.AT_RUN_TIME:
+            # merged_linear_backward goes by the experts' dtype
+            by = args[1] if op._opname == "merged_linear_backward" and args[1] is not None else tensor
+            args = (*args[:at], backends.choose(name, by, None, False), *args[at + 1 :])
         device = tensor.device.type
         if device == "meta" or not torch.is_autocast_enabled(device):
             return kernel(tensor, *args)

@@ -54,10 +54,11 @@ def lora_mlp(
     _check_slots(x, topk_weight, topk_idx, E)
     topk_weight = topk_weight.double() if x.dtype == torch.float64 else topk_weight.float()
     halves = [t for pair in pairs for t in (pair or (None, None))]
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weight, *halves))
+    save = torch.is_grad_enabled() and not recompute and not backends.exporting()
+    save = save and any(t is not None and t.requires_grad for t in (x, topk_weight, *halves))
     backend = backends.pick("lora_mlp", x, backend)
     out, _, _ = torch.ops.moe_runtime.lora_mlp(
-        x, *base[:5], topk_weight, topk_idx, *halves, E, scaling, act, needs_grad and not recompute, backend
+        x, *base[:5], topk_weight, topk_idx, *halves, E, scaling, act, save, backend
     )
     if down_bias is not None:
         out = out + mixed_weight(topk_weight, topk_idx, E).sum(1, keepdim=True).to(x.dtype) * down_bias

@@ -18,7 +18,7 @@ from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.workspace import scratch
 
 
@@ -85,7 +85,7 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
         got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"{got}; want one alpha per expert and at least one expert")
-    alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
+    alpha = alpha.to(wide_dtype(weight.dtype))
     return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
 
 
@@ -97,7 +97,7 @@ def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tenso
     out = None
     for row, a in zip(rows, alpha, strict=True):
         # the order and the roundings of the torch backend
-        part = row.to(torch.promote_types(row.dtype, torch.float32)).mul_(a)
+        part = row.to(wide_dtype(row.dtype)).mul_(a)
         out = part if out is None else out.add_(part)
     return out.to(row.dtype)
 
@@ -133,7 +133,7 @@ def merged_linear(
     if merged is None:
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
     x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
-    alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
+    alpha = alpha.to(wide_dtype(weight.dtype))
     # alone, dalpha's two kernels would need the whole dW: a default they are not
     chosen = backends.pick("merge_experts", weight, backend, cuda_fits=False)
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)

@@ -60,7 +60,7 @@ def run_experts(
     _check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
     topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
-    save = torch.is_grad_enabled() and not recompute
+    save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
     out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(x, topk_weight, topk_idx, *experts.pack(), save, backend)

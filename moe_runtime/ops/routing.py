@@ -23,7 +23,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, kind, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 
 class Routing(NamedTuple):
@@ -119,11 +119,7 @@ LIB.define(
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(_wide_dtype(logits))
-
-
-def _wide_dtype(logits: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide_dtype(logits.dtype))
 
 
 def _kernels(backend: str, router_logits: torch.Tensor):
@@ -146,7 +142,7 @@ def route_kernel(router_logits, bias, top_k, gate, backend):
 
 def _route_fake(router_logits, bias, top_k, gate, backend):
     T = router_logits.shape[0]
-    weight = router_logits.new_empty(T, top_k, dtype=_wide_dtype(router_logits))
+    weight = router_logits.new_empty(T, top_k, dtype=wide_dtype(router_logits.dtype))
     return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
@@ -224,7 +220,7 @@ def _setup_context_to(ctx, inputs, output):
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
 register(
     "route_to", route_to_kernel,
-    lambda logits, topk_idx, gate, backend: logits.new_empty(topk_idx.shape, dtype=_wide_dtype(logits)),
+    lambda logits, topk_idx, gate, backend: logits.new_empty(topk_idx.shape, dtype=wide_dtype(logits.dtype)),
     lambda ctx, dweight: (_dlogits(ctx, dweight, True), None, None, None), _setup_context_to,
 )  # fmt: skip
 register_backward("route_backward", route_backward_kernel, lambda dweight, logits, *_: logits.new_empty(logits.shape))

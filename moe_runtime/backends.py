@@ -113,6 +113,23 @@ def exporting() -> bool:
 exporting._dynamo_marked_constant = True  # torch.compile takes is_exporting() for true
 
 
+# how transformers computes experts in what it exports for runtimes that know no op of ours; hf.dropin.experts sets it
+foreign_experts: str | None = None
+
+
+def portable() -> str | None:
+    """Return `foreign_experts`, "batched_mm" in torch.onnx.export; None where the graph is run by torch and our ops stay.
+
+    Otherwise the ops trace their equations in plain torch, every expert on every token.
+    """
+    if not exporting():
+        return None
+    return "batched_mm" if torch.onnx.is_in_onnx_export() else foreign_experts
+
+
+portable._dynamo_marked_constant = True
+
+
 def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
     """As `choose`; AT_RUN_TIME where nobody asks for a backend and the graph is exported."""
     return AT_RUN_TIME if backend is None and exporting() else choose(op, x, backend, cuda_fits)

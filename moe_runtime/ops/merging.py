@@ -86,6 +86,8 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
         got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"{got}; want one alpha per expert and at least one expert")
     alpha = alpha.to(wide_dtype(weight.dtype))
+    if backends.portable() is not None:
+        return (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype)).sum(0).to(weight.dtype)
     return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
 
 
@@ -128,7 +130,7 @@ def merged_linear(
     a gradient, but then through a dW in memory. Raises ValueError for shapes and dtypes that do not fit.
     """
     _check_linear(x, weight, alpha, merged, bias)
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if (torch.is_grad_enabled() and weight.requires_grad) or backends.portable() is not None:
         return F.linear(x, merge_experts(weight, alpha, backend=backend), bias)
     if merged is None:
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)

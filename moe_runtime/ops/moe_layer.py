@@ -16,7 +16,7 @@ from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
-from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick
+from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick, run_experts
 
 
 class MoEOutput(NamedTuple):
@@ -45,6 +45,10 @@ def moe_layer(
     routing.check_top_k(top_k, wanted[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
         raise ValueError(f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}")
+    if backends.portable() is not None:
+        logits = torch.mm(x, router_weight.t())
+        routed = routing.route(logits, top_k, gate)
+        return MoEOutput(run_experts(x, experts, *routed)[0], logits, *routed)
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))

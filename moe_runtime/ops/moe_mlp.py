@@ -60,6 +60,11 @@ def run_experts(
     _check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
     topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
+    if backends.portable() is not None:
+        up, down = (_whole(experts, name) for name in ("up", "down"))
+        biases = {"gate_up_bias": experts.up_bias, "down_bias": experts.down_bias}
+        out = moe_mlp_reference(x, up, down, topk_weight, topk_idx, **biases, **experts.activation._asdict())
+        return out, x.new_zeros(up.shape[0] + 1, dtype=torch.int32)
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
@@ -103,6 +108,15 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
     if experts.up_trained is not None and experts.up_trained.shape[0] != experts.down_trained.shape[0]:
         got = f"trained gate_up is {tuple(experts.up_trained.shape)}, trained down {tuple(experts.down_trained.shape)}"
         raise ValueError(f"{got}; want [n, ...] both")
+
+
+def _whole(experts: Experts, name: str) -> torch.Tensor:
+    """Return the stack `name` with the rows of the experts that train in their places."""
+    stack, trained = getattr(experts, name), getattr(experts, f"{name}_trained")
+    if trained is None:
+        return stack
+    row = experts.trainable.long()
+    return torch.where(row.view(-1, 1, 1) < 0, stack, trained[row.clamp_min(0)])
 
 
 def _check_slots(x, topk_weight, topk_idx) -> None:

@@ -48,6 +48,8 @@ def route(
         router_logits = router_logits + noise
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
+    if backends.portable() is not None:
+        return route_reference(_wide(router_logits), top_k, gate, bias, topk_idx)
     chosen = backends.pick("route", router_logits, backend, cuda_fits=cuda_kernels.fits(router_logits.shape[1]))
     if chosen == "cuda":
         cuda_kernels.check_experts(router_logits.shape[1])
@@ -93,8 +95,9 @@ def route_reference(
     k = top_k - (gate in SHARED_GATES)
     if topk_idx is None:
         choice = router_logits if bias is None else router_logits.sigmoid() + bias
-        # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids
-        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids; other runtimes have topk
+        stable = backends.portable() is None
+        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k] if stable else choice.topk(k, -1).indices
     else:
         idx = topk_idx[:, :k].long() - int(gate in SHARED_GATES)
     selected_logits = router_logits.gather(1, idx)

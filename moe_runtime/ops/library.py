@@ -143,8 +143,9 @@ def _kernel(op: torch._ops.OpOverload, kernel):
     @functools.wraps(kernel)
     def run(tensor, *args):
         if args[at] == backends.AT_RUN_TIME:
-            # merged_linear_backward goes by the experts' dtype
-            by = args[1] if op._opname == "merged_linear_backward" and args[1] is not None else tensor
+            # merged_linear_backward goes by the experts' dtype, where they have one of their own
+            own = op._opname == "merged_linear_backward" and args[1] is not None and tensor.dtype != torch.float64
+            by = args[1] if own else tensor
             args = (*args[:at], backends.choose(name, by, None, False), *args[at + 1 :])
         device = tensor.device.type
         if device == "meta" or not torch.is_autocast_enabled(device):

@@ -22,7 +22,7 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
@@ -52,7 +52,7 @@ def lora_mlp(
     _check_base(x, base)
     E = _check_pairs(x, down_proj, pairs)
     _check_slots(x, topk_weight, topk_idx, E)
-    topk_weight = topk_weight.double() if x.dtype == torch.float64 else topk_weight.float()
+    topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
         halves, biases = {"gate": gate, "up": up, "down": down}, dict(zip(("gate_bias", "up_bias", "down_bias"), base[3:]))
         return lora_mlp_reference(x, *base[:3], topk_weight, topk_idx, **halves, scaling=scaling, act=act, **biases)

@@ -23,19 +23,19 @@ from moe_runtime.ops.workspace import scratch
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
-    """Eq. (5): `logits` [E - 1] of the normal experts -> alpha [E] float32, the shared expert first, sum 1.
+    """Eq. (5): `logits` [E - 1] of the normal experts -> alpha [E] float32 (or float64), the shared expert first, sum 1.
 
     shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises ValueError for a rate outside 0..1.
     """
     if logits.dim() != 1:
         raise ValueError(f"logits is {tuple(logits.shape)}; want one logit per expert")
     if shared_rate is None:
-        return logits.float().softmax(-1)
+        return logits.to(wide_dtype(logits.dtype)).softmax(-1)
     check_shared_rate(shared_rate)
+    logits = logits.to(wide_dtype(logits.dtype))
     if logits.numel() == 0:  # one expert: it is all there is
-        return logits.new_ones(1, dtype=torch.float32)
-    shared = logits.new_full((1,), shared_rate, dtype=torch.float32)
-    return torch.cat([shared, (1 - shared_rate) * logits.float().softmax(-1)])
+        return logits.new_ones(1)
+    return torch.cat([logits.new_full((1,), shared_rate), (1 - shared_rate) * logits.softmax(-1)])
 
 
 def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
@@ -135,9 +135,10 @@ def merged_linear(
     if merged is None:
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
     x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
-    alpha = alpha.to(wide_dtype(weight.dtype))
+    exact = x if x.dtype == torch.float64 else weight  # the other may be narrower
+    alpha = alpha.to(wide_dtype(exact.dtype))
     # alone, dalpha's two kernels would need the whole dW: a default they are not
-    chosen = backends.pick("merge_experts", weight, backend, cuda_fits=False)
+    chosen = backends.pick("merge_experts", exact, backend, cuda_fits=False)
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
 
 
@@ -245,7 +246,7 @@ def _merge_backward_alpha(dout, weight, backend):
         return cuda_kernels.merge_experts_backward_alpha(dout, weight)
     if backend == "cpp":
         return _merge_backward_alpha_cpp(dout, weight)
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    dtype = _alpha_dtype(dout, weight)
     if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
         dout = dout.reshape(-1).to(dtype)
         return torch.stack([dout.dot(w.reshape(-1).to(dtype)) for w in weight])
@@ -283,7 +284,11 @@ def _autograd(ctx, dout):
 
 
 def _fake_alpha(dout, weight, backend):
-    return weight.new_empty(weight.shape[0], dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    return weight.new_empty(weight.shape[0], dtype=_alpha_dtype(dout, weight))
+
+
+def _alpha_dtype(dout, weight) -> torch.dtype:
+    return torch.float64 if torch.float64 in (dout.dtype, weight.dtype) else torch.float32
 
 
 # contiguous, however the stack is stored

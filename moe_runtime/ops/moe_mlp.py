@@ -17,7 +17,7 @@ from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained
-from moe_runtime.ops.library import LIB, kind, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -32,8 +32,8 @@ def moe_mlp(
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which is the weights' dtype too.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],
-    `topk_weight` [T, K] (used in float32), `topk_idx` [T, K] integers. Differentiable in all but topk_idx. `recompute` keeps
-    x only and computes the pre-activation again in the backward pass.
+    `topk_weight` [T, K] (used in float32, or float64 with float64 x), `topk_idx` [T, K] integers. Differentiable in all but
+    topk_idx. `recompute` keeps x only and computes the pre-activation again in the backward pass.
 
     `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of gate_up_proj and gate_up_bias are
     gate_0, up_0, gate_1, up_1, ... All three are for gated experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0
@@ -59,7 +59,7 @@ def run_experts(
     check_experts(x, experts)
     _check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
-    topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
+    topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
         up, down = (_whole(experts, name) for name in ("up", "down"))
         biases = {"gate_up_bias": experts.up_bias, "down_bias": experts.down_bias}

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules.moe import MoE
-from moe_runtime.ops import expansion, fusion, lora, merging, moe_layer
+from moe_runtime.ops import balance, expansion, fusion, lora, merging, moe_layer
 from moe_runtime.ops import grouped_gemm as grouped
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch
@@ -253,3 +253,39 @@ def test_flops_are_the_products_of_the_torch_backend(ops, recompute, monkeypatch
             assert counted == counter.get_total_flops() > 0, name
             checked.add(name)
     assert checked == set(KERNELS)
+
+
+def test_float64_inputs_have_float64_gradients(ops):
+    """A router's float32 weights beside float64 experts, float32 experts behind a float64 product: nothing is cast down."""
+    idx = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
+    weight, out = torch.rand(T, K), torch.randn(T, H, dtype=torch.float64)
+    shapes = {"x": (T, H), "up": (E, 2 * I, H), "down": (E, H, I), "gate_up_bias": (E, 2 * I), "down_bias": (E, H)}
+    leaves = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
+
+    def gradients(op, weight):
+        x, up, down, *biases = leaves.values()
+        y = op(x, up, down, weight.requires_grad_(), idx, **dict(zip(list(leaves)[3:], biases)))
+        return torch.autograd.grad(y, (*leaves.values(), weight), out)
+
+    for got, wanted in zip(gradients(moe_mlp, weight), gradients(moe_mlp_reference, weight.double())):
+        assert relative(got, wanted) < (1e-14 if got.dtype == torch.float64 else 1e-7)
+    experts, x = torch.randn(E, I, H), torch.randn(T, H, dtype=torch.float64)
+    for alpha in (torch.rand(E), torch.rand(E, dtype=torch.float64)):
+        exact = alpha.double().requires_grad_()
+        merged = torch.tensordot(exact, experts.double(), 1)
+        (got,) = torch.autograd.grad(merged_linear(x, experts, alpha.requires_grad_(), merged.detach()), alpha, out[:, :I])
+        (wanted,) = torch.autograd.grad(x @ merged.t(), exact, out[:, :I])
+        assert relative(got, wanted) < (1e-14 if alpha.dtype == torch.float64 else 1e-7)
+
+
+@pytest.mark.parametrize("loss", ["cv2", "switch", "top_k", "mixing"])
+def test_losses_of_float64_logits_are_float64(loss):
+    logits = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
+    config = MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, gate="softmax_topk")
+    idx = logits.topk(K).indices
+    f = {
+        "cv2": lambda x: balance.cv2_loss(config, x, idx), "switch": lambda x: balance.switch_loss(config, x, idx),
+        "top_k": lambda x: balance.top_k_loss(x, K), "mixing": lambda x: merging.mixing(x[0], 0.7),
+    }[loss]  # fmt: skip
+    assert f(logits).dtype == torch.float64 and f(logits.float()).dtype == torch.float32
+    assert torch.autograd.gradcheck(f, logits, eps=1e-6, atol=1e-8, rtol=1e-7)

@@ -11,7 +11,9 @@ with noise, the sum over all tokens of the probability that a new draw of the no
     P = Phi((clean - (k+1)-th noisy logit) / scale)  if r is among the selected,  else Phi((clean - k-th) / scale)
 
 The official code decides "is among the selected" by comparing the noise (not the noisy logit) with the (k+1)-th noisy logit:
-`load_quirk=True`. cv2 and switch do not mask padding, as in the official code. Losses are float32, those of float64 logits float64.
+`load_quirk=True`. cv2 and switch do not mask padding, as in the official code.
+
+Losses are float32, those of float64 logits float64.
 
 top_k is top_k when balanced. transformers takes the means over the tokens of all layers together (pooled), and imbalances of
 different layers cancel: four layers, each collapsed on another pair of 8 experts, give 2, as balanced ones do. The mean of

@@ -119,6 +119,23 @@ def remerge_experts(
     merge_experts_forward(weight, alpha, out=merged, seen=seen)
 
 
+class Kept:
+    """The attribute `kept` of merged weights that are written over in place: the alpha in them, and how often that was.
+
+    Autograd counts no version, since nobody here learns whether alpha has changed. The backward pass of an older graph merges
+    its own alpha again.
+    """
+
+    def __init__(self, seen: torch.Tensor, backend: str):
+        self.seen, self.backend, self.times = seen, backend, 0
+
+    def remerge(self, merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor) -> None:
+        """Make `merged`, whose attribute this is, the mixture of `alpha`."""
+        remerge_experts(merged, weight, alpha, self.seen, self.backend)
+        self.seen.copy_(alpha)
+        self.times += 1
+
+
 def merged_linear(
     x: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, merged: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, *, backend: str | None = None,
@@ -336,7 +353,8 @@ def _linear_backward_fake(dout, x, weight, merged, bias, backend):
 def _linear_setup_context(ctx, inputs, output):
     x, weight, alpha, merged, _, ctx.backend = inputs
     need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
-    ctx.x_shape = x.shape
+    ctx.x_shape, ctx.kept = x.shape, getattr(merged, "kept", None)
+    ctx.times = ctx.kept and ctx.kept.times
     ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
 
 
@@ -346,6 +364,8 @@ def _linear_autograd(ctx, dout):
         again = merged if merged is None or alpha is None else merge_experts(weight, alpha).to(dout.dtype)
         dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
     else:
+        if ctx.kept is not None and ctx.kept.times != ctx.times and merged is not None and alpha is not None:
+            ctx.kept.remerge(merged, weight, alpha)
         dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(dout, x, weight, merged, ctx.need_bias, ctx.backend)
     dx = None if merged is None else dx.view(ctx.x_shape)
     return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None

@@ -40,10 +40,6 @@ def _moe_layer_backward(dout, dlogits, dweight, x, router_weight, up, down, *res
     return router + _experts_backward(prod(topk_weight), up, down, z, needs)
 
 
-def _grouped_gemm(x, weight, *_, **__) -> int:
-    return 2 * x[0] * prod(weight[1:])
-
-
 def _grouped_gemm_backward(dy, x, weight, *rest, **_) -> int:
     *_, (need_x, need_weight, _), _ = rest
     return 2 * x[0] * prod(weight[1:]) * (need_x + need_weight)
@@ -75,28 +71,26 @@ def _lora_mlp_backward(dout, z, low, need_x, needs, x, gate, up, down, gate_bias
     return base + again + inner + need_x * (2 * base + first) + sum(n for n, need in zip(halves, needs) if need)
 
 
-def _heads(hidden, heads) -> int:
-    return sum(2 * prod(h[:-1]) * h[-1] * min(head[0] for head in heads) for h in hidden)
+def _heads(hidden, heads, needs=None) -> int:
+    V = min(head[0] for head in heads)
+    return sum(2 * prod(h) * V for at, h in enumerate(hidden) if needs is None or needs[at])
 
 
-def _needed_heads(hidden, heads, needs) -> int:
-    return sum(_heads([h], heads) for h, need in zip(hidden, needs) if need)
+def _fused_gradients(*args, **_) -> int:
+    hidden, heads, _, _, need_heads, _ = args[-6:]
+    return 2 * _heads(hidden, heads) + _heads(hidden, heads, need_heads)
 
 
 FORMULAS = {
     "moe_mlp": _moe_mlp, "moe_mlp_backward": _moe_mlp_backward, "moe_layer": _moe_layer,
-    "moe_layer_backward": _moe_layer_backward, "grouped_gemm": _grouped_gemm, "grouped_gemm_backward": _grouped_gemm_backward,
+    "moe_layer_backward": _moe_layer_backward, "grouped_gemm": lambda x, weight, *_, **__: 2 * x[0] * prod(weight[1:]),
+    "grouped_gemm_backward": _grouped_gemm_backward,
     "merge_experts": lambda weight, *_, **__: 2 * prod(weight),
     "merge_experts_backward_alpha": lambda dout, weight, *_, **__: 2 * prod(weight),
     "merged_linear": lambda x, weight, alpha, merged, *_, **__: 2 * prod(x[:-1]) * prod(merged),
     "merged_linear_backward": _merged_linear_backward, "lora_mlp": _lora_mlp, "lora_mlp_backward": _lora_mlp_backward,
     "fused_nll": lambda gate, labels, hidden, heads, *_, **__: _heads(hidden, heads),
-    "fused_nll_backward": lambda dnll, gate, labels, hidden, heads, ignore, need_hidden, need_heads, *_, **__: (
-        2 * _heads(hidden, heads) + _needed_heads(hidden, heads, need_heads)
-    ),
-    "fused_loss": lambda gate, labels, hidden, heads, ignore, need_hidden, need_heads, *_, **__: (
-        2 * _heads(hidden, heads) + _needed_heads(hidden, heads, need_heads)
-    ),
+    "fused_nll_backward": _fused_gradients, "fused_loss": _fused_gradients,
     "gram": lambda experts, *_, **__: 2 * experts[0] * prod(experts),
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ def register(name: str, kernel, fake, backward=None, setup_context=None) -> None
     LIB.impl(name, _kernel(op, kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_runtime::{name}", fake, lib=LIB)
     LIB.impl(name, _autograd(op, backward, setup_context), "Autograd", with_keyset=True)
-    op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(flops.announce)
+    op.decompose = flops.announce
 
 
 def register_backward(name: str, kernel, fake) -> None:

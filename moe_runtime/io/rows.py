@@ -130,7 +130,11 @@ def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
     layout = layout_of(columns)
     if not layout:
         wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
-        problem = f" with the columns {', '.join(columns)}; want {wanted}; rename them" if columns else ", which has no rows"
+        problem = (
+            f" with the columns {', '.join(columns)}; want {wanted}; rename them"
+            if columns
+            else ", which has no rows; want at least one"
+        )
         raise BadRow(f"data is {name!r}{problem}")
     return layout
 

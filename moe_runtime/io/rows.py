@@ -129,12 +129,10 @@ def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
 def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
     layout = layout_of(columns)
     if not layout:
-        wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
-        problem = (
-            f" with the columns {', '.join(columns)}; want {wanted}; rename them"
-            if columns
-            else ", which has no rows; want at least one"
-        )
+        problem = ", which has no rows; want at least one"
+        if columns:
+            wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
+            problem = f" with the columns {', '.join(columns)}; want {wanted}; rename them"
         raise BadRow(f"data is {name!r}{problem}")
     return layout
 

@@ -10,7 +10,6 @@ brings every format to one of three: messages; prompt and completion; text. `enc
 
 import contextlib
 import datetime
-import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -67,7 +66,10 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
         else:
             rows = datasets.load_dataset(name, split=split)
         layout = _layout(rows.column_names if len(rows) else (), name)
-        form = functools.partial(_form_of_place, layout=layout, name=name, answers=answers)
+
+        def form(row: Mapping, place: int) -> dict[str, Any]:
+            return in_form(row, layout, f"example {place + 1} of {name}", answers)
+
         if layout == ("conversations",) or (layout[0] == "instruction" and "input" in rows.column_names):
             return rows.map(form, with_indices=True, remove_columns=rows.column_names)
         for place, row in enumerate(rows):
@@ -137,25 +139,24 @@ def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
     return layout
 
 
-def _form_of_place(row: Mapping, place: int, layout: tuple[str, ...], name: str, answers: bool) -> dict[str, Any]:
-    return in_form(row, layout, f"example {place + 1} of {name}", answers)
-
-
 def in_form(row: Mapping, layout: tuple[str, ...], where: str, answers: bool = True) -> dict[str, Any]:
     """Return a row of one of LAYOUTS as messages, prompt and completion, or text; raises BadRow, with `where`."""
     found = {name: row[name] for name in _kept(layout, row)}
     if layout == ("conversations",):  # ShareGPT's, or messages by another name
         turns = found.pop("conversations")
-        is_list = isinstance(turns, list | tuple) and all(isinstance(turn, Mapping) for turn in turns)
-        found["messages"] = [
-            {"role": ROLES.get(turn["from"]), "content": turn.get("value")} if turn.get("from") else turn for turn in turns
-        ] if is_list else turns  # fmt: skip
+        found["messages"] = [_turn(turn) for turn in turns] if isinstance(turns, list | tuple) else turns
     elif len(layout) == 2:
         prompt, more = found[layout[0]], found.get("input")
-        joined = f"{prompt}\n\n{more}" if isinstance(prompt, str) and isinstance(more, str) and more else prompt
-        found = {"prompt": joined, "completion": found[layout[1]]}
+        if more and isinstance(prompt, str):
+            prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
+        found = {"prompt": prompt, "completion": found[layout[1]]}
     check_row(found, where, answers)
     return found
+
+
+def _turn(turn: Any) -> Any:
+    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
+    return {"role": role, "content": turn.get("value")} if role else turn
 
 
 def check_row(row: Mapping, where: str, answers: bool = False) -> None:
@@ -179,7 +180,7 @@ def _wrong_turn(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str]
     """Return what is wrong with a chat whose first `prompt` turns are not trained: its name, its value, what is expected."""
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"turn {number} is", turn, "an object with role and content"
+            return f"turn {number} is", turn, "role and content, or from (human, gpt or system) and value"
         content = turn.get("content")  # a text, parts of one, or none beside a tool call
         if not isinstance(content, str | list) and (content is not None or not turn.get("tool_calls")):
             return f"the content of turn {number} is", content, "a string"

@@ -1,14 +1,22 @@
 """Chats to ids and a loss mask, with templates in the form of those that are published, and with TRL's."""
 
 import copy
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_runtime.experiments.stages import tokenized_domains
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import encode_chat
+from moe_runtime.methods.esft.recipe import Task, task_rows
+from moe_runtime.methods.esft.runs import _split_rows
+from moe_runtime.methods.upit.recipe import PromptedDomain
+from moe_runtime.methods.xft.recipe import Data
+from moe_runtime.methods.xft.study import Stages
 
 LOOP = "{% for m in messages %}"
 CHATML = LOOP + (
@@ -218,3 +226,28 @@ def test_a_tokenizer_without_a_template_names_the_options():
         encode_chat(with_template(None), {"messages": chat("a", "b")})
     ids, mask = encode_chat(with_template(None), {"messages": chat("a", "b")}, prompt="deepseek")
     assert learnt(TOKENIZER, ids, mask) == [" b</s>"]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
+    """Of chats whose template marks nothing: ESFT's command, the recipes of ESFT, UpIT and XFT."""
+    tokenizer, path, other = with_template(CHATML), tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    chats = [{"messages": chat(f"{i} and?", f"{i} x", "more?", "no")} for i in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in chats[:8]))
+    other.write_text(json.dumps(chats[8]) + "\n")
+    source = {"train": str(path), "held_out": str(other), "held_out_split": "train", "train_on": train_on}
+    room = SimpleNamespace(max_length=256, pack=False)
+    own = Stages.__new__(Stages)
+    own.recipe = SimpleNamespace(data=Data(prompt="plain", **source), pretrain=None)
+    own._base_tokenizer, own.say = lambda texts: tokenizer, lambda text: None
+    own.make_data(tmp_path)
+    parts = task_rows(tokenizer, Task(prompt="plain", validation_rows=1, **source), room)
+    found = {
+        "esft train": _split_rows(tokenizer, str(path), str(other), 256, False, "plain", train_on)[0],
+        "an ESFT recipe": [*parts["train"], *parts["validation"]],
+        "a UpIT recipe": tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)["a-train"],
+        "an XFT recipe": data.load_rows(tmp_path / "train"),
+    }
+    want = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
+    assert all(sorted((row["input_ids"], row["labels"]) for row in rows) == want for rows in found.values()), found
+    assert (want[0][0] == want[0][1]) == (train_on == "all")

@@ -121,11 +121,15 @@ BAD = {
     "messages-text": ({"messages": "hello"}, "messages is 'hello'; expected a list of messages"),
     "content-null": ({"messages": [CHAT[0], CHAT[1] | {"content": None}]}, "the content of turn 2 is null; expected a string"),
     "content-number": ({"messages": [CHAT[0] | {"content": 7}, CHAT[1]]}, "the content of turn 1 is 7; expected a string"),
-    "turn-text": ({"messages": ["hello", CHAT[1]]}, "turn 1 is 'hello'; expected an object with role and content"),
-    "no-role": ({"messages": [{"content": "hi"}, CHAT[1]]}, "turn 1 is .*; expected an object with role and content"),
+    "turn-text": ({"messages": ["hello", CHAT[1]]}, "turn 1 is 'hello'; expected role and content"),
+    "no-role": ({"messages": [{"content": "hi"}, CHAT[1]]}, "turn 1 is .*; expected role and content"),
+    "input-number": ({"instruction": "add", "input": 3, "output": "4"}, "prompt is 3; expected a string"),
     "no-answer": ({"messages": CHAT[:1]}, r"the roles are \['user'\]; expected a turn of the assistant"),
     "no-answer-behind-the-prompt": ({"prompt": CHAT, "completion": CHAT[:1]}, "the roles are .*; expected a turn of the assis"),
-    "sharegpt-role": ({"conversations": [{"from": "bob", "value": "hi"}]}, "turn 1 is .*; expected an object with role"),
+    "sharegpt-role": (
+        {"conversations": [{"from": "bob", "value": "hi"}]},
+        "turn 1 is {'from': 'bob', .*; expected role .* gpt",
+    ),
     "sharegpt-no-answer": ({"conversations": [{"from": "human", "value": "hi"}]}, r"the roles are \['user'\]; expected"),
 }
 

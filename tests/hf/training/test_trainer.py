@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 
 import datasets
 import pytest
@@ -461,6 +462,54 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "balance_loss" in entry] == [1, 2]
     assert (tmp_path / "out" / "router_stats.csv").exists() and (tmp_path / "out" / "tokenizer.json").exists()
+
+
+NOTHING = [CHAT[0], {"role": "assistant", "content": None}]
+REFUSED = {
+    "null": ({"text": None}, [], "line 2 of .*bad.jsonl: text is null; expected a string"),
+    "content": ({"messages": NOTHING}, [], "line 2 of .*: the content of turn 2 is null"),
+    "no-answer": ({"messages": CHAT[:1]}, [], r"line 2 of .*: the roles are \['user'\]; expected a turn of the assistant"),
+    "tracker": (None, ["--report_to", "wandb"], "report_to is 'wandb', which is not installed; install it, or pass .*none"),
+    "no-template": ({"messages": CHAT}, [], "The tokenizer has no chat template, .* Pass --chat_template_path"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path, monkeypatch):
+    bad, options, says = REFUSED[name]
+    monkeypatch.setattr(MoESFTTrainer, "train", None)
+    model, data = folder / "moe", folder / "rows.jsonl"
+    if name == "no-template":
+        model = shutil.copytree(model, tmp_path / "moe")
+        (model / "chat_template.jinja").unlink()
+    if bad is not None:
+        data, good = tmp_path / "bad.jsonl", {"messages": CHAT} if "messages" in bad else {"text": "2"}
+        data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    argv = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), *options]
+    with pytest.raises(ValueError, match=says) as error:
+        train_command(argv)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch):
+    """Of a template given by its file, and of all tokens where that is asked for."""
+    model = shutil.copytree(folder / "moe", tmp_path / "moe")
+    (model / "chat_template.jinja").unlink()
+    (tmp_path / "chat.jinja").write_text(UNMARKED)
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 2)
+    batches = []
+
+    def train(self, **_):
+        batches.append(next(iter(self.get_train_dataloader())))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MoESFTTrainer, "train", train)
+    argv = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
+    for options in ([], ["--train-on", "all"]):
+        with pytest.raises(ZeroDivisionError):
+            train_command([*argv, "--chat_template_path", str(tmp_path / "chat.jinja"), "--report_to", "none", *options])
+    part, whole = (TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100]) for batch in batches)
+    assert part == "3 is it</s>" and whole == TOKENIZER.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):

@@ -4,7 +4,9 @@ import copy
 import datetime
 import functools
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,13 @@ def test_each_layout_has_one_set_of_ids_and_labels(tokenizer, tmp_path, layout, 
     ids = [i for part in want for i in part]
     masked = [-100] * len(want[0]) + want[1] + [-100] * len(want[2])
     assert data.encode(tokenizer, row, train_on=train_on) == (ids, ids if train_on == "all" else masked)
+
+
+def test_the_page_on_data_has_every_layout_in_order():
+    text = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    table = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in text.splitlines() if line.startswith("| `")]
+    named = [tuple(names[: len(layout)]) for names, layout in zip(table[:1] + table[2:], data.LAYOUTS, strict=True)]
+    assert named == list(data.LAYOUTS) and table[1] == ["prompt", "completion"]
 
 
 def test_bos_and_eos_are_not_doubled(tokenizer):

@@ -125,7 +125,8 @@ class _MoESFTTrainer(_MoETrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, *more):
         layout = _layout(dataset)
-        if layout and formatting_func is None and isinstance(processing_class, PreTrainedTokenizerBase):
+        ours = formatting_func is None and args.dataset_text_field == "text"  # else somebody asks for TRL's own reading
+        if layout and ours and isinstance(processing_class, PreTrainedTokenizerBase):
             how = {"tokenizer": processing_class, "layout": layout, "train_on": self._train_on}
             workers = {} if isinstance(dataset, IterableDataset) else {"num_proc": args.dataset_num_proc}
             with args.main_process_first(local=True):

@@ -82,11 +82,10 @@ def encode_chat(tokenizer, row: Mapping, train_on: str = "assistant", prompt: st
     chat that the template refuses, and for a template whose turns cannot be found.
     """
     messages, first = chat_of(row)
-    tools = row.get("tools") or None
-    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
+    tools, options = row.get("tools") or None, dict(row.get("chat_template_kwargs") or {})
     if prompt in TEMPLATES:
         options["chat_template"] = TEMPLATES[prompt]
-    elif not tokenizer.chat_template:
+    elif not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "The tokenizer has no chat template, which chats need. Pass --chat_template_path to moe-runtime train, or put a "
             "chat_template.jinja into the model's folder"
@@ -97,6 +96,7 @@ def encode_chat(tokenizer, row: Mapping, train_on: str = "assistant", prompt: st
 
     found, problem = {}, f"The chat template does not take {shown(messages)}"
     try:  # a template is a program, and raises what it likes
+        options["tools"] = json.loads(tools) if isinstance(tools, str) else tools
         found = render(messages, tokenize=True, return_dict=True)
         if train_on == "all":
             return found["input_ids"], [True] * len(found["input_ids"])
@@ -155,14 +155,14 @@ def _turn(tokenizer, render: Callable, text: str, messages: list[Mapping], i: in
     start, end = len(head), len(own)
     if head == before or not text.startswith(head):  # no generation prompt, or one that is not what an answer follows
         start = len(before) if text.startswith(before) else end
-        answer = place(content.rindex(said)) if said else start
+        answer = place(len(content) - len(content.rpartition("</think>")[2]))
         start = answer if text[start:answer].strip() else start  # behind the role's header
-    tail = own[start:].rpartition(said)[2] if said else own[start:]
+    tail = own[start:].partition(said)[2] if said else own[start:]
     ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     if not text.startswith(own):  # a later turn changes this one: its reasoning is dropped, or it ends in another token
         end, ends = place(len(content)), [tail.strip(), *ends]
-    elif tail.strip():
-        end, ends = len(own.rstrip()), []
+    elif tail:  # whitespace ends a turn only where nothing else does
+        end, ends = len(own.rstrip() if tail.strip() else own), []
     end += max((len(one) for one in ends if one and text.startswith(one, end)), default=0)
     if start >= end:
         raise ValueError(f"turn {i + 1} of {shown(messages)} reads differently with the turns after it")

@@ -72,6 +72,8 @@ ZEPHYR = LOOP + (
 )
 UNPROMPTED = CHATML.partition("{% if add")[0]  # a role's header, and no generation prompt
 OTHER_END = CHATML.replace("<|im_end|>", "{{ '<|eot_id|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}")
+# the token of the next role ends a turn
+OPEN = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 PLAIN = LOOP + "{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 TOKENIZER = train_tokenizer(["two and two is four: system user assistant model\n\n def f(x): return x + 1"] * 20, 330)
 SPECIAL = set(re.findall(r"<\|?\w+\|?>", CHATML + LLAMA3 + REASONER + GEMMA)) | {"<think>", "</think>", "[INST]", "[/INST]"}
@@ -111,6 +113,7 @@ TEXTS = ("two and two", "four", "and?", "four", "an a?", "a", "code?", "def f(x)
     pytest.param(UNPROMPTED, "", "<|im_end|>", False, id="no-generation-prompt"),
     pytest.param(OTHER_END, "", "<|im_end|>", False, id="another-end-of-the-last-turn"),
     pytest.param(PLAIN, "", "\n\n", False, id="whitespace-ends-a-turn"),
+    pytest.param(OPEN, "", "<|user|>", False, id="the-next-role-ends-a-turn"),
 ])  # fmt: skip
 @pytest.mark.parametrize("system", [True, False], ids=["system", "no-system"])
 def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, strips, system):
@@ -127,6 +130,8 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         want[-1] = "<think>\n\n</think>\n\n" + want[-1]
     if template is OTHER_END:
         want[-1] = TEXTS[-1] + "<|eot_id|>"
+    if template is OPEN:
+        want[-1] = TEXTS[-1]
     assert learnt(tokenizer, ids, mask) == want
     whole = data.encode(tokenizer, {"messages": messages}, train_on="all")
     assert whole == (ids, ids) and data.encode(tokenizer, {"messages": messages})[0] == ids

@@ -1,6 +1,5 @@
 """tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
 
-import copy
 import csv
 import json
 from pathlib import Path
@@ -82,16 +81,6 @@ def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
     write({"prompt": "3 and 4", "completion": " make 7"})
     want = len(TOKENIZER("3 and 4")["input_ids"]) + len(TOKENIZER.encode(" make 7", add_special_tokens=False)) + 1
     assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
-
-
-def test_messages_want_a_chat_template(folder):
-    tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = None
-    (folder / "stock" / "chat_template.jinja").unlink()
-    tokenizer.save_pretrained("stock")
-    write({"messages": TURNS})
-    with pytest.raises(ValueError, match="The tokenizer has no chat template, which chats need"):
-        router_report("stock", "rows.jsonl", "out")
 
 
 def test_command(folder, capsys, monkeypatch):

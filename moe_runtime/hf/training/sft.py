@@ -114,8 +114,7 @@ class _MoESFTTrainer(_MoETrainer):
 
     def __init__(self, model, args=None, *more, train_on: str = "assistant", **kwargs):
         check_choice("train_on", train_on, TRAIN_ON)
-        whole = args is not None and args.completion_only_loss is False  # TRL's word for it
-        self._train_on = "all" if whole else train_on
+        self._train_on = "all" if getattr(args, "completion_only_loss", None) is False else train_on
         if args is not None and _layout(kwargs.get("train_dataset")):
             args.assistant_only_loss = False  # the masks are ours
         super().__init__(model, args, *more, **kwargs)
@@ -202,6 +201,8 @@ def train_command(argv: list[str] | None = None) -> Path:
     trl = require("trl")
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
+    if args.completion_only_loss is False:  # TRL's word for it
+        ours.train_on = "all"
     _check(name, ours, script, args, model, mixture)
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # True, the last checkpoint, can only be spelled on a command line
@@ -254,7 +255,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
         "attn_implementation": model.attn_implementation, "dtype": model.dtype,
     } | (args.model_init_kwargs or {})  # fmt: skip
-    train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no", args.completion_only_loss)
+    train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
         return _sft_trainer()(
             model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
@@ -295,10 +296,10 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
     check_folder(name)
 
 
-def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool, whole: bool | None) -> tuple:
+def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
     """Return the rows to train on and those to evaluate on: ours from --data, else those of TRL's own flags."""
     if ours.data is not None:
-        answers = ours.train_on == "assistant" and whole is not False
+        answers = ours.train_on == "assistant"
         rows = read_rows(ours.data, answers=answers)
         rows = rows.add_column(ROW_ID, list(range(len(rows))))
         return rows, read_rows(ours.eval_data, answers=answers) if evaluates else None

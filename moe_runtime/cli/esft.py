@@ -10,6 +10,7 @@ from moe_runtime.cli.verbs import (
     group, numbers, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.io import console
+from moe_runtime.io.files import check_out_file
 from moe_runtime.io.rows import require
 
 ESFT = "ESFT: tune only the experts of an MoE model that a task uses, and ship only those."
@@ -33,7 +34,7 @@ def score(
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
-    _check_free(out, overwrite)
+    check_out_file(out, overwrite)
     require("datasets")
     from moe_runtime.methods.esft.runs import score_folder
 
@@ -68,7 +69,7 @@ def select(
     overwrite: Overwrite = False,
 ):
     """Select the fewest experts of each layer whose scores sum to p; needs no model."""
-    _check_free(out, overwrite)
+    check_out_file(out, overwrite)
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
     if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
         raise ValueError("pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
@@ -210,14 +211,6 @@ def merge(
         f"{receipt.experts} experts of {adapter}; and {', '.join(receipt.side_files)}"
     )
     return receipt
-
-
-def _check_free(out: Path, overwrite: bool) -> None:
-    """Raise ValueError if the file cannot be written, or is there and should not be replaced."""
-    above = next((one for one in out.parents if one.exists() and not one.is_dir()), None)
-    if above or out.is_dir() or (out.exists() and not overwrite):
-        why = f"below {above}, which is a file" if above else "which exists"
-        raise ValueError(f"out is {out}, {why}; pass a new file, or overwrite=True")
 
 
 def _say_selection(selection) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.hf.models import modeling
@@ -46,6 +48,8 @@ class TrainArguments:
     eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
     router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"})
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
+    resume: bool = field(default=False, metadata={"help": "resume from the newest complete checkpoint in --output_dir"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"})
 
 
 class _TakenBefore(argparse.Action):
@@ -68,6 +72,7 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
     others.add_argument("--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
+    parser.set_defaults(output_dir="")  # transformers would write to ./trainer_output
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
     if not sys.stderr.isatty():
@@ -162,18 +167,24 @@ def train_command(argv: list[str] | None = None) -> Path:
     """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
 
     Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError
-    for a model without tokenizer, for data that cannot be read and for unknown flags.
+    for a model without tokenizer, for data that cannot be read, for unknown flags, and for an output folder that is not
+    empty unless it is to be resumed or overwritten.
     """
     trl = require("trl")
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
-    _check(name, ours, script, args, model, mixture)
-    trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # True, the last checkpoint, can only be spelled on a command line
-    resume = args.resume_from_checkpoint
+    resume = args.resume_from_checkpoint or ours.resume
+    resume = True if str(resume).lower() == "true" else resume or None
+    _check(name, ours, script, args, model, mixture)
+    _check_output(name, ours, args, resume, adapter=model.use_peft)
+    trainer = _trainer(trl, name, ours, script, args, model, mixture)
+    if ours.overwrite and args.should_save:
+        _remove_checkpoints(args.output_dir)
+    trainer.accelerator.wait_for_everyone()
     try:
         with stopping_with_a_checkpoint(trainer), _pace(trainer):
-            result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+            result = trainer.train(resume_from_checkpoint=resume)
     except KeyboardInterrupt as stop:
         stop.kept = _kept(args.output_dir)
         raise
@@ -209,7 +220,7 @@ def _kept(folder: str) -> str:
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
-    return f"{last} is the last checkpoint; rerun with --resume_from_checkpoint true to resume"
+    return f"{last} is the last checkpoint; rerun with --resume to resume"
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
@@ -231,7 +242,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
 
 
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
-    """Raise ValueError for a model without files or tokenizer, no data, and an output that would replace the model."""
+    """Raise ValueError for a model without files or tokenizer, and no data."""
     path, reason = Path(name or ""), None
     is_id = not (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1)
     if name is None:
@@ -245,8 +256,6 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
             f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
-    elif not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
-        reason = f"output_dir is {args.output_dir}, the folder of the model, which would be replaced; want another folder"
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
         reason = "data is None; want a file, a folder or the id of a data set; pass --data"
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
@@ -254,6 +263,39 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
     if reason is not None:
         raise ValueError(reason)
     check_folder(name)
+
+
+def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool) -> None:
+    """Raise ValueError unless --output_dir is new, empty, to be overwritten, or holds the checkpoint to resume from.
+
+    An adapter may be written into the folder of its model.
+    """
+    if not args.output_dir:
+        raise ValueError("output_dir is not given; pass --output_dir FOLDER")
+    out, source, last = *map(Path, map(os.path.realpath, (args.output_dir, name))), last_whole_checkpoint(args.output_dir)
+    checkpoint = last if resume is True else resume
+    resumes = checkpoint is not None and Path(os.path.realpath(checkpoint)).is_relative_to(out)
+    beside = adapter and source == out and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
+    reason = None
+    if out.exists() and not out.is_dir():
+        reason = "which is a file; pass a new or empty folder"
+    elif resume is not None and ours.overwrite:
+        reason = "to be resumed and to be overwritten; pass either --resume or --overwrite"
+    elif resume is True and last is None:
+        reason = "which has no complete checkpoint; run without --resume"
+    elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
+        reason = f"which {'is' if source == out else 'holds'} {name}, the model to train; pass another folder"
+    elif not (resumes or beside or ours.overwrite) and out.is_dir() and any(out.iterdir()):
+        reason = "which exists; pass a new or empty folder, or --overwrite to replace its model and checkpoints"
+        reason += f", or --resume to continue from {last.name}" if last else ""
+    if reason is not None:
+        raise ValueError(f"output_dir is {args.output_dir}, {reason}")
+
+
+def _remove_checkpoints(folder: str) -> None:
+    """Remove the checkpoints of an earlier run, so that none of them is resumed from; its model stays until it is replaced."""
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        shutil.rmtree(path)
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 import os
 import shutil
 import sys
@@ -72,6 +73,7 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
     others.add_argument("--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
+    parser.set_defaults(lora_dropout=0.0)  # PEFT refuses any other on the experts of stock models
     parser.set_defaults(output_dir="")  # transformers would write to ./trainer_output
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
@@ -193,6 +195,13 @@ def train_command(argv: list[str] | None = None) -> Path:
         f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
         f"mean training loss {result.training_loss:.4f}"
     )
+    guess = math.log(trainer.model.config.get_text_config().vocab_size)
+    if not result.training_loss <= 2 * guess:
+        trainer.accelerator.print(
+            f"warning: a uniform guess has loss {guess:.2f}: the training diverged; lower --learning_rate, which is "
+            f"{args.learning_rate}",
+            file=sys.stderr,
+        )
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=ours.data or script.dataset_name)
     if hasattr(trainer, "end"):  # from transformers 5.18 on
@@ -230,6 +239,8 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
         "attn_implementation": model.attn_implementation, "dtype": model.dtype,
     } | (args.model_init_kwargs or {})  # fmt: skip
+    if not (model.lora_target_modules or model.lora_target_parameters):
+        model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
         return _sft_trainer()(

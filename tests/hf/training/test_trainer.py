@@ -1,5 +1,6 @@
 """hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
 
+import contextlib
 import csv
 import json
 import math
@@ -17,6 +18,7 @@ from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from moe_runtime.hf.training import sft
 from moe_runtime.io import console
 from moe_runtime.io.rows import read_rows, tokenize_pairs
 from tests.hf import tiny
@@ -477,6 +479,37 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
     monkeypatch.chdir(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name in ("moe", str(folder / "moe")):
-        with pytest.raises(ValueError, match="^output_dir is moe/, the folder of the model, .*; want another folder"):
+        with pytest.raises(ValueError, match="^output_dir is moe/, which is .*moe, the model to train; pass another folder"):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
+    with pytest.raises(ValueError, match="^output_dir is not given; pass --output_dir FOLDER$"):
+        train_command(files)
+    argv = [*files, "--output_dir", "out", "--save_steps", "2"]
+    with pytest.raises(ValueError, match="^output_dir is out, which has no complete checkpoint; run without --resume$"):
+        train_command([*argv, "--resume"])
+    assert not list(tmp_path.iterdir())
+    train_command([*argv, "--max_steps", "4"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    both = ["--resume", "--overwrite"]
+    for more, match in (
+        ((), "which exists; .*, or --overwrite .*, or --resume to continue from checkpoint-4$"),
+        (both, "either"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            train_command([*argv, "--max_steps", "2", *more])
+    inside = ["--model", "out/checkpoint-4", *argv[2:], "--overwrite"]
+    with pytest.raises(ValueError, match="^output_dir is out, which holds out/checkpoint-4, the model to train"):
+        train_command(inside)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    # the earlier run's checkpoint of a later step is gone
+    train_command([*argv, "--max_steps", "2", "--overwrite", "--seed", "7"])
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    seen = []
+    monkeypatch.setattr(sft.console, "bar", lambda *args, **options: contextlib.nullcontext(lambda step, *_: seen.append(step)))
+    train_command([*argv, "--max_steps", "3", "--resume"])
+    assert seen[0] == 2

@@ -66,6 +66,7 @@ def select(
     group_size: Annotated[int, option("Select experts by groups of this size; needs score --pairs.")] = 1,
     shared_experts: Annotated[bool, option("Train the shared experts too.", "--shared-experts")] = False,
     non_expert_modules: Annotated[bool, option("Train all other modules too.", "--non-expert-modules")] = False,
+    skip_unused: Annotated[bool, option("Never select an expert with a score of 0.", "--skip-unused")] = False,
     overwrite: Overwrite = False,
 ):
     """Select the fewest experts of each layer whose scores sum to p; needs no model."""
@@ -83,7 +84,7 @@ def select(
         scores = ExpertScores.from_logs(logs, variant or "v1", **options)
     selection = select_experts(
         scores, p, score, variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
-        group_size=group_size, round=round,
+        group_size=group_size, round=round, skip_unused=skip_unused,
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     selection.save(out)
@@ -91,8 +92,8 @@ def select(
     typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
     if beyond := sum(p > total + 1e-3 for total in sums):  # sums of rounded scores are off by little
         typer.echo(
-            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts that had a "
-            "token are selected; p is a share only with --variant normalized",
+            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts "
+            f"{'with a score above 0 ' if skip_unused else ''}are selected; p is a share only with --variant normalized",
             err=True,
         )
     _say_selection(selection)

@@ -28,9 +28,7 @@ def stats(
     require("matplotlib", "plot")
     from moe_runtime.tools.router_report import FILES, router_report
 
-    found = router_report(
-        source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size, overwrite=overwrite
-    )
+    found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size, overwrite=overwrite)
     columns = (found.layers, found.routed, found.dead.sum(1).tolist(), found.max_violation.tolist(), found.entropy.tolist())
     names = "layer", "slots", "dead", "max_violation", "entropy"
     layers = [dict(zip(names, row)) for row in zip(*columns)]

@@ -160,7 +160,9 @@ def mixtral_config(config) -> MixtralConfig:
     }
     for name, (value, known) in checks.items():
         if value not in known:
-            raise ValueError(f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}")
+            only = f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}"
+            others = f", xft export --to official, or begin with --gate {GATES[0]}" if name == "gate" else ""
+            raise ValueError(f"{only}; use xft merge for a dense model{others}")
     fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)}
     return MixtralConfig(
         **fields,

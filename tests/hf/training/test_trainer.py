@@ -21,6 +21,7 @@ from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.hf.training import sft
 from moe_runtime.io import console
 from moe_runtime.io.rows import read_rows, tokenize_pairs
+from moe_runtime.methods.xft import folders as xft
 from tests.hf import tiny
 from tests.support.dist_launch import forked
 from tests.support.stock_moe import stock
@@ -513,3 +514,19 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, 
     monkeypatch.setattr(sft.console, "bar", lambda *args, **options: contextlib.nullcontext(lambda step, *_: seen.append(step)))
     train_command([*argv, "--max_steps", "3", "--resume"])
     assert seen[0] == 2
+
+
+@KINDS
+@pytest.mark.parametrize("value", [True, False])
+def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path):
+    model = upcycled()
+    model.config.use_cache, seen = value, []
+    hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])  # noqa: E731
+    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    trainer = run(kind, model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, eval_set=rows([1, 2]))
+    trainer.evaluate()
+    trainer.save_model(tmp_path / "moe")
+    xft.merge_folder(tmp_path / "moe", tmp_path / "dense")
+    for folder in (tmp_path / "checkpoint-1", tmp_path / "moe", tmp_path / "dense"):
+        assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is value
+    assert set(seen) == {False}  # and no batch keeps one

@@ -260,7 +260,9 @@ def test_children_of_another_call_are_replaced_only_if_asked(place, tmp_path, ch
     settings |= change | ({"base": tmp_path / "changed"} if "base" in change else {})
     if not kept or "count" in change:
         if "overwrite" not in change:
-            with pytest.raises(ValueError, match=r"whose expert-\d was made of other experts or with other options; pass a new"):
+            with pytest.raises(
+                ValueError, match=r"whose expert-\d was made of other experts or with other options; pass a new"
+            ):
                 expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
             assert written(tmp_path / "out") == before
         settings["overwrite"], kept = True, 0

@@ -39,7 +39,7 @@ def test_a_table_is_replaced_and_the_rest_of_the_page_stays(tmp_path, monkeypatc
 
     def app(words, standalone_mode):
         asked.append(words)
-        print(f"[   0 s] seed 1\n\x1b[3mA title\x1b[0m\n{box.format(2)}3 rows.\nnumbers: a.json   picture: a.png")
+        print(f"[   0 s] seed 1\n\x1b[3mA title\x1b[0m\n{box.format(2)}3 rows.\nnumbers: out/a.json")
 
     monkeypatch.setattr(reprint, "app", app)
     assert reprint.reprint(page, Path("out"), only="table1") == 1

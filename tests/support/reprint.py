@@ -25,12 +25,12 @@ class Terminal(io.StringIO):
 
 
 def printed(words: list[str]) -> str:
-    """Run a command and return its table and what is said below, without the files' names."""
+    """Run a command, whose last word is the folder that it writes to; return its table and what is said below."""
     with contextlib.redirect_stdout(Terminal()) as out:
         app(words, standalone_mode=False)
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     lines = [line.rstrip() for line in text[text.index("┏") :].splitlines()]
-    return "".join(f"{line}\n" for line in lines if not line.startswith("numbers: "))
+    return "".join(f"{line}\n" for line in lines if words[-1] not in line)  # but the files that it wrote
 
 
 def reprint(page: Path, out: Path, only: str | None = None) -> int:

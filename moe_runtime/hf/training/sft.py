@@ -281,14 +281,14 @@ def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | No
 
     An adapter may be written into the folder of its model.
     """
-    if not args.output_dir:
-        raise ValueError("output_dir is not given; pass --output_dir FOLDER")
     out, source, last = *map(Path, map(os.path.realpath, (args.output_dir, name))), last_whole_checkpoint(args.output_dir)
     checkpoint = last if resume is True else resume
     resumes = checkpoint is not None and Path(os.path.realpath(checkpoint)).is_relative_to(out)
     beside = adapter and source == out and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
     reason = None
-    if out.exists() and not out.is_dir():
+    if not args.output_dir:
+        reason = "which is no folder; pass --output_dir FOLDER"
+    elif out.exists() and not out.is_dir():
         reason = "which is a file; pass a new or empty folder"
     elif resume is not None and ours.overwrite:
         reason = "to be resumed and to be overwritten; pass either --resume or --overwrite"
@@ -300,7 +300,7 @@ def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | No
         reason = "which exists; pass a new or empty folder, or --overwrite to replace its model and checkpoints"
         reason += f", or --resume to continue from {last.name}" if last else ""
     if reason is not None:
-        raise ValueError(f"output_dir is {args.output_dir}, {reason}")
+        raise ValueError(f"output_dir is {args.output_dir or None}, {reason}")
 
 
 def _remove_checkpoints(folder: str) -> None:

@@ -67,11 +67,8 @@ def expand_experts(
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
         raise ValueError(f"count is {count}, experts are {len(paths)}; expected at least as many, and two parents for a child")
     parse_size(max_shard_size)
-    _check_out(out, paths, count)
+    _check_out(out, paths, count, overwrite)
     earlier = _children_in(out, paths)
-    others = [path for path in earlier if int(path.name.removeprefix(CHILD)) not in range(len(paths), count)]
-    if others and not overwrite:
-        raise _other(others[0])
     children = []
     # l2 is the same for both
     comparison = {"weights_alone": of == "weight" and metric != "l2", "wide": of == "weight" or metric == "l2"}
@@ -106,8 +103,8 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
     check_seed("seed", seed)
 
 
-def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
-    """Raise ValueError if `out` holds what an expansion did not write, or an expert lies where a child would."""
+def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
+    """Raise ValueError if `out` holds what an expansion of so many did not write, or an expert lies where a child would."""
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
     found = None if out.is_dir() or not out.exists() else "a file"
     for path in experts:
@@ -116,6 +113,8 @@ def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
     for path in _children_in(out, experts):
         if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
             found = found or f"a folder whose {path.name} is not an expansion's child"
+        if path.name not in ours and not overwrite:
+            found = found or f"a folder whose {path.name} this call would not make; overwrite=True removes it"
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
         # a killed writer leaves hidden ones, of a file in a folder

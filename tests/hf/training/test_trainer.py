@@ -488,7 +488,7 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
 def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
-    with pytest.raises(ValueError, match="^output_dir is not given; pass --output_dir FOLDER$"):
+    with pytest.raises(ValueError, match="^output_dir is None, which is no folder; pass --output_dir FOLDER$"):
         train_command(files)
     argv = [*files, "--output_dir", "out", "--save_steps", "2"]
     with pytest.raises(ValueError, match="^output_dir is out, which has no complete checkpoint; run without --resume$"):
@@ -530,3 +530,17 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
     for folder in (tmp_path / "checkpoint-1", tmp_path / "moe", tmp_path / "dense"):
         assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is value
     assert set(seen) == {False}  # and no batch keeps one
+
+
+def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, capsys):
+    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
+    argv += ["--max_steps", "3", "--save_strategy", "no"]
+    train_command([*argv, "--output_dir", str(tmp_path / "whole"), "--learning_rate", "1000", "--no_stop_on_nan"])
+    guess = math.log(len(TOKENIZER))
+    said = f"warning: a uniform guess has loss {guess:.2f}: the training diverged; lower --learning_rate, which is 1000.0"
+    assert said in capsys.readouterr().err
+    train_command([*argv, "--output_dir", str(tmp_path), "--overwrite", "--use_peft"])
+    assert "diverged" not in capsys.readouterr().err
+    found = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert found["lora_dropout"] == 0
+    assert {name.rpartition(".")[2] for name in found["target_modules"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.activation import activate, below, shifted
-from moe_runtime.kernels.tiles import Tile, precision, processors, tile_of
+from moe_runtime.kernels.tiles import Tile, arch_of, in_turns, precision, processors, tile_of
 
 
 @triton.jit
@@ -317,8 +317,10 @@ def up_forward(
     if num_m == 0:
         return z, h
     up, k_last = last_contiguous(up, True)
+    if interleaved:
+        tile = in_turns(tile, arch_of(x.device))
     width = tile.BLOCK_N * (1 + interleaved)
-    tma = tile.TMA and trained is None and describable(up) and width <= 256  # of a descriptor's block
+    tma = tile.TMA and trained is None and describable(up)
     weights, strides = weight_operand(up, trained, k_last, tma, tile._replace(BLOCK_N=width))
     with torch.cuda.device_of(x):
         _up_fwd_kernel[grid(tile, num_m, I, x.device)](

@@ -88,12 +88,15 @@ def nearest(arch: int) -> int:
 
 
 def clip(tile: Tile, problem: Problem) -> Tile:
-    """Fit `tile` to small sizes (blocks of at least 16, no wider than the next power of two) and to the shared memory."""
+    """Fit `tile` to small sizes (blocks of at least 16, no wider than the next power of two) and to the shared memory.
+
+    On Blackwell no descriptors where BLOCK_K does not divide the sum's length, whose products are wrong (triton#10927).
+    """
     sums = problem.rows if problem.kernel == "dw" else problem.K
     rows = problem.K if problem.kernel == "dw" else tile.BLOCK_M
     tile = tile._replace(
         BLOCK_M=min(tile.BLOCK_M, _power(rows)),
-        BLOCK_N=min(tile.BLOCK_N, _power(problem.N)),
+        BLOCK_N=min(tile.BLOCK_N, _power(problem.N), widest(problem.arch)),
         BLOCK_K=min(tile.BLOCK_K, max(_power(sums), 32)),
     )
     limit = SHARED_MEMORY[nearest(problem.arch)] if problem.arch else 1 << 30
@@ -101,7 +104,17 @@ def clip(tile: Tile, problem: Problem) -> Tile:
         tile = tile._replace(num_stages=tile.num_stages - 1)
     while shared_bytes(tile, problem) > limit - 2048:
         tile = tile._replace(BLOCK_K=tile.BLOCK_K // 2)
-    return tile
+    return tile._replace(TMA=tile.TMA and not (problem.arch >= 100 and problem.K % tile.BLOCK_K))
+
+
+def widest(arch: int) -> int:
+    """Return the most columns of a product: a descriptor's 256, which on sm_100 gave others wrong results (marin#7484)."""
+    return 128 if arch // 10 == 10 else 256
+
+
+def in_turns(tile: Tile, arch: int) -> Tile:
+    """Fit the up projection's `tile` to gate and up that take turns: a product of twice as many columns."""
+    return tile._replace(BLOCK_N=min(tile.BLOCK_N, widest(arch) // 2))
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -197,7 +210,12 @@ def problem_of(
 ) -> Problem:
     """Return what a config is looked up by, for R rows over E experts."""
     rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
-    return Problem(kernel, _device(device)[0], str(dtype).removeprefix("torch."), N, K, rows, gated)
+    return Problem(kernel, arch_of(device), str(dtype).removeprefix("torch."), N, K, rows, gated)
+
+
+def arch_of(device: torch.device) -> int:
+    """Return 10 * major + minor of a GPU's capability, 0 elsewhere."""
+    return _device(device)[0]
 
 
 def device_name(device: torch.device) -> str:

@@ -17,7 +17,6 @@ SPILLS = {
     (80, "up float32 from 48 rows an expert"): {"3.6": 0, "3.7": 0, "3.9": 16},
     (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
     (90, "up candidate"): {"3.6": 0, "3.7": 0, "3.9": 24},
-    (100, "up GPT-OSS-20B from 48 rows an expert"): {"3.6": 152, "3.7": 200, "3.9": 168},
     (80, "dz GPT-OSS-20B from 192 rows an expert"): {"3.6": 40, "3.7": 0, "3.9": 0},
 }
 
@@ -95,7 +94,10 @@ def case(arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, 
     layer = layer or Layer()
     dtype = str(layer.dtype).removeprefix("torch.")
     problem = tiles.Problem(kernel, arch, dtype, *sizes, T, gated=kernel == "up" and layer.gated)
-    (made,) = record(lambda: LAUNCH[kernel](layer, tiles.clip(tile, problem), **options))
+    tile = tiles.clip(tile, problem)
+    if kernel == "up" and layer.form.get("interleaved"):
+        tile = tiles.in_turns(tile, arch)
+    (made,) = record(lambda: LAUNCH[kernel](layer, tile, **options))
     note = " ".join([kernel, *[dtype] * (layer.dtype != torch.bfloat16), *[note] * bool(note)])
     fast = layer.dtype != torch.float32 and not layer.odd
     return made._replace(

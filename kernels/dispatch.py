@@ -163,8 +163,15 @@ def _tile_map_kernel(
     row = tl.load(offsets_ptr + expert, mask=live, other=0) + tl.where(live, tile - first_tile, 0) * BLOCK_M
     mask = tile < num_tiles
     tl.store(map_ptr + tile, tl.where(live, expert, -1), mask=mask)
-    tl.store(map_ptr + num_tiles + tile, row, mask=mask)
+    tl.store(map_ptr + num_tiles + tile, tl.where(live, row, end), mask=mask)
     tl.store(map_ptr + 2 * num_tiles + tile, tl.load(offsets_ptr + expert + 1, mask=live, other=0), mask=mask)
+
+
+@triton.jit
+def live_tiles(map_ptr, num_tiles):
+    """How many tiles of a map hold rows; behind the last one a dead tile's row says so."""
+    last = num_tiles - 1
+    return tl.where(tl.load(map_ptr + last) >= 0, num_tiles, tl.load(map_ptr + num_tiles + last))
 
 
 def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,7 +214,7 @@ def max_tiles(R: int, E: int, BLOCK_M: int) -> int:
 def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
 
-    Tiles lie in row order; behind the last one the expert is -1. No tile holds rows of experts below `first_expert`, or
+    Tiles are in row order; those behind the last one have expert -1 and, as their first row, the number of tiles in front. No tile holds rows of experts below `first_expert`, or
     dropped rows.
     """
     E = expert_offsets.numel() - 1

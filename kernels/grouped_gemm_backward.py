@@ -12,9 +12,9 @@ from moe_runtime.kernels.activation import activate_grad, below, shifted
 from moe_runtime.kernels.grouped_gemm import (
     describable,
     grid,
-    halves,
     last_contiguous,
     pairs,
+    piece,
     weight_base,
     weight_block,
     weight_operand,
@@ -70,24 +70,6 @@ def store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: 
 
 
 @triton.jit
-def _store_dz_half(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: tl.constexpr, WH: tl.constexpr,
-                   ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """`store_dz`, in two pieces where z comes twice as wide or is held for a clamp's gradient: one would spill."""
-    if INTERLEAVED or LIMIT > 0:
-        left, right = halves(dh, BLOCK_M, BLOCK_N)
-        HALF: tl.constexpr = BLOCK_N // 2
-        dot = store_dz(left, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
-                       INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-        dot += store_dz(right, weight, row, col0 + HALF, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
-                        UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-    else:
-        dot = store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
-                       INTERLEAVED, BLOCK_M, BLOCK_N)  # fmt: skip
-    return dot
-
-
-@triton.jit
 def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr, z_ptr, dz_ptr,
              wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
              SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -118,13 +100,13 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        HALF: tl.constexpr = BLOCK_N // 2
-        dot = _store_dz_half(left, weight, row, n0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
-                             UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-        n1 = n0 + HALF
-        dot += _store_dz_half(right, weight, row, n1, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
-                              UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+        # in pieces, or what the epilogue holds beside the accumulator would spill: z comes twice as wide, or serves a clamp too
+        PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 else 2) * (4 if BLOCK_N > 128 else 1)
+        WIDTH: tl.constexpr = BLOCK_N // PIECES
+        dot = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(PIECES):
+            dot += store_dz(piece(acc, i, PIECES, BLOCK_M, BLOCK_N), weight, row, n0 + i * WIDTH, I, rows_left, z_ptr,
+                            dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET, INTERLEAVED, BLOCK_M, WIDTH)  # fmt: skip
         if BIAS:  # y = W_down h + b: the weight's gradient has <dout, b> too, in the first column
             for k0 in range(0, tl.where(pid_n == 0, H, 0), BLOCK_K):
                 in_row = k0 + k < H

@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
     TMA: bool = False  # tensor descriptors for what lies in order: weights, and rows that are not gathered
     PERSISTENT: bool = False  # as many programs as fit on the GPU, each takes one tile after another
+    JOINED: bool = False  # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
 
 
 class Problem(NamedTuple):

@@ -33,6 +33,8 @@ TILES = [
     pytest.param(Tile(16, 16, 16, GROUP_M=2, PERSISTENT=True), torch.bfloat16, id="persistent-bfloat16"),
     pytest.param(Tile(32, 16, 64, GROUP_M=1), torch.float16, id="one block along the sum-float16"),
     pytest.param(Tile(64, 32, 16, GROUP_M=3, TMA=True, PERSISTENT=True), torch.float16, id="both-float16"),
+    pytest.param(Tile(16, 32, 16, TMA=True, JOINED=True), torch.float16, id="gate and up joined-float16"),
+    pytest.param(Tile(16, 256, 32, TMA=True), torch.float32, id="the epilogue in eight pieces-float32"),
 ]
 
 

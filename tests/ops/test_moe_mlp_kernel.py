@@ -70,6 +70,7 @@ TILES = [
     pytest.param(Tile(32, 32, 32, TMA=True), id="descriptors"),
     pytest.param(Tile(32, 32, 32, PERSISTENT=True), id="persistent"),
     pytest.param(Tile(16, 16, 32, GROUP_M=1, TMA=True, PERSISTENT=True), id="descriptors, persistent, small"),
+    pytest.param(Tile(32, 16, 32, TMA=True, JOINED=True), id="gate and up joined"),
     pytest.param(Tile(64, 64, 64, GROUP_M=8), id="one tile holds an expert"),
     pytest.param(Tile(16, 64, 16, GROUP_M=1), id="short blocks along the sum"),
     pytest.param(Tile(32, 16, 64, GROUP_M=8, PERSISTENT=True), id="narrow, one block along the sum"),

@@ -7,6 +7,7 @@ partial results for the next kernel to add in a fixed order: no atomics.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 
 from moe_runtime.kernels.activation import activate_grad, below, shifted
 from moe_runtime.kernels.grouped_gemm import (
@@ -166,15 +167,15 @@ def _segment(expert_offsets_ptr, map_ptr, e, MAP: tl.constexpr, COMPACT: tl.cons
 
 @triton.jit
 def _grouped_gemm_bwd_w_kernel(
-    dy_ptr,  # [R or T, N]
-    x_ptr,  # [R or T, K]
+    dy,  # [R or T, N]; with TMA and unless gathered, its ragged descriptor
+    x,  # [R or T, K], likewise
     row_slot_ptr,  # [R] int32
     expert_offsets_ptr,  # [E + 1] int32
     map_ptr,  # [E] int32: row of the output, -1 for a frozen expert
     dw_ptr,  # [E or n, N, K]
     N, K, stride_dy, stride_x,
     SLOTS: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, FIRST: tl.constexpr, MAP: tl.constexpr,
-    COMPACT: tl.constexpr, PRECISION: tl.constexpr,
+    COMPACT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), GROUP_M)
@@ -188,18 +189,22 @@ def _grouped_gemm_bwd_w_kernel(
         for row in range(start, end, BLOCK_K):
             live = k < end - row
             at = (row + k).to(tl.int64)
-            dy_row = at
-            x_row = at
+            token = at
             if GATHER_DY or GATHER_X:
                 token = (tl.load(row_slot_ptr + at, mask=live, other=0) // SLOTS).to(tl.int64)
-                if GATHER_DY:
-                    dy_row = token
-                if GATHER_X:
-                    x_row = token
-            # transposed by its pointers: behind tl.trans Ampere's pipeline would not hold it
-            dy = tl.load(dy_ptr + dy_row[None, :] * stride_dy + m[:, None], mask=live[None, :] & (m < N)[:, None], other=0.0)
-            x = tl.load(x_ptr + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
-            acc = tl.dot(dy, x, acc, input_precision=PRECISION)
+            if TMA and not GATHER_DY:
+                c0, c1, c2 = to_ragged_indices(start, end - start, row - start)
+                a = tl.trans(tl.reshape(dy.load([c0, c1, c2, pid_m * BLOCK_M]), (BLOCK_K, BLOCK_M)))
+            else:  # transposed by its pointers: behind tl.trans Ampere's pipeline would not hold it
+                dy_row = token if GATHER_DY else at
+                a = tl.load(dy + dy_row[None, :] * stride_dy + m[:, None], mask=live[None, :] & (m < N)[:, None], other=0.0)
+            if TMA and not GATHER_X:
+                c0, c1, c2 = to_ragged_indices(start, end - start, row - start)
+                b = tl.reshape(x.load([c0, c1, c2, pid_n * BLOCK_N]), (BLOCK_K, BLOCK_N))
+            else:
+                x_row = token if GATHER_X else at
+                b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dw = dw_ptr + place.to(tl.int64) * N * K + (m[:, None].to(tl.int64) * K + n[None, :])
         tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=(m < N)[:, None] & (n < K)[None, :])
 
@@ -283,11 +288,17 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
         return dw
     # without an index in the loop every stage is a buffer
     stages = tile.num_stages if gather else (tile.num_stages + 1) // 2
-    with torch.cuda.device_of(x):
+    dy_stride, x_stride = dy.stride(0), x.stride(0)
+    tma = tile.TMA and describable(*([] if gather == "dy" else [dy]), *([] if gather == "x" else [x]))
+    if tma and gather != "dy":
+        dy = create_ragged_descriptor(dy, [tile.BLOCK_K, tile.BLOCK_M])
+    if tma and gather != "x":
+        x = create_ragged_descriptor(x, [tile.BLOCK_K, tile.BLOCK_N])
+    with torch.cuda.device_of(dw):
         _grouped_gemm_bwd_w_kernel[(triton.cdiv(N, tile.BLOCK_M) * triton.cdiv(K, tile.BLOCK_N), E - first)](
-            dy, x, row_slot, expert_offsets, trained, dw, N, K, dy.stride(0), x.stride(0),
+            dy, x, row_slot, expert_offsets, trained, dw, N, K, dy_stride, x_stride,
             SLOTS=slots, GATHER_DY=gather == "dy", GATHER_X=gather == "x", FIRST=first, MAP=trained is not None,
-            COMPACT=num_trained is not None, PRECISION=precision(x), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
+            COMPACT=num_trained is not None, TMA=tma, PRECISION=precision(dw), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
             BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
     return dw

@@ -46,19 +46,28 @@ class Problem(NamedTuple):
 
 
 KERNELS = ("up", "down", "dz", "dx", "dw")
+SHORT = 2048  # length of a sum, 32 steps, up to which a tile's epilogue is long enough to load the next tile meanwhile
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 # kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
 _HOPPER_SMALL = ((48, Tile(64, 128, 64, 4, 4, TMA=True)), (0, Tile(16, 128, 64, 4, 4, TMA=True)))
 _HOPPER = {
-    "up": ((512, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
-    "down": ((512, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
+    "up": ((128, Tile(128, 128, 64, 8, 4, TMA=True, JOINED=True)), *_HOPPER_SMALL),
+    "down": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
     "dz": (
-        (512, Tile(128, 128, 64, 8, 3, TMA=True)),
+        (128, Tile(128, 256, 64, 8, 3, TMA=True)),
         (48, Tile(64, 128, 64, 8, 3, TMA=True)),
         (0, Tile(16, 128, 64, 4, 4, TMA=True)),
     ),
-    "dx": ((512, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
-    "dw": ((256, Tile(128, 256, 64, 8, 5)), (0, Tile(128, 128, 64, 8, 5))),
+    "dx": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
+    "dw": ((256, Tile(128, 256, 64, 8, 5, TMA=True)), (0, Tile(128, 128, 64, 8, 5, TMA=True))),
+}
+# 128 columns a product at most: wider tiles of ragged products came out wrong on sm_100 elsewhere (marin#7484)
+_BLACKWELL = {
+    "up": ((128, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
+    "down": ((128, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
+    "dz": ((128, Tile(128, 128, 64, 8, 3, TMA=True)), *_HOPPER["dz"][1:]),
+    "dx": ((128, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
+    "dw": ((0, Tile(128, 128, 64, 8, 5, TMA=True)),),
 }
 _AMPERE = {
     "up": ((192, Tile(128, 64, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
@@ -78,7 +87,7 @@ _FLOAT32 = {kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) 
 # where 16 does not divide a size, loads are element by element, and the pointers of a large tile spill
 UNALIGNED = {kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS}
 _INTERPRETER = {kernel: ((0, Tile(16, 32, 32, 4, 1)),) for kernel in KERNELS}
-TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
+TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _BLACKWELL, 120: _SMALL}
 
 
 def nearest(arch: int) -> int:
@@ -111,7 +120,9 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     columns = tile.BLOCK_N * (1 + problem.gated)
     # an index that is loaded inside the loop takes every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
-    return stages * tile.BLOCK_K * (tile.BLOCK_M + columns) * size
+    # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its own, half as wide
+    stored = tile.BLOCK_M * tile.BLOCK_N // 2 if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx") else 0
+    return (stages * tile.BLOCK_K * (tile.BLOCK_M + columns) + stored) * size
 
 
 def _power(n: int) -> int:
@@ -128,7 +139,10 @@ def heuristic(problem: Problem) -> Tile:
         table = UNALIGNED
     else:
         table = TABLE[nearest(problem.arch)]
-    return clip(next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows), problem)
+    tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
+    if table is _HOPPER and problem.kernel in ("down", "dx") and tile.BLOCK_M == 128 and problem.K <= SHORT:
+        tile = tile._replace(PERSISTENT=True)
+    return clip(tile, problem)
 
 
 def tuned_path() -> Path:

@@ -84,7 +84,7 @@ def test_every_config_has_a_case(arch):
     }
     for kernel, rows in tiles.TABLE[arch].items():
         for _, tile in rows:
-            title = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}"
+            title = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}" + " joined" * tile.JOINED
             assert (kernel, title, tile.num_warps, tile.num_stages, tile.TMA) in launched
 
 

@@ -136,11 +136,12 @@ def by_map(dw, trained, num_trained=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("which", ["all", "frozen", "compact"])
 @pytest.mark.parametrize("gather", ["x", "dy", None])
-def test_weight_gradient(gather, which, dtype, rows, device):
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "ragged descriptors"])
+def test_weight_gradient(tma, gather, which, dtype, rows, device):
     trained, num_trained = trained_maps(device)[which]
     dy = (of_tokens if gather == "dy" else of_rows)(rows, H, dtype)
     x = (of_tokens if gather == "x" else of_rows)(rows, I, dtype)
-    tile = Tile(16, 32, 16, GROUP_M=2) if gather else Tile(32, 16, 32, GROUP_M=1)
+    tile = Tile(16, 32, 16, GROUP_M=2, TMA=tma) if gather else Tile(32, 16, 32, GROUP_M=1, TMA=tma)
     order = (rows.row_slot, rows.offsets, SLOTS)
     dw = grouped_gemm_backward.weight_backward(dy, x, *order, gather, tile, trained, num_trained)
     assert_rounded_once(dw, by_map(weight_rows(dy, x, rows, gather, len(COUNTS)), trained, num_trained))

@@ -84,7 +84,7 @@ LAUNCH = {"up": Layer.up_forward, "down": Layer.down_forward, "dx": Layer.dx, "d
 def expect(arch: int, case: Case) -> tuple[str, ...]:
     """Which instructions make the tile what it is: tensor cores, TMA for descriptors, cp.async for what comes by pointer."""
     descriptors = sum(type.startswith("tensordesc") for type in case.signature.values())
-    gathers = "row_slot_ptr" in case.signature
+    gathers = "row_slot_ptr" in case.signature and case.constants.get("GATHER_X", True) | case.constants.get("GATHER_DY", True)
     found = ["tma"] * bool(descriptors) + ["cp.async"] * (gathers or not descriptors)
     tensor = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync") if case.constants["BLOCK_M"] >= 64 else "mma.sync"
     return (*found, tensor)
@@ -111,6 +111,15 @@ def defaults(arch: int, table: dict, dtype=torch.bfloat16) -> list[Case]:
         for kernel, rows in table.items()
         for least, tile in rows
     ]
+
+
+def short_sums(arch: int) -> list[Case]:
+    """Down and dx where `tiles.heuristic` lets the next tile's loads run under the epilogue, which a bias adds to."""
+    found = []
+    for kernel in ("down", "dx"):
+        tile = tiles.TABLE[arch][kernel][0][1]._replace(PERSISTENT=True)
+        found.append(case(arch, kernel, tile, "short sums", True))
+    return [*found, case(arch, "down", tile, "short sums, bias", layer=Layer(bias=True))]
 
 
 def variants(arch: int) -> list[Case]:
@@ -198,4 +207,4 @@ CASES = [case for arch in tiles.TABLE for case in defaults(arch, tiles.TABLE[arc
 CASES += [case for arch in (80, 86, 90, 100) for case in variants(arch)]
 CASES += [case for arch in (80, 90) for case in defaults(arch, tiles._FLOAT32, torch.float32) + tf32(arch) + rare(arch)]
 CASES += [case for arch in (80, 86, 90, 100, 120) for case in gpt_oss(arch)]
-CASES += persistent(90) + biases()
+CASES += persistent(90) + short_sums(90) + biases()

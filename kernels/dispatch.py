@@ -80,23 +80,10 @@ def _dispatch_fwd_scan_kernel(
         row += tl.sum(count, 0)
 
 
-@triton.jit(do_not_specialize=["R", "blocks"])
-def _dispatch_fwd_scatter_kernel(
-    idx_ptr,  # [R], any integer
-    start_ptr,  # [E + 1, blocks] int32, None for a single block
-    offsets_ptr,  # [E + 1] int32, written for a single block
-    row_token_ptr,  # [R] int32
-    row_slot_ptr,  # [R] int32
-    slot_row_ptr,  # [R] int32
-    R,
-    E,
-    K,
-    blocks,
-    BLOCK_S: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
+@triton.jit
+def scatter(b, idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K, blocks,
+             BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Sort block b (int64) of slots; the arguments are those of `_dispatch_fwd_scatter_kernel`."""
     i = tl.arange(0, BLOCK_S)
     s = b * BLOCK_S + i
     key = _keys(idx_ptr, s, R, E)
@@ -118,7 +105,23 @@ def _dispatch_fwd_scatter_kernel(
     slot = s.to(tl.int32)
     tl.store(slot_row_ptr + s, row, mask=s < R)
     tl.store(row_slot_ptr + row, slot, mask=s < R)
-    tl.store(row_token_ptr + row, slot // K, mask=s < R)
+    if row_token_ptr is not None:
+        tl.store(row_token_ptr + row, slot // K, mask=s < R)
+
+
+@triton.jit(do_not_specialize=["R", "blocks"])
+def _dispatch_fwd_scatter_kernel(
+    idx_ptr,  # [R], any integer
+    start_ptr,  # [E + 1, blocks] int32, None for a single block
+    offsets_ptr,  # [E + 1] int32, written for a single block
+    row_token_ptr,  # [R] int32 or None
+    row_slot_ptr,  # [R] int32
+    slot_row_ptr,  # [R] int32
+    R, E, K, blocks,
+    BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    scatter(tl.program_id(0).to(tl.int64), idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K,
+             blocks, BLOCK_S, BLOCK_J, BLOCK_E)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -133,18 +136,11 @@ def _invert_kernel(
     tl.store(slot_row_ptr + slot, r.to(tl.int32), mask=r < R)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def _tile_map_kernel(
-    offsets_ptr,  # [E + 1] int32
-    map_ptr,  # [3, num_tiles] int32
-    E,
-    num_tiles,
-    FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+@triton.jit
+def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Write BLOCK_TILES tiles of a map; the arguments are those of `_tile_map_kernel`."""
+    tile = first_tile_of_block + tl.arange(0, BLOCK_TILES)
     expert = tl.zeros([BLOCK_TILES], tl.int32)
     first_tile = tl.zeros([BLOCK_TILES], tl.int32)
     end = 0
@@ -165,6 +161,16 @@ def _tile_map_kernel(
     tl.store(map_ptr + tile, tl.where(live, expert, -1), mask=mask)
     tl.store(map_ptr + num_tiles + tile, tl.where(live, row, end), mask=mask)
     tl.store(map_ptr + 2 * num_tiles + tile, tl.load(offsets_ptr + expert + 1, mask=live, other=0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _tile_map_kernel(
+    offsets_ptr,  # [E + 1] int32
+    map_ptr,  # [3, num_tiles] int32
+    E, num_tiles,
+    FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    write_map(tl.program_id(0) * BLOCK_TILES, offsets_ptr, map_ptr, E, num_tiles, FIRST, BLOCK_M, BLOCK_TILES, BLOCK_E)
 
 
 @triton.jit

@@ -425,9 +425,10 @@ def grouped_gemm_forward(a, weight, bias, tile_map, k_last: bool, tile: Tile, tr
         "enable_fp_fusion": True,
     }  # fmt: skip
     if tma and tile.PERSISTENT and describable(y):
+        stored = create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2])
         with torch.cuda.device_of(a):
             _grouped_gemm_stream_kernel[grid(tile, num_m, N, a.device)](
-                rows, weights[0], create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2]), bias, tile_map, num_m, N, K, **common
+                rows, weights[0], stored, bias, tile_map, num_m, N, K, **common
             )
         return y
     with torch.cuda.device_of(a):

@@ -72,9 +72,13 @@ def _forward(x, router_weight, *arguments):
     *experts, top_k, gate, save, backend = arguments
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
-    weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
-    run = kernels_of(backend).forward
-    out, z, offsets, row_slot = run(x, Experts.unpack(experts), weight, idx, save)
+    experts, kernels = Experts.unpack(experts), kernels_of(backend)
+    if backend == "triton":
+        weight, idx, *rest = kernels.layer_forward(x, experts, logits, top_k, gate, save)
+    else:
+        weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
+        rest = kernels.forward(x, experts, weight, idx, save)
+    out, z, offsets, row_slot = rest
     return out, logits, weight, idx, z, offsets, row_slot
 
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import torch
 
-from moe_runtime.kernels import combine, dispatch, grouped_gemm, shared_expert, tiles
+from moe_runtime.config import SHARED_GATES
+from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
-from moe_runtime.ops import cuda_kernels
+from moe_runtime.ops import cuda_kernels, routing
 from moe_runtime.ops.expert_rows import Experts, Gradients
 from moe_runtime.ops.grouped_gemm import one_layout
 
@@ -134,12 +135,45 @@ def _sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
 
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
-    E = experts.down.shape[0]
+    E, R = experts.down.shape[0], topk_idx.numel()
+    if 0 < R <= decode.SMALL:
+        _, _, plan = decode.plan_forward(topk_idx, E, _up_tile(x, experts, R).BLOCK_M, _first(experts))
+        return _small_forward(x, experts, topk_weight, plan, save)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
     layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
     z, h = layer.up(x, save)
     out = combine.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
     return out, z, offsets, row_slot
+
+
+def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool):
+    """`forward` behind `route`, one launch for both and the sort where there are few slots: topk_weight, topk_idx, `forward`'s."""
+    shared, R = int(gate in SHARED_GATES), logits.shape[0] * top_k
+    if 0 < R <= decode.SMALL and logits.shape[1]:
+        weight, idx, plan = decode.plan_forward(
+            None, experts.down.shape[0], _up_tile(x, experts, R).BLOCK_M, _first(experts), logits=logits, top_k=top_k, gate=gate,
+            shared=shared,
+        )  # fmt: skip
+        return weight, idx, *_small_forward(x, experts, weight, plan, save)
+    weight, idx = routing.route_kernel(logits, None, top_k, gate, "triton")
+    return weight, idx, *forward(x, experts, weight, idx, save)
+
+
+def _up_tile(x, experts: Experts, R: int) -> tiles.Tile:
+    return _choose(experts, R, "up", x, *experts.down.shape[:0:-1])
+
+
+def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bool):
+    K, (_, H, I), offsets = topk_weight.shape[1], experts.down.shape, plan.expert_offsets
+    up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
+    layer = _Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
+    z, h = layer.up(x, save)
+    tile, plain = layer.choose("down", h, H, I), layer.down_trained is None and not layer.first
+    if layer.R <= decode.TINY and plain and tile.BLOCK_M == up_rows:
+        out = decode.down_combine_forward(h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile)
+    else:
+        out = combine.combine_forward(layer.down(h), topk_weight, plan.slot_row, offsets[offsets.numel() - 1 :])
+    return out, z, offsets, plan.row_slot
 
 
 def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool):

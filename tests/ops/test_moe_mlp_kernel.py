@@ -10,7 +10,7 @@ from tests.support.layer import moe_layer
 from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import tiles
+from moe_runtime.kernels import decode, tiles
 from moe_runtime.kernels.tiles import Tile
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -56,6 +56,13 @@ SHAPES = [  # T, H, I, E, K, routing
     pytest.param(4, 33, 17, 4, 0, "random", id="K = 0: no slots"),
     pytest.param(32, 64, 32, 2, 1, "halves", id="nothing is ragged"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def steps_of_many_slots(monkeypatch):
+    """The sort, the map and the sum as launches of their own, whatever the number of slots: tests/ops/test_decode_kernel.py
+    compares the fused ones with them."""
+    monkeypatch.setattr(decode, "SMALL", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

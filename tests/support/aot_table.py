@@ -20,6 +20,8 @@ WHAT = {
     "combine._combine_bwd_kernel": "its gradient: rows and weights",
     "combine._sum_rows_kernel": "plain sum of each token's rows, and of the weights' partial gradients",
     "combine._sum_rows_router_kernel": "the sum of rows with the router's part of the gradient",
+    "decode._plan_kernel": "few slots: routing, sort and tiles in one launch",
+    "decode._down_combine_kernel": "few rows: down projection and each token's weighted sum in one launch",
     "dispatch._dispatch_fwd_count_kernel": "stable counting sort of slots by expert: how many in each block of slots",
     "dispatch._dispatch_fwd_scan_kernel": "where each block's slots of an expert begin",
     "dispatch._dispatch_fwd_scatter_kernel": "each slot to its row, each row to its slot and token",

@@ -220,8 +220,8 @@ def max_tiles(R: int, E: int, BLOCK_M: int) -> int:
 def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
 
-    Tiles are in row order; those behind the last one have expert -1 and, as their first row, the number of tiles in front. No tile holds rows of experts below `first_expert`, or
-    dropped rows.
+    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the number of tiles in front. No
+    tile holds rows of experts below `first_expert`, or dropped rows.
     """
     E = expert_offsets.numel() - 1
     tiles = max_tiles(R, E, BLOCK_M)

@@ -50,7 +50,7 @@ def weight_block(w, e, n0, k0, N, K, stride_n, stride_k, EVEN_K: tl.constexpr, T
 
 @triton.jit
 def joined_block(w, e, n0, k0, K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_K, 2 BLOCK_N]: BLOCK_N columns of the gate and as many of up, by one descriptor of [E, 2, I, H] or [E, H, 2, I]."""
+    """[BLOCK_K, 2 BLOCK_N]: BLOCK_N columns of gate and as many of up, by one descriptor of [E, 2, I, H] or [E, H, 2, I]."""
     if K_LAST:
         return tl.trans(tl.reshape(w.load([e, 0, n0, k0]), (BLOCK_N * 2, BLOCK_K)))
     else:
@@ -297,8 +297,9 @@ def _grouped_gemm_stream_kernel(
     BIAS: tl.constexpr, K_LAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    # one loop over all of a program's tiles and their sums: the next tile's loads run under this one's epilogue. So nothing in it
-    # may be conditional: dead tiles are left out by counting, and the store ends at the expert's last row by its descriptor
+    # one flat loop over the tiles of a program and their sums, so that the next tile's loads run under this one's epilogue.
+    # Nothing in it may be conditional: dead tiles are excluded by their count, and the descriptor ends a store at the
+    # expert's last row
     live = live_tiles(map_ptr, num_m)
     num_n = tl.cdiv(N, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2

@@ -8,7 +8,7 @@ Weights of the experts that train may lie apart from the stack of all, as in `gr
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -192,7 +192,7 @@ def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs
     """Return memory for the gradients of the weights and biases that `needs` asks for; zeros for experts without rows."""
     learned = experts.learned().only(needs)
     # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
-    grads = Gradients(*(None if t is None else lease(tuple(t.shape), t) for t in learned))
+    grads = Gradients(*(None if t is None else in_layout_of(t, lambda shape, t=t: lease(shape, t)) for t in learned))
     E = len(trained)
     idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
     # rows of weights that train which belong to no expert get zeros too
@@ -202,6 +202,20 @@ def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs
         for row in rows if part is not None else ():
             part[row].zero_()
     return grads
+
+
+def is_transposed(tensor: torch.Tensor) -> bool:
+    """Whether this is a stack [E, out, in] that is stored as [E, in, out], as GPT-OSS's are."""
+    return tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
+
+
+def in_layout_of(tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of this shape that `new` makes of a shape, stored in the order of `tensor` [...].
+
+    A gradient in its parameter's own layout becomes `.grad` as it is; autograd copies any other.
+    """
+    shape = tuple(tensor.shape)
+    return new((shape[0], shape[2], shape[1])).transpose(1, 2) if is_transposed(tensor) else new(shape)
 
 
 def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight) -> None:

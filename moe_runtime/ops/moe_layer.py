@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
-from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients
+from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, in_layout_of
 from moe_runtime.ops.library import LIB, kind, register, register_backward
 from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick
 
@@ -114,7 +114,7 @@ def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
 def _backward_fake(dout, dlogits, dweight, x, router_weight, *arguments):
     *experts, _, _, _, _, _, _, need_router, needs, _, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
-    grads = (None if t is None else t.new_empty(t.shape) for t in (router_weight if need_router else None, *inputs))
+    grads = (None if t is None else in_layout_of(t, t.new_empty) for t in (router_weight if need_router else None, *inputs))
     return absent_as_empty(grads, x)
 
 

@@ -16,7 +16,7 @@ from moe_runtime.config import SHARED_MODES, check_choice
 from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained
+from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained, in_layout_of
 from moe_runtime.ops.library import LIB, kind, register, register_backward
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
@@ -188,7 +188,7 @@ def _backward_fake(dout, x, topk_weight, *arguments):
     *experts, _, _, _, needs, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
     needs = Gradients(*needs)._replace(topk_weight=True)
-    return absent_as_empty([None if t is None else t.new_empty(t.shape) for t in inputs.only(needs)], x)
+    return absent_as_empty([None if t is None else in_layout_of(t, t.new_empty) for t in inputs.only(needs)], x)
 
 
 def absent_as_empty(grads, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from moe_runtime.config import SHARED_GATES
 from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels, routing
-from moe_runtime.ops.expert_rows import Experts, Gradients
+from moe_runtime.ops.expert_rows import Experts, Gradients, is_transposed
 from moe_runtime.ops.grouped_gemm import one_layout
 
 
@@ -24,6 +24,7 @@ class _Layer:
 
     def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
         self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
+        self.learned = experts.learned()
         self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
         self.T = self.R // max(slots, 1)
         e = self.experts
@@ -87,7 +88,12 @@ class _Layer:
         return rows
 
     def dw(self, dy, x, gather: str, trained):
-        """Return the gradient of a stack, or of the weights that lie apart: dy^T x, one of which is gathered."""
+        """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which is gathered."""
+        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, stored as the parameter is
+            return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained).transpose(1, 2)
+        return self._dw(dy, x, gather, trained)
+
+    def _dw(self, dy, x, gather: str, trained):
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
         apart = self.experts.up_trained
         dw = backwards.weight_backward(
@@ -147,12 +153,15 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
 
 
 def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool):
-    """`forward` behind `route`, one launch for both and the sort where there are few slots: topk_weight, topk_idx, `forward`'s."""
+    """Run `route` and `forward`, with one launch for routing and sort if there are few slots.
+
+    Returns topk_weight, topk_idx [T, K] and what `forward` returns.
+    """
     shared, R = int(gate in SHARED_GATES), logits.shape[0] * top_k
     if 0 < R <= decode.SMALL and logits.shape[1]:
         weight, idx, plan = decode.plan_forward(
-            None, experts.down.shape[0], _up_tile(x, experts, R).BLOCK_M, _first(experts), logits=logits, top_k=top_k, gate=gate,
-            shared=shared,
+            None, experts.down.shape[0], _up_tile(x, experts, R).BLOCK_M, _first(experts),
+            logits=logits, top_k=top_k, gate=gate, shared=shared,
         )  # fmt: skip
         return weight, idx, *_small_forward(x, experts, weight, plan, save)
     weight, idx = routing.route_kernel(logits, None, top_k, gate, "triton")
@@ -169,7 +178,7 @@ def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bo
     layer = _Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
     z, h = layer.up(x, save)
     tile, plain = layer.choose("down", h, H, I), layer.down_trained is None and not layer.first
-    if layer.R <= decode.TINY and plain and tile.BLOCK_M == up_rows:
+    if layer.R <= decode.TINY and plain and up_rows == tile.BLOCK_M:
         out = decode.down_combine_forward(h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile)
     else:
         out = combine.combine_forward(layer.down(h), topk_weight, plan.slot_row, offsets[offsets.numel() - 1 :])

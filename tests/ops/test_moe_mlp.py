@@ -311,3 +311,7 @@ def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
         moe_mlp(**_bad(**change))
     assert words in str(error.value)
+
+
+def test_gradients_of_stacks_stored_in_x_out_are_not_copied():
+    assert layouts.copies_of_transposed_gradients(moe_mlp, None) == []

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_runtime.config import ACTIVATIONS
+from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.ops.test_moe_mlp import check_rows_of_nobody
 from tests.support import layouts
 from tests.support.layer import moe_layer
@@ -297,3 +298,7 @@ def test_trained_weights_in_another_layout_than_the_stacks(layout, tolerance, de
     places, case = [1, -1, 0, -1], make_case(13, 40, 24, 4, 2)
     got = run(case, with_trained_apart(places, layout), device=device)
     assert_parity(got, run(case, of_the_trained(places), torch.float64), tolerance[torch.float32])
+
+
+def test_gradients_of_stacks_stored_in_x_out_are_not_copied(device):
+    assert layouts.copies_of_transposed_gradients(moe_mlp, "triton", device=device) == []

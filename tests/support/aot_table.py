@@ -39,7 +39,7 @@ WHAT = {
     "lora_backward._lora_bwd_w_kernel": "gradients of the experts' own matrices, summed over the tokens",
     "grouped_gemm._up_fwd_kernel": "up projection: gathers tokens, activation in its epilogue, keeps the pre-activation z",
     "grouped_gemm._grouped_gemm_fwd_kernel": "one product per expert over rows in order: down projection, and dx",
-    "grouped_gemm._grouped_gemm_stream_kernel": "the same on Hopper, each program's tiles as one loop: loads under the epilogue",
+    "grouped_gemm._grouped_gemm_stream_kernel": "the same on Hopper, a program's tiles as one loop: loads under the epilogue",
     "grouped_gemm_backward._dz_kernel": "gradient of z: gathers dout, activation's gradient in its epilogue, weights' too",
     "grouped_gemm_backward._grouped_gemm_bwd_w_kernel": "gradient of an expert's weight: dy^T x over its rows",
     "grouped_gemm_backward._bias_bwd_kernel": "gradient of the biases: sums over each expert's rows",

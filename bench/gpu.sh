@@ -26,7 +26,7 @@ cd "$(dirname "$0")/.."
 # steps and the seconds that each is promised
 plan_of() {
     case $1 in
-    first) echo "check=30 smoke=100 repeats=45 layers=150 kernels=75 counters=60 tune_qwen3=100 report=10" ;;
+    first) echo "check=30 ops_check=60 smoke=90 repeats=45 layers=140 kernels=60 counters=55 tune_qwen3=80 report=10" ;;
     second) echo "check=20 tests=210 clock=40 ops=120 tune=130 memcheck=40 report=10" ;;
     third) echo "check=20 bench=280 build_cuda=60 cuda_tests=50 cuda_memcheck=30 cuda_racecheck=30 cuda_bench=60 counters_all=30 report=10" ;;
     tests) echo "check=20 tests=450 clock=90 report=10" ;;
@@ -142,6 +142,7 @@ check() {
     return $status
 }
 
+ops_check() { SHOWN=40 run "$python" -m moe_runtime.tools.check; } # every op and backend against float64
 smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py -k "user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
 repeats() { pytest_on 1 tests/gpu/test_repeats.py; }
 layers() {

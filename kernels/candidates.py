@@ -76,10 +76,8 @@ def candidates(problem: Problem) -> list[Tile]:
     elif problem.dtype == "float32":
         pool = _FLOAT32
     else:
-        arch = tiles.nearest(problem.arch)
-        pool = (_HOPPER if arch in (90, 100) else _AMPERE)[problem.kernel]
-        if arch == 100:  # see tiles._BLACKWELL
-            pool = [tile for tile in pool if tile.BLOCK_N <= 128 and not tile.JOINED]
+        hopper = tiles.nearest(problem.arch) in (90, 100)
+        pool = (_HOPPER if hopper else _AMPERE)[problem.kernel]
     if problem.kernel != "dw" and problem.arch:
         # a tile of many more rows than an expert has computes nothing but padding, one of far fewer reads the weights often
         low, high = min(64, problem.rows // 4), max(32, 2 * problem.rows)

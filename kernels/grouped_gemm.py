@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.activation import activate, below, shifted
 from moe_runtime.kernels.dispatch import live_tiles
-from moe_runtime.kernels.tiles import Tile, precision, processors, tile_of
+from moe_runtime.kernels.tiles import Tile, arch_of, in_turns, precision, processors, tile_of
 
 
 @triton.jit
@@ -384,8 +384,10 @@ def up_forward(
     if num_m == 0:
         return z, h
     up, k_last = last_contiguous(up, True)
+    if interleaved:
+        tile = in_turns(tile, arch_of(x.device))
     width = tile.BLOCK_N * (1 + interleaved)
-    tma = tile.TMA and trained is None and describable(up) and width <= 256  # of a descriptor's block
+    tma = tile.TMA and trained is None and describable(up)
     weights, strides = weight_operand(up, trained, k_last, tma, tile._replace(BLOCK_N=width))
     pair = up.unflatten(1 if k_last else 2, (2, I)) if gated else up
     joined = tma and tile.JOINED and gated and not interleaved and describable(pair)

@@ -61,14 +61,6 @@ _HOPPER = {
     "dx": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
     "dw": ((256, Tile(128, 256, 64, 8, 5, TMA=True)), (0, Tile(128, 128, 64, 8, 5, TMA=True))),
 }
-# 128 columns a product at most: wider tiles of ragged products came out wrong on sm_100 elsewhere (marin#7484)
-_BLACKWELL = {
-    "up": ((128, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
-    "down": ((128, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
-    "dz": ((128, Tile(128, 128, 64, 8, 3, TMA=True)), *_HOPPER["dz"][1:]),
-    "dx": ((128, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
-    "dw": ((0, Tile(128, 128, 64, 8, 5, TMA=True)),),
-}
 _AMPERE = {
     "up": ((192, Tile(128, 64, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
     "down": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
@@ -87,7 +79,7 @@ _FLOAT32 = {kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) 
 # where 16 does not divide a size, loads are element by element, and the pointers of a large tile spill
 UNALIGNED = {kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS}
 _INTERPRETER = {kernel: ((0, Tile(16, 32, 32, 4, 1)),) for kernel in KERNELS}
-TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _BLACKWELL, 120: _SMALL}
+TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
 
 
 def nearest(arch: int) -> int:
@@ -98,12 +90,15 @@ def nearest(arch: int) -> int:
 
 
 def clip(tile: Tile, problem: Problem) -> Tile:
-    """Fit `tile` to small sizes (blocks of at least 16, no wider than the next power of two) and to the shared memory."""
+    """Fit `tile` to small sizes (blocks of at least 16, no wider than the next power of two) and to the shared memory.
+
+    On Blackwell no descriptors where BLOCK_K does not divide the sum's length, whose products are wrong (triton#10927).
+    """
     sums = problem.rows if problem.kernel == "dw" else problem.K
     rows = problem.K if problem.kernel == "dw" else tile.BLOCK_M
     tile = tile._replace(
         BLOCK_M=min(tile.BLOCK_M, _power(rows)),
-        BLOCK_N=min(tile.BLOCK_N, _power(problem.N)),
+        BLOCK_N=min(tile.BLOCK_N, _power(problem.N), widest(problem.arch)),
         BLOCK_K=min(tile.BLOCK_K, max(_power(sums), 32)),
     )
     limit = SHARED_MEMORY[nearest(problem.arch)] if problem.arch else 1 << 30
@@ -111,7 +106,22 @@ def clip(tile: Tile, problem: Problem) -> Tile:
         tile = tile._replace(num_stages=tile.num_stages - 1)
     while shared_bytes(tile, problem) > limit - 2048:
         tile = tile._replace(BLOCK_K=tile.BLOCK_K // 2)
-    return tile
+    # the rows of a weight's gradient end wherever an expert's do
+    uneven = problem.kernel == "dw" or problem.K % tile.BLOCK_K
+    return tile._replace(
+        TMA=tile.TMA and not (problem.arch >= 100 and uneven),
+        JOINED=tile.JOINED and problem.gated and widest(problem.arch) >= 2 * tile.BLOCK_N,
+    )
+
+
+def widest(arch: int) -> int:
+    """Return the most columns of a product: a descriptor's 256, which on sm_100 gave others wrong results (marin#7484)."""
+    return 128 if arch // 10 == 10 else 256
+
+
+def in_turns(tile: Tile, arch: int) -> Tile:
+    """Fit the up projection's `tile` to gate and up that take turns: a product of twice as many columns."""
+    return tile._replace(BLOCK_N=min(tile.BLOCK_N, widest(arch) // 2))
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -140,7 +150,7 @@ def heuristic(problem: Problem) -> Tile:
     else:
         table = TABLE[nearest(problem.arch)]
     tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
-    if table is _HOPPER and problem.kernel in ("down", "dx") and tile.BLOCK_M == 128 and problem.K <= SHORT:
+    if nearest(problem.arch) == 90 and table is _HOPPER and problem.kernel in ("down", "dx") and tile.BLOCK_M == 128 and problem.K <= SHORT:
         tile = tile._replace(PERSISTENT=True)
     return clip(tile, problem)
 
@@ -212,7 +222,12 @@ def problem_of(
 ) -> Problem:
     """Return what a config is looked up by, for R rows over E experts."""
     rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
-    return Problem(kernel, _device(device)[0], str(dtype).removeprefix("torch."), N, K, rows, gated)
+    return Problem(kernel, arch_of(device), str(dtype).removeprefix("torch."), N, K, rows, gated)
+
+
+def arch_of(device: torch.device) -> int:
+    """Return 10 * major + minor of a GPU's capability, 0 elsewhere."""
+    return _device(device)[0]
 
 
 def device_name(device: torch.device) -> str:

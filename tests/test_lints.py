@@ -80,11 +80,14 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
                 bad.append((node, f"{ast.unparse(node)} takes tensors' truth; want & or |"))
             if isinstance(node, ast.Compare) and len(node.ops) > 1:
                 bad.append((node, f"{ast.unparse(node)} is a chain; want two comparisons and &"))
+        bad += chained_products(f)
         for call, name in calls(f):
             bad += [(call, why) for why in call_mistakes(call, name)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).split(".")[-1] in ONLY_SOME_TRITONS:
             bad.append((node, f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or not reproducible"))
+        if isinstance(node, ast.keyword) and node.arg == "warp_specialize":
+            bad.append((node, "warp_specialize= is compiled wrongly for sm_90 by Triton 3.6, and refused by later ones"))
     launches = [node for node in ast.walk(tree) if is_launch(node)]
     bad += [(node, "a launch without enable_fp_fusion=") for node in launches if "enable_fp_fusion" not in keywords(node)]
     launched = {node.func.value.id for node in launches}
@@ -96,6 +99,36 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
         (tree.body[0], f"{n} is named like a kernel and never launched") for n in jitted - launched if n.endswith("_kernel")
     ]
     return [f"{file}:{getattr(node, 'lineno', 1)}: {why}" for node, why in bad]
+
+
+def chained_products(f: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
+    """Two products into one accumulator in one round of a loop: wrong on sm_100 with Triton 3.6 to 3.8 (triton#10821)."""
+    for loop in ast.walk(f):
+        if not isinstance(loop, ast.For | ast.While):
+            continue
+        for branch in ways(loop.body):
+            into = [ast.unparse(acc) for node in branch for acc in accumulators(node)]
+            for name in sorted({name for name in into if into.count(name) > 1}):
+                yield loop, f"two tl.dot into {name} in a loop"
+
+
+def ways(body: list[ast.stmt]) -> list[list[ast.AST]]:
+    """What runs together: every combination of the branches of `if`; inner loops count with the outer one."""
+    found = [[]]
+    for node in body:
+        choices = ways(node.body) + ways(node.orelse) if isinstance(node, ast.If) else [[node]]
+        choices = ways(node.body) if isinstance(node, ast.For | ast.While) else choices
+        found = [before + choice for before in found for choice in choices]
+    return found
+
+
+def accumulators(node: ast.AST) -> Iterator[ast.expr]:
+    """What each product in a statement is added to."""
+    for call, name in calls(node):
+        if name == "tl.dot":
+            yield from [k.value for k in call.keywords if k.arg == "acc"] or call.args[2:3]
+    if isinstance(node, ast.AugAssign):
+        yield from [node.target for _, name in calls(node.value) if name == "tl.dot"]
 
 
 def call_mistakes(call: ast.Call, name: str) -> Iterator[str]:
@@ -194,6 +227,8 @@ def test_sources(lint):
     assert [line for path in LINTS[lint] for line in lint(ast.parse(path.read_text()), path.name)] == []
 
 
+LOOP = "@triton.jit\ndef f(a, b, acc, up, zero, n):\n    for k in range(n):\n"
+DOT, ZERO = (f"tl.dot(a, b, {into}, input_precision='ieee')" for into in ("acc", "zero"))
 MISTAKES = [
     (host_syncs, "def f(x):\n    return x.sum().item()", "x.sum().item waits"),
     (host_syncs, "def f(x):\n    for n in x.tolist(): pass", "x.tolist waits"),
@@ -213,6 +248,10 @@ MISTAKES = [
     (kernel_mistakes, "@triton.jit\ndef f(p):\n    return tl.make_block_ptr(p)", "not in every Triton"),
     (kernel_mistakes, "@triton.jit\ndef f(a):\n    return tl.topk(a, 2, descending=True)", "tl.topk(descending=)"),
     (kernel_mistakes, "@triton.autotune([], [])\n@triton.jit\ndef f(p):\n    pass", "not reproducible"),
+    (kernel_mistakes, "@triton.jit\ndef f(n):\n    for k in tl.range(n, warp_specialize=True): pass", "warp_specialize= is"),
+    (kernel_mistakes, LOOP + f"        acc = {DOT}\n        acc = {DOT}", "two tl.dot into acc in a loop"),
+    (kernel_mistakes, LOOP + f"        acc = {DOT}\n        if n is None:\n            up = {DOT}", "two tl.dot into acc"),
+    (kernel_mistakes, LOOP + f"        acc += {ZERO}\n        for j in range(n):\n            acc += {ZERO}", "into acc in a"),
     (kernel_mistakes, "@triton.jit\ndef work(p):\n    pass\ndef go(p):\n    work[(1,)](p)", "want the name _<op>_kernel"),
     (kernel_mistakes, "@triton.jit\ndef _a_kernel(p):\n    pass", "never launched"),
     (kernel_mistakes, "def go(p):\n    _a_kernel[(1,)](p)", "without enable_fp_fusion="),
@@ -248,6 +287,15 @@ def _part(p, row, stride_x, GATED: tl.constexpr, WH: tl.constexpr):
 @triton.jit
 def _a_kernel(p, stride_x, GATED: tl.constexpr):
     acc = tl.dot(p, p, p, input_precision="ieee")
+    up = acc
+    for k in range(GATED):
+        if GATED:
+            acc = tl.dot(p, p, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(p, p + 1, acc, input_precision="ieee")
+        up = tl.dot(p, p, up, input_precision="ieee")
+    for k in range(GATED):
+        acc = tl.dot(p, p, acc, input_precision="ieee")
 """
 
 

@@ -44,9 +44,15 @@ def stats(
     return {"layers": layers, "warning": found.warning(), "files": files}
 
 
-@verb(app, "")
-def doctor():
-    """Print versions, devices, the backend of each op and why, and each problem with its fix, if any; then exit with 1."""
+@verb(app, "--check")
+def doctor(
+    check: Annotated[bool, option("Also run every op on every backend that works here against float64.", "--check")] = False,
+    interpret: Annotated[bool, option("Check Triton's kernels in its interpreter, without a GPU.", "--interpret")] = False,
+):
+    """Print versions, devices, the backend of each op and why, and each problem with its fix, if any; then exit with 1.
+
+    With --check, each op's outputs and gradients on small and odd shapes too; a wrong one is a line with its shape.
+    """
     from moe_runtime.tools import doctor as diagnosis
 
     report = diagnosis.report()
@@ -56,7 +62,11 @@ def doctor():
             typer.echo(f"  {name:22s}{value}")
     if not report["problems"]:
         typer.echo("  none")
-    return Ends(report, 1 if report["problems"] else 0)
+    if (check or interpret) and "all" not in report["devices"]:  # torch can be imported
+        from moe_runtime.tools import check as checks
+
+        report["check"] = checks.report(interpret=interpret)
+    return Ends(report, 1 if report["problems"] or report.get("check", {}).get("failures") else 0)
 
 
 @verb(app, "--model llama-1b-moe")

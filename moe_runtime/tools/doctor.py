@@ -4,7 +4,6 @@ Nothing that may be broken is imported with this module, not even torch: version
 """
 
 import contextlib
-import functools
 import importlib.metadata
 import os
 import platform
@@ -37,6 +36,21 @@ VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 DRIVERS = {12: 525, 13: 580}
 # who brings the module triton: torch's builds for AMD's and Intel's GPUs have one of their own
 TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu", "triton-xpu", "pytorch-triton")
+# what is compiled wrongly: from which version of Triton, up to which, for which GPU; and what keeps our kernels away from it
+_ANY = (4, 0)
+MISCOMPILED = (
+    ((3, 6), (3, 7), "sm_90", "no fence between cp.async and wgmma (triton#9610): no wrong result seen on an H100"),
+    ((3, 6), (3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
+    ((3, 6), (3, 7), "sm_90", "ptxas may rewrite registers that wgmma still reads (triton#11781): not found in our kernels"),
+    (
+        (3, 6),
+        (3, 7),
+        "sm_100",
+        "no fence between cp.async and tcgen05 (triton#9610): results may differ from run to run; pip install -U 'triton>=3.7'",
+    ),
+    ((3, 6), (3, 9), "sm_100", "two tl.dot into one accumulator in a loop (triton#10821): no kernel has them"),
+    ((3, 6), _ANY, "sm_100", "descriptors along a sum that ends inside of a block (triton#10927): pointers are used there"),
+)
 NVIDIA = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")  # of GPUs: a container without one sees the host's driver all the same
 
@@ -69,6 +83,7 @@ def report() -> dict[str, dict[str, str]]:
             for name in names
         },
         "devices": {"all": f"none: torch cannot be imported ({reason})"},
+        "miscompiled": miscompiled(),
         "settings": {name: os.environ.get(name, "not set") for name in VARIABLES} | {"launch configs": _ask(_launch_configs)},
         "backends": {"all": f"none: torch cannot be imported ({reason})"},
     }  # fmt: skip
@@ -262,6 +277,9 @@ def _device_problems(torch) -> Iterator[tuple[str, str]]:
     if os.environ.get("TRITON_INTERPRET") == "1" and (available or _has_gpu()):
         text = "TRITON_INTERPRET is 1, and there is a GPU; want the kernels to run on it; unset TRITON_INTERPRET"
         yield "TRITON_INTERPRET", text
+    if available and torch.cuda.get_device_capability()[0] == 10 and "tcgen05" in miscompiled().get("sm_100", ""):
+        text = f"triton is {_version('triton')}, which leaves out a fence on this GPU: results may differ from run to run"
+        yield "triton", f"{text}; pip install -U 'torch>=2.12', which brings a newer one"
     if available or not _has_gpu() or _is_hidden():
         return
     driver, needed = _driver_version(), DRIVERS.get(int((cuda or "0").split(".")[0]), 0)
@@ -283,12 +301,31 @@ def _numpy_problems(torch) -> Iterator[tuple[str, str]]:
     except Exception as error:
         yield "numpy", f"torch cannot use numpy ({_first_line(error)}); pip install -U numpy"
         return
-    numbers = functools.partial(re.findall, r"\d+")
+    if os.environ.get("TRITON_INTERPRET") == "1" and (text := interpreter_problem()):
+        yield "numpy", text
+
+
+def interpreter_problem() -> str | None:
+    """Say why Triton's interpreter cannot compute with this numpy; None if it can, or nobody knows."""
     with contextlib.suppress(Exception):  # a version that cannot be read is another problem
-        triton, numpy = (tuple(map(int, numbers(_version(name))[:2])) for name in ("triton", "numpy"))
-        if os.environ.get("TRITON_INTERPRET") == "1" and triton < (3, 7) and numpy >= (2, 4):
+        if _numbers("triton") < (3, 7) and _numbers("numpy") >= (2, 4):
             text = "numpy is 2.4 or newer, triton is older than 3.7; want numpy<2.4 for its interpreter"
-            yield "numpy", f"{text}; pip install 'numpy<2.4'"
+            return f"{text}; pip install 'numpy<2.4'"
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    """Return the first two numbers of a package's version."""
+    return tuple(map(int, re.findall(r"\d+", _version(name))[:2]))
+
+
+def miscompiled() -> dict[str, str]:
+    """Return what the Triton that is installed is known to compile wrongly, by GPU, and what it means for our kernels."""
+    found = {}
+    with contextlib.suppress(Exception):
+        for first, end, gpu, what in MISCOMPILED:
+            if first <= _numbers("triton") < end:
+                found[gpu] = f"{found[gpu]}; {what}" if gpu in found else what
+    return found or {"all": "nothing that is known of this version"}
 
 
 def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[tuple[str, str]]:

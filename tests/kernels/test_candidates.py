@@ -42,3 +42,17 @@ def test_candidates_fit_the_gpu(arch, dtype):
                     assert tiles.shared_bytes(tile, problem) < limit
                     assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
                     assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
+                    if arch >= 100:  # what is wrong there, or was
+                        assert not tile.TMA or (problem.K % tile.BLOCK_K == 0 and problem.kernel != "dw")
+                        assert not tile.JOINED or arch >= 110
+                        assert arch >= 110 or max(tile.BLOCK_N, 2 * tiles.in_turns(tile, arch).BLOCK_N) <= 128
+
+
+@pytest.mark.parametrize("arch, K, tma, width", [(90, 2080, True, 256), (100, 2080, False, 128), (103, 2048, True, 128)])
+def test_blackwell_has_no_descriptors_for_odd_sums_and_narrow_tiles(arch, K, tma, width):
+    """Of measured configs too."""
+    tile = tiles.Tile(128, 256, 64, TMA=True)
+    problem = tiles.Problem("down", arch, "bfloat16", 4096, K, 512)
+    for found in (tiles.clip(tile, problem), tiles.heuristic(problem)):
+        assert found == found._replace(TMA=tma, BLOCK_N=width)
+    assert tiles.in_turns(tile, arch) == tile._replace(BLOCK_N=width // 2)

@@ -224,3 +224,18 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.report()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
+
+
+@pytest.mark.parametrize(
+    "triton, capability, says",
+    [("3.6.0", (10, 0), "triton is 3.6.0, which leaves out a fence"), ("3.7.1", (10, 0), None), ("3.6.0", (9, 0), None)],
+)
+def test_what_triton_compiles_wrongly(versions, monkeypatch, triton, capability, says):
+    versions(triton=triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    found = doctor._problems(doctor.report(), torch, "")
+    lines = [text for name, text in found if name == "triton"]
+    assert [line.startswith(says) for line in lines] == [True] * (says is not None)
+    assert "triton#10927" in doctor.miscompiled()["sm_100"]
+    assert ("triton#9610" in str(doctor.miscompiled())) == (triton == "3.6.0") == ("sm_90" in doctor.miscompiled())

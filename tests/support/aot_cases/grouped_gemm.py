@@ -96,7 +96,10 @@ def case(arch: int, kernel: str, tile: Tile, note="", listed=False, layer=None, 
     layer = layer or Layer()
     dtype = str(layer.dtype).removeprefix("torch.")
     problem = tiles.Problem(kernel, arch, dtype, *sizes, T, gated=kernel == "up" and layer.gated)
-    (made,) = record(lambda: LAUNCH[kernel](layer, tiles.clip(tile, problem), **options))
+    tile = tiles.clip(tile, problem)
+    if kernel == "up" and layer.form.get("interleaved"):
+        tile = tiles.in_turns(tile, arch)
+    (made,) = record(lambda: LAUNCH[kernel](layer, tile, **options))
     note = " ".join([kernel, *[dtype] * (layer.dtype != torch.bfloat16), *[note] * bool(note)])
     fast = layer.dtype != torch.float32 and not layer.odd
     return made._replace(

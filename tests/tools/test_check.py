@@ -1,0 +1,195 @@
+"""`moe-runtime doctor --check`: sound ops pass, and one wrong result of any op fails on each backend."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_runtime import backends
+from moe_runtime.cli.app import app as main_app
+from moe_runtime.ops import balance, expansion, fusion, merging
+from moe_runtime.ops.library import LIB
+from moe_runtime.tools import check, check_cases
+
+CPU = torch.device("cpu")
+SEES = {  # the case that runs an op of the library, where it has another name
+    "route_to": "route", "merge_experts": "merging", "merged_linear": "merging", "gram": "expansion", "dare_merge": "expansion",
+    "fused_nll": "fused_cross_entropy", "fused_loss": "fused_cross_entropy",
+}  # fmt: skip
+
+
+def seen_by(name: str) -> str:
+    name = name.partition("_backward")[0]
+    return SEES.get(name, name)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A few cases in float32 alone."""
+    for op, (make, kernel, first, second) in check_cases.CASES.items():
+        layers = first is check_cases.LAYERS
+        first, second = (first[2:3], second[-1:]) if layers else (list(first)[-2:], second)
+        monkeypatch.setitem(check_cases.CASES, op, (make, kernel, first, second))
+    monkeypatch.setattr(check, "DTYPES", {name: [torch.float32] for name in backends.BACKENDS})
+
+
+def failures(op: str, backend: str) -> list[str]:
+    (result,), reasons = check.check([op], [backend])
+    assert reasons == {} and result.cases > 0
+    return result.failures
+
+
+RUNS = [
+    pytest.param(op, backend, id=f"{op}-{backend}")
+    for op, (_, kernel, _, _) in check_cases.CASES.items()
+    for backend in ("torch", "cpp", "triton")
+    if backend == "torch" or kernel in backends.KERNELS[backend]
+]
+
+
+def skip_without(op: str, backend: str) -> None:
+    why = None if backend == "torch" else backends.why_not(backend, check_cases.CASES[op][1], CPU)
+    if why is not None:
+        pytest.skip(why)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, backend", RUNS)
+def test_sound_ops_pass(op, backend):
+    skip_without(op, backend)
+    assert failures(op, backend) == []
+
+
+# runs only where a graph is kept, which is when nobody may write into it
+LIBRARY = sorted({name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"})
+PLANTED = [
+    pytest.param(name, backend, id=f"{name}-{backend}")
+    for name in LIBRARY
+    for backend in ("torch", "cpp", "triton")
+    if pytest.param(seen_by(name), backend, id=f"{seen_by(name)}-{backend}") in RUNS
+]
+
+
+# of the results of these the first alone is handed out; the others went into the gradient's hands before they come here
+ONE_RESULT = ("moe_mlp", "lora_mlp", "fused_nll", "fused_loss")
+
+
+class Planted:
+    """An op of the library of whose results one, the one that `at` counts to, is wrong."""
+
+    def __init__(self, name: str):
+        self.name, self.real, self.at, self.results = name, getattr(torch.ops.moe_runtime, name), 0, 1
+
+    def __call__(self, *args):
+        leaves, tree = torch.utils._pytree.tree_flatten(self.real(*args))
+        most = 1 if self.name in ONE_RESULT else 3 if self.name == "moe_layer" else len(leaves)
+        self.results = max(self.results, most)
+        if self.at < most:
+            part = leaves[self.at]
+            self.touched |= bool(part.any())
+            leaves[self.at] = part * 1.001 if part.is_floating_point() else part.flip(0)
+        return torch.utils._pytree.tree_unflatten(leaves, tree)
+
+
+@pytest.mark.parametrize("name, backend", PLANTED)
+def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
+    """Each result of each op in turn is a thousandth off, or of integers in another order."""
+    case = seen_by(name)
+    skip_without(case, backend)
+    planted, touched = Planted(name), 0
+    monkeypatch.setattr(torch.ops.moe_runtime, name, planted)
+    while planted.at < planted.results:
+        planted.touched = False
+        bad = failures(case, backend)
+        touched += planted.touched
+        assert bool(bad) == planted.touched, f"result {planted.at}: {bad}"
+        assert all(f"{case} on {backend}, float32, " in line for line in bad)
+        planted.at += 1
+    assert touched
+
+
+OUTSIDE = [  # the case, where a function that is no op of the library is looked up, its name
+    ("merging", check_cases, "average_experts_"), ("merging", merging, "mixing"), ("expansion", expansion, "distances"),
+    ("fused_cross_entropy", fusion, "fuse_logits"), ("balance", balance, "balance_loss"), ("balance", balance, "top_k_loss"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case, module, name", OUTSIDE, ids=[name for *_, name in OUTSIDE])
+def test_a_planted_bug_outside_the_library_is_found(case, module, name, few, monkeypatch):
+    real = getattr(module, name)
+    assert failures(case, "torch") == []
+    monkeypatch.setattr(module, name, lambda *args, **options: real(*args, **options) * 1.001)
+    assert failures(case, "torch")
+
+
+def test_a_merge_in_place_that_does_not_look_at_alpha_is_found(few, monkeypatch):
+    real = merging.remerge_experts
+    monkeypatch.setattr(
+        merging, "remerge_experts", lambda out, w, alpha, seen, backend: real(out, w, alpha, alpha + 1, backend)
+    )
+    assert ": same:" in failures("merging", "triton")[0]
+
+
+def test_a_run_of_other_bits_is_found(few, monkeypatch):
+    real, runs = check_cases.run_experts, []
+
+    def plant(*args, **options):
+        runs.append(1)
+        out, offsets = real(*args, **options)
+        return (torch.nextafter(out, out + 1) if len(runs) == 2 else out), offsets
+
+    monkeypatch.setattr(check_cases, "run_experts", plant)
+    assert "runs of other bits" in failures("moe_mlp, repeated", "torch")[0]
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        pytest.param(lambda out: out * float("nan"), ": out: the error is inf times", id="not a number"),
+        pytest.param(lambda out: out.detach(), "the error is inf times", id="no gradient"),
+        pytest.param(lambda out: out[:-1], "the error is inf times", id="another shape"),
+        pytest.param(lambda out: out.unknown, "has no attribute 'unknown'", id="an error"),
+        pytest.param(lambda out: torch.cat([out[:-1], out[:1]]), "the error is ", id="one row of another token"),
+    ],
+)
+def test_what_else_may_be_wrong(few, monkeypatch, change, says):
+    real = torch.ops.moe_runtime.combine
+    monkeypatch.setattr(torch.ops.moe_runtime, "combine", lambda *args: change(real(*args)))
+    assert says in failures("combine", "torch")[0]
+
+
+@pytest.fixture
+def one_op(few, monkeypatch):
+    """The check of `combine` on torch's backend and nothing else."""
+    monkeypatch.setattr(check, "CASES", {"combine": check_cases.CASES["combine"]})
+    monkeypatch.setattr(check.report, "__defaults__", (check.CASES, *check.report.__defaults__[1:]))
+
+
+def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch):
+    monkeypatch.setattr("moe_runtime.tools.doctor.report", lambda: {"devices": {}, "problems": {}})
+    found = CliRunner().invoke(main_app, ["doctor", "--check"])
+    assert found.exit_code == 0 and "worst error / tolerance" in found.stdout and "0 failed" in found.stdout
+    assert "combine" in found.stdout and "torch" in found.stdout
+    real = torch.ops.moe_runtime.combine
+    monkeypatch.setattr(torch.ops.moe_runtime, "combine", lambda *args: real(*args) * 1.001)
+    found = CliRunner().invoke(main_app, ["doctor", "--check"])
+    assert found.exit_code == 1 and "FAILED" in found.stdout
+    assert "combine on torch, float32, 13 33 17 3 2 last idle: " in found.stdout
+    found = CliRunner().invoke(main_app, ["doctor", "--check", "--json"])
+    report = json.loads(found.stdout)["check"]
+    assert found.exit_code == 1 and report["failures"] and report["results"][0]["op"] == "combine"
+
+
+def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(one_op, monkeypatch, tmp_path):
+    for name in ("typer", "transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    (result,) = check._children(("triton",), True)
+    assert (result.op, result.backend, result.failures) == ("combine", "interpreter", []) and result.cases >= 8
+    monkeypatch.setattr(sys, "executable", "false")
+    assert "ended with exit code 1: no output" in check.report(interpret=True)["failures"][0]

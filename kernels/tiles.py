@@ -150,7 +150,8 @@ def heuristic(problem: Problem) -> Tile:
     else:
         table = TABLE[nearest(problem.arch)]
     tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
-    if nearest(problem.arch) == 90 and table is _HOPPER and problem.kernel in ("down", "dx") and tile.BLOCK_M == 128 and problem.K <= SHORT:
+    streams = table is _HOPPER and nearest(problem.arch) == 90 and problem.kernel in ("down", "dx")
+    if streams and tile.BLOCK_M == 128 and problem.K <= SHORT:
         tile = tile._replace(PERSISTENT=True)
     return clip(tile, problem)
 

@@ -15,6 +15,7 @@ from moe_runtime.config import check_choice
 from moe_runtime.native.library import cpp, cuda
 
 BACKENDS = ("torch", "triton", "cuda", "cpp")
+AT_RUN_TIME = "auto"  # what an exported graph holds: its op chooses where it runs
 MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
@@ -104,7 +105,37 @@ def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
     return "triton" if why_not("triton", op, x.device) is None else "torch"
 
 
+def exporting() -> bool:
+    """Whether a graph is being made for another process: then it names no backend, and keeps nothing for a backward pass."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+exporting._dynamo_marked_constant = True  # torch.compile takes is_exporting() for true
+
+
+# how transformers computes experts in what it exports for runtimes that know no op of ours; hf.dropin.experts sets it
+foreign_experts: str | None = None
+
+
+def portable() -> str | None:
+    """Return `foreign_experts`, "batched_mm" in torch.onnx.export; None where the graph is run by torch and our ops stay.
+
+    Otherwise the ops trace their equations in plain torch, every expert on every token.
+    """
+    if not exporting():
+        return None
+    return "batched_mm" if torch.onnx.is_in_onnx_export() else foreign_experts
+
+
+portable._dynamo_marked_constant = True
+
+
 def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
+    """As `choose`; AT_RUN_TIME where nobody asks for a backend and the graph is exported."""
+    return AT_RUN_TIME if backend is None and exporting() else choose(op, x, backend, cuda_fits)
+
+
+def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
     """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default for x's sizes.
 
     An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that have

@@ -18,7 +18,7 @@ from torch import nn
 
 from moe_runtime.config import MoEConfig, check_fraction
 from moe_runtime.modules.moe import Experts
-from moe_runtime.ops.library import compute_dtype
+from moe_runtime.ops.library import compute_dtype, wide_dtype
 from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 
@@ -62,13 +62,9 @@ def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
     step = P if torch.compiler.is_compiling() else max(block_size(rows[0]) // E, 1)
     for start in range(0, P, step):
         part = rows[:, start : start + step]
-        w = part.to(_wide(part.dtype))
+        w = part.to(wide_dtype(part.dtype))
         mean = w[0] + (w - w[0]).sum(0) / E
         part.copy_(torch.lerp(w, mean, pull))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _average_over_ranks(weight, pull: float) -> None:
@@ -78,7 +74,7 @@ def _average_over_ranks(weight, pull: float) -> None:
     if any(isinstance(placement, Partial) for placement in weight.placements):
         raise ValueError(f"weight's placements are {weight.placements}; want shards or replicas")
     local, E = weight.to_local(), weight.shape[0]
-    mean = local.sum(0, dtype=_wide(local.dtype))
+    mean = local.sum(0, dtype=wide_dtype(local.dtype))
     for dim, placement in enumerate(weight.placements):
         if getattr(placement, "dim", None) == 0:  # Shard, and _StridedShard, which is none to is_shard
             dist.all_reduce(mean, group=weight.device_mesh.get_group(dim))
@@ -109,7 +105,7 @@ class EWAMLP(nn.Module):
             return self._mean(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         idx = random_partition(x.shape[0], self.config.num_experts, x.device)[:, None]
-        one = torch.ones(idx.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        one = torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
         return self.experts(x, idx, one).view_as(hidden_states)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:

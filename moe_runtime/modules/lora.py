@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_runtime.config import ACTIVATIONS, MoEConfig, check_choice, check_number, check_positive
 from moe_runtime.modules.moe import MoE, Router, is_plain
-from moe_runtime.ops.library import autocast_dtype
+from moe_runtime.ops.library import autocast_dtype, wide_dtype
 from moe_runtime.ops.lora import LoRA, lora_mlp
 
 TARGETS = ("gate_proj", "up_proj", "down_proj")
@@ -220,7 +220,7 @@ def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = Non
 
 def add_pairs(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype; a [E, r, in], b [E, r, out]."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = wide_dtype(weight.dtype)
     scaled = b.to(wide) * scale.to(device=weight.device, dtype=wide)[:, None, None]
     return torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1)).to(weight.dtype)
 
@@ -231,7 +231,7 @@ def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, t
         raise ValueError(f"the batch has {x.shape[0]} rows, forced {forced.shape[0]}; want one expert for each row")
     tokens = x[..., 0].numel() // max(x.shape[0], 1)
     idx = forced.to(device=x.device, dtype=torch.int32).repeat_interleave(tokens)[:, None]
-    return idx, torch.ones(idx.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return idx, torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
 
 
 def check_base(base: nn.Module) -> None:

@@ -17,7 +17,8 @@ from moe_runtime.config import MoEConfig, check_shared_rate
 from moe_runtime.modules.moe import Experts
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.library import compute_dtype
-from moe_runtime.ops.merging import merge_experts, merged_linear, mixing, remerge_experts, soup_logits
+from moe_runtime.ops.merging import Kept, merge_experts, merged_linear, mixing, soup_logits
+from moe_runtime.ops.workspace import stream_of
 
 
 class _Mixture(NamedTuple):
@@ -109,11 +110,10 @@ class MergedMLP(nn.Module):
         if not plain or (backend == "torch" and device.type != "cpu"):  # to compare alpha there is to wait for the GPU
             return {}
         # another stream would not wait for the one that merges, and capture by a CUDA graph runs no kernel
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-        if stream is not None and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return {}
         dtypes = {name: compute_dtype(weight) for name, weight in weights.items()}
-        key = (self.shared_rate, self.soup, backend, stream, *dtypes.values(), *map(_identity, sources))
+        key = (self.shared_rate, self.soup, backend, stream_of(device), *dtypes.values(), *map(_identity, sources))
         kept = self._mixture  # read once: other threads write it
         if kept is not None and kept.key != key:
             kept = None
@@ -121,11 +121,12 @@ class MergedMLP(nn.Module):
         # kernel, in place and without waiting for it
         if kept is not None and backend not in ("torch", "cpp"):
             for name, weight in weights.items():
-                remerge_experts(kept.weights[name], weight, alpha, kept.seen, backend)
-            kept.seen.copy_(alpha)
+                kept.weights[name].kept.remerge(kept.weights[name], weight, alpha)
         elif kept is None or not torch.equal(alpha, kept.seen):
             kept = self._mixture = None  # before the new weights take as much memory
             new = {name: merge_experts(weight, alpha).to(dtypes[name]) for name, weight in weights.items()}
+            for weight in new.values():
+                weight.kept = Kept(alpha.clone(), backend)
             storages = tuple(StorageWeakRef(t.untyped_storage()) for t in sources)
             kept = self._mixture = _Mixture(key, storages, alpha.clone(), new)
         return kept.weights

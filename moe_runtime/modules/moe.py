@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.modules import trainable
 from moe_runtime.ops import all_to_all, expert_rows
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.balance import balance_loss
-from moe_runtime.ops.library import autocast_dtype
+from moe_runtime.ops.library import autocast_dtype, wide_dtype
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import run_experts
 from moe_runtime.ops.routing import route
@@ -34,7 +35,7 @@ class RouterOutput(NamedTuple):
 
     def widened(self) -> "RouterOutput":
         """Return it with logits in float32 or wider."""
-        wide = torch.promote_types(self.router_logits.dtype, torch.float32)
+        wide = wide_dtype(self.router_logits.dtype)
         return self._replace(router_logits=self.router_logits.to(wide))
 
 
@@ -78,7 +79,7 @@ class Router(nn.Module):
             )
         noise = scale = None
         if config.noisy_gate and (self.training or eps is not None):
-            wide = torch.promote_types(logits.dtype, torch.float32)
+            wide = wide_dtype(logits.dtype)
             logits = logits.to(wide)
             scale = F.softplus(F.linear(x, self.noise_weight).to(wide)) + config.noise_epsilon
             eps = torch.randn_like(scale) if eps is None else eps
@@ -190,7 +191,7 @@ class MoE(nn.Module):
 
     `records` collects RouterOutputs while it is a list: set it for one forward pass and take it away before the backward
     pass, in which gradient checkpointing runs the layer again. Router and experts run as one op where nobody looks between
-    them: a linear router without noise, the same dtype, and no hook, wrapper or subclass on either.
+    them: a linear router without noise, the same dtype, no hook, wrapper or subclass on either, and no global hook.
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
@@ -213,7 +214,7 @@ class MoE(nn.Module):
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
-        if not (is_plain(self.gate, Router) and is_plain(self.experts, Experts)):
+        if _has_any_global_hook() or not (is_plain(self.gate, Router) and is_plain(self.experts, Experts)):
             return False
         if all_to_all.is_distributed(self.experts.down_proj) or trainable.split_of(self.experts):
             return False

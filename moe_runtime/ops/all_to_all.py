@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
+from moe_runtime.ops.library import wide_dtype
 
 GRADIENTS = ("mean", "sum")
 GRADIENTS_OF = "moe_runtime_expert_gradients"  # attribute of an experts module: one of them
@@ -141,7 +142,7 @@ def run_at_owners(
     rows = all_to_all(rows, send, receive, group)
     experts = torch.arange(E // n, device=x.device).repeat(n)  # in the order of `received`
     experts = experts.repeat_interleave(received.flatten(), output_size=sum(receive))
-    ones = torch.ones(sum(receive), 1, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    ones = torch.ones(sum(receive), 1, dtype=wide_dtype(x.dtype), device=x.device)
     y, _ = run(rows, experts[:, None], ones)
     y = all_to_all(y, receive, send, group)
     return combine(F.pad(y, (0, 0, 0, dropped)) if dropped else y, topk_weight, slot_row), expert_offsets

@@ -13,6 +13,8 @@ with noise, the sum over all tokens of the probability that a new draw of the no
 The official code decides "is among the selected" by comparing the noise (not the noisy logit) with the (k+1)-th noisy logit:
 `load_quirk=True`. cv2 and switch do not mask padding, as in the official code.
 
+Losses are float32, those of float64 logits float64.
+
 top_k is top_k when balanced. transformers takes the means over the tokens of all layers together (pooled), and imbalances of
 different layers cancel: four layers, each collapsed on another pair of 8 experts, give 2, as balanced ones do. The mean of
 the layers' own losses (per_layer) gives 8.
@@ -23,11 +25,12 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.config import MoEConfig
+from moe_runtime.ops.library import wide_dtype
 
 
 def cv2(v: torch.Tensor) -> torch.Tensor:
     """Squared coefficient of variation of `v` [R], with the unbiased variance; 0 for R = 1."""
-    v = v.float()
+    v = v.to(wide_dtype(v.dtype))
     return v.new_zeros(()) if v.numel() < 2 else v.var() / (v.mean().square() + 1e-10)
 
 
@@ -49,10 +52,10 @@ def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor
 
 
 def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor:
-    """cv2(importance) + cv2(load) of one layer, [] float32, without its coefficient."""
+    """cv2(importance) + cv2(load) of one layer, [], without its coefficient."""
     noisy = router_logits if noise is None else router_logits + noise
     mask = selection_mask(config, topk_idx)
-    scores = noisy.float()
+    scores = noisy.to(wide_dtype(noisy.dtype))
     if config.gate == "topk_softmax":
         scores = scores.masked_fill(~mask, float("-inf"))
     importance = (scores.softmax(-1) * mask).sum(0)
@@ -60,19 +63,20 @@ def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None)
     if noise is not None and k < config.num_routed_experts:
         load = noisy_load(router_logits, noise, scale, k, config.load_quirk)
     else:
-        load = mask.sum(0)
+        load = mask.sum(0, dtype=scores.dtype)
     return cv2(importance) + cv2(load)
 
 
 def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
-    """R sum_r f_r P_r of one layer, [] float32, 1 when balanced; f carries no gradient."""
+    """R sum_r f_r P_r of one layer, [], 1 when balanced; f carries no gradient."""
     mask = selection_mask(config, topk_idx)
-    f = mask.sum(0).float() / max(mask.shape[0] * config.num_routed_per_token, 1)
-    return config.num_routed_experts * (f * router_logits.float().softmax(-1).mean(0)).sum()
+    router_logits = router_logits.to(wide_dtype(router_logits.dtype))
+    f = mask.sum(0, dtype=router_logits.dtype) / max(mask.shape[0] * config.num_routed_per_token, 1)
+    return config.num_routed_experts * (f * router_logits.softmax(-1).mean(0)).sum()
 
 
 def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor | None:
-    """The layer's loss times its coefficient, [] float32; None where config.balance_loss is "none" or no token came."""
+    """The layer's loss times its coefficient, []; None where config.balance_loss is "none" or no token came."""
     if config.balance_loss == "none" or config.num_routed_experts == 0 or router_logits.shape[0] == 0:
         return None
     if config.balance_loss == "switch":
@@ -83,7 +87,7 @@ def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=N
 
 
 def top_k_loss(router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """E sum_e F_e P_e of `router_logits` [T, E], [] float32; tokens with `token_mask` [T] 0 count in neither mean.
+    """E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 count in neither mean.
 
     Differentiable through P; 0 without a token.
     """
@@ -91,20 +95,20 @@ def top_k_loss(router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor
 
 
 def pooled_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """top_k_loss over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> [] float32."""
+    """top_k_loss over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> []."""
     sums = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
     return _top_k_loss(*(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True)))
 
 
 def per_layer_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of the layers' top_k_loss, `router_logits` L of [T, E], `token_mask` [T] -> [] float32."""
+    """Mean of the layers' top_k_loss, `router_logits` L of [T, E], `token_mask` [T] -> []."""
     losses = [top_k_loss(logits, top_k, token_mask) for logits in router_logits]
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
 def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sums over the tokens: the choices [E], the probabilities [E], and the tokens themselves []."""
-    probability = router_logits.float().softmax(-1)
+    probability = router_logits.to(wide_dtype(router_logits.dtype)).softmax(-1)
     chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
     weight = probability.new_ones(len(probability)) if token_mask is None else token_mask.to(probability)
     # not weight @ chosen, which autocast would round

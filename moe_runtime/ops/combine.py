@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from moe_runtime import backends
 from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, kind, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 
 def combine(y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None) -> torch.Tensor:
@@ -21,16 +21,27 @@ def combine(y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, 
     if not fits or slot_row.dtype not in INTEGERS:
         got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
         raise ValueError(f"{got}; want [T * K, H], [T, K], [T * K] integers")
-    topk_weight = topk_weight.double() if y.dtype == torch.float64 else topk_weight.float()
+    topk_weight = topk_weight.to(wide_dtype(y.dtype))
     return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
 
 
 class _GatherRows(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, row_token, slot_row):
-        ctx.save_for_backward(slot_row)
-        ctx.tokens = x.shape[0]
+    def forward(x, row_token, slot_row):
         return x.index_select(0, row_token)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, row_token, slot_row = inputs
+        ctx.save_for_backward(slot_row)
+        ctx.save_for_forward(row_token)
+        ctx.tokens = x.shape[0]
+
+    @staticmethod
+    def jvp(ctx, dx, *_):
+        return dx.index_select(0, *ctx.saved_tensors)
 
     @staticmethod
     def backward(ctx, drows):

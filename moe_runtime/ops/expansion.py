@@ -21,7 +21,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.config import check_choice, check_fraction, check_seed
-from moe_runtime.ops.library import LIB, kind, register
+from moe_runtime.ops.library import LIB, kind, register, wide_dtype
 
 METRICS = ("cosine", "l2")
 FEW = 64  # experts whose products are taken at once
@@ -90,7 +90,7 @@ def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.T
     """
     rows = [tensor.reshape(-1) for tensor in (*experts, child)]
     origin = None if base is None else base.reshape(-1)
-    wide = torch.promote_types(child.dtype, torch.float32)
+    wide = wide_dtype(child.dtype)
     step = WHOLE if child.device.type != "cpu" else max(BLOCK // len(rows), 1024)
     total = torch.zeros(len(rows), dtype=torch.float64, device=child.device)
     for start in range(0, child.numel(), step):
@@ -192,7 +192,7 @@ def _gram(experts, base, backend):
 
 def _gram_by_blocks(rows, base):
     n, P = rows.shape
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = wide_dtype(rows.dtype)
     total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
     step = max(BLOCK // n, 1024)
     for start in range(0, P, step):
@@ -219,7 +219,7 @@ def _dare_merge(first, second, base, seed, stream, threshold, first_scale, secon
 
 
 def _dare_merge_block(first, second, base, numbers, threshold, first_scale, second_scale):
-    wide = torch.promote_types(first.dtype, torch.float32)
+    wide = wide_dtype(first.dtype)
     origin, total = None if base is None else base.to(wide), None
     for parent, column, scale in ((first, 0, first_scale), (second, 1, second_scale)):
         delta = parent.to(wide, copy=True)

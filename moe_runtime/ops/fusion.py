@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops import fusion_torch
-from moe_runtime.ops.library import LIB, compute_dtype, inputs_of, kind, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, inputs_of, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.workspace import scratch
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -35,11 +35,6 @@ CHUNK = 1 << 24  # logits that are in memory together on the CPU; on a GPU, whos
 def common_vocabulary(heads: Sequence[torch.Tensor]) -> int:
     """Return how many ids all `heads` [V_s, H_s] have."""
     return min(head.shape[0] for head in heads)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gates, logits and losses: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def kept(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +70,7 @@ def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tenso
     """
     fused = None
     for s, logits in enumerate(parts):
-        logits = logits.to(gate_weight.device, wide(logits.dtype))
+        logits = logits.to(gate_weight.device, wide_dtype(logits.dtype))
         V = logits.shape[-1] if fused is None else min(fused.shape[-1], logits.shape[-1])
         part = gate_weight[..., s : s + 1] * _first(logits, V)
         fused = part if fused is None else _first(fused, V) + part
@@ -101,9 +96,9 @@ def fused_cross_entropy(
     S, shape = len(hidden), labels.shape
     hidden = [h.to(compute_dtype(h)).reshape(shape.numel(), h.shape[-1]) for h in hidden]
     heads = [head.to(compute_dtype(head)) for head in heads]
-    gate = gate_weight.to(wide(hidden[0].dtype)).reshape(shape.numel(), S)
+    gate = gate_weight.to(wide_dtype(hidden[0].dtype)).reshape(shape.numel(), S)
     labels, chosen = labels.reshape(-1).long(), backends.pick("fused_cross_entropy", hidden[0], backend)
-    grad = torch.is_grad_enabled()
+    grad = torch.is_grad_enabled() and not backends.exporting()
     needs = [[grad and t.requires_grad for t in tensors] for tensors in (hidden, heads)]
     if reduction != "none" and any(needs[0] + needs[1]):
         total = torch.ops.moe_runtime.fused_loss(gate, labels, hidden, heads, ignore_index, *needs, chosen)[0]
@@ -161,7 +156,7 @@ def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, nee
     step = max(-(-T // max(-(-T // most), 1)), 1)
     chunks = [slice(start, min(start + step, T)) for start in range(0, T, step)]
     sums = [
-        head.new_zeros(head.shape, dtype=wide(head.dtype) if len(chunks) > 1 else kept(head.dtype))
+        head.new_zeros(head.shape, dtype=wide_dtype(head.dtype) if len(chunks) > 1 else kept(head.dtype))
         if need
         else head.new_empty(0)
         for head, need in zip(heads, need_heads, strict=True)

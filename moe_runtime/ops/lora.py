@@ -22,7 +22,7 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 from moe_runtime.ops import lora_torch
 from moe_runtime.ops.activation import ACT
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward
+from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weight
 
 
@@ -52,13 +52,15 @@ def lora_mlp(
     _check_base(x, base)
     E = _check_pairs(x, down_proj, pairs)
     _check_slots(x, topk_weight, topk_idx, E)
-    topk_weight = topk_weight.double() if x.dtype == torch.float64 else topk_weight.float()
+    topk_weight = topk_weight.to(wide_dtype(x.dtype))
+    if backends.portable() is not None:
+        halves, biases = {"gate": gate, "up": up, "down": down}, dict(zip(("gate_bias", "up_bias", "down_bias"), base[3:]))
+        return lora_mlp_reference(x, *base[:3], topk_weight, topk_idx, **halves, scaling=scaling, act=act, **biases)
     halves = [t for pair in pairs for t in (pair or (None, None))]
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weight, *halves))
+    save = torch.is_grad_enabled() and not recompute and not backends.exporting()
+    save = save and any(t is not None and t.requires_grad for t in (x, topk_weight, *halves))
     backend = backends.pick("lora_mlp", x, backend)
-    out, _, _ = torch.ops.moe_runtime.lora_mlp(
-        x, *base[:5], topk_weight, topk_idx, *halves, E, scaling, act, needs_grad and not recompute, backend
-    )
+    out, _, _ = torch.ops.moe_runtime.lora_mlp(x, *base[:5], topk_weight, topk_idx, *halves, E, scaling, act, save, backend)
     if down_bias is not None:
         out = out + mixed_weight(topk_weight, topk_idx, E).sum(1, keepdim=True).to(x.dtype) * down_bias
     return out
@@ -73,8 +75,8 @@ def _check_base(x, base) -> None:
     for name, tensor, shape in zip(names, base, ((I, H), (I, H), (H, I), (I,), (I,), (H,))):
         if tensor is None and name.endswith("bias"):
             continue
-        want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
         if tensor.requires_grad or tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+            want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
             frozen = "requires a gradient; want a frozen base; call requires_grad_(False) on it"
             raise ValueError(f"{name} {frozen if tensor.requires_grad else f'is {kind(tensor)}; want {want}'}")
 
@@ -96,11 +98,10 @@ def _check_pairs(x, down, pairs) -> int:
 def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
     T, K = x.shape[0], E if topk_idx is None else topk_idx.shape[-1]
     fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point() and topk_weight.device == x.device
-    want = f"{(T, E)} without topk_idx"
     if topk_idx is not None:
         fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS and topk_idx.device == x.device
-        want = f"[{T}, K] both, topk_idx integers"
-    if not fits:
+    if not fits:  # what is said is written here: a number in a string is one size for torch.compile
+        want = f"{(T, E)} without topk_idx" if topk_idx is None else f"[{T}, K] both, topk_idx integers"
         raise ValueError(f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}, floats on {x.device}")
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
+from moe_runtime.ops.library import wide_dtype
 from moe_runtime.ops.workspace import lease, scratch
 
 # rows of one expert in a block, times I: fewer cost more in calls than the cache saves; one core with 2 MB of L2, 2026-11-21
@@ -143,13 +144,9 @@ def _expert_z(z, token, ranks, halves, e: int, scaling: float, out):
     return gate, up
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool):
     """Return z0 [T, 2I] (empty unless `save`) and h [T, I]; fills low[2] with q."""
-    T, I, wide = x.shape[0], base.gate.shape[0], _wide(x.dtype)
+    T, I, wide = x.shape[0], base.gate.shape[0], wide_dtype(x.dtype)
     z = base.first(x, lease((T, 2 * I), x) if save else scratch("lora z", (T, 2 * I), x))
     weight, h = mixed_weight(topk_weight, topk_idx, E), scratch("lora h", (T, I), x)
     for block in _blocks(topk_idx, T, E, I, x.device):
@@ -175,7 +172,7 @@ def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scali
 
 def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling: float, act: str):
     """Gradients from `dh` [T, I] and `dq` [T, E r], scaling included, of h and q."""
-    T, I, wide = dh.shape[0], dh.shape[1], _wide(dh.dtype)
+    T, I, wide = dh.shape[0], dh.shape[1], wide_dtype(dh.dtype)
     weight = mixed_weight(topk_weight, topk_idx, E)
     dz, dweight = scratch("lora dz", (T, 2 * I), z), torch.zeros(T, E, dtype=wide, device=z.device)
     dlow = z.new_zeros(2, T, low.shape[2])
@@ -212,7 +209,7 @@ def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: P
 
 def _activation_backward(gate, up, da, weight, act: str, dots):
     """Return weight * act(gate) * up, in da's memory; fill `dots` with <da, act(gate) * up>; gate and up become gradients."""
-    wide = _wide(gate.dtype)
+    wide = wide_dtype(gate.dtype)
     g, u, grad = gate.to(wide), up.to(wide), da.to(wide)
     value = ACT[act](g)
     h = value * u

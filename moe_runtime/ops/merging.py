@@ -18,24 +18,24 @@ from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward
+from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.workspace import scratch
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
-    """Eq. (5): `logits` [E - 1] of the normal experts -> alpha [E] float32, the shared expert first, sum 1.
+    """Eq. (5): `logits` [E - 1] of the normal experts -> alpha [E] float32 (or float64), the shared expert first, sum 1.
 
     shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises ValueError for a rate outside 0..1.
     """
     if logits.dim() != 1:
         raise ValueError(f"logits is {tuple(logits.shape)}; want one logit per expert")
     if shared_rate is None:
-        return logits.float().softmax(-1)
+        return logits.to(wide_dtype(logits.dtype)).softmax(-1)
     check_shared_rate(shared_rate)
+    logits = logits.to(wide_dtype(logits.dtype))
     if logits.numel() == 0:  # one expert: it is all there is
-        return logits.new_ones(1, dtype=torch.float32)
-    shared = logits.new_full((1,), shared_rate, dtype=torch.float32)
-    return torch.cat([shared, (1 - shared_rate) * logits.float().softmax(-1)])
+        return logits.new_ones(1)
+    return torch.cat([logits.new_full((1,), shared_rate), (1 - shared_rate) * logits.softmax(-1)])
 
 
 def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
@@ -85,7 +85,9 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
         got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"{got}; want one alpha per expert and at least one expert")
-    alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
+    alpha = alpha.to(wide_dtype(weight.dtype))
+    if backends.portable() is not None:
+        return (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype)).sum(0).to(weight.dtype)
     return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
 
 
@@ -97,7 +99,7 @@ def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tenso
     out = None
     for row, a in zip(rows, alpha, strict=True):
         # the order and the roundings of the torch backend
-        part = row.to(torch.promote_types(row.dtype, torch.float32)).mul_(a)
+        part = row.to(wide_dtype(row.dtype)).mul_(a)
         out = part if out is None else out.add_(part)
     return out.to(row.dtype)
 
@@ -117,6 +119,23 @@ def remerge_experts(
     merge_experts_forward(weight, alpha, out=merged, seen=seen)
 
 
+class Kept:
+    """The attribute `kept` of merged weights that are written over in place: the alpha in them, and how often that was.
+
+    Autograd counts no version, since nobody here learns whether alpha has changed. The backward pass of an older graph merges
+    its own alpha again.
+    """
+
+    def __init__(self, seen: torch.Tensor, backend: str):
+        self.seen, self.backend, self.times = seen, backend, 0
+
+    def remerge(self, merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor) -> None:
+        """Make `merged`, whose attribute this is, the mixture of `alpha`."""
+        remerge_experts(merged, weight, alpha, self.seen, self.backend)
+        self.seen.copy_(alpha)
+        self.times += 1
+
+
 def merged_linear(
     x: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, merged: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, *, backend: str | None = None,
@@ -128,14 +147,15 @@ def merged_linear(
     a gradient, but then through a dW in memory. Raises ValueError for shapes and dtypes that do not fit.
     """
     _check_linear(x, weight, alpha, merged, bias)
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if (torch.is_grad_enabled() and weight.requires_grad) or backends.portable() is not None:
         return F.linear(x, merge_experts(weight, alpha, backend=backend), bias)
     if merged is None:
         merged = merge_experts(weight.detach(), alpha.detach(), backend=backend)
     x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
-    alpha = alpha.to(torch.promote_types(weight.dtype, torch.float32))
+    exact = x if x.dtype == torch.float64 else weight  # the other may be narrower
+    alpha = alpha.to(wide_dtype(exact.dtype))
     # alone, dalpha's two kernels would need the whole dW: a default they are not
-    chosen = backends.pick("merge_experts", weight, backend, cuda_fits=False)
+    chosen = backends.pick("merge_experts", exact, backend, cuda_fits=False)
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
 
 
@@ -243,7 +263,7 @@ def _merge_backward_alpha(dout, weight, backend):
         return cuda_kernels.merge_experts_backward_alpha(dout, weight)
     if backend == "cpp":
         return _merge_backward_alpha_cpp(dout, weight)
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    dtype = _alpha_dtype(dout, weight)
     if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
         dout = dout.reshape(-1).to(dtype)
         return torch.stack([dout.dot(w.reshape(-1).to(dtype)) for w in weight])
@@ -281,7 +301,11 @@ def _autograd(ctx, dout):
 
 
 def _fake_alpha(dout, weight, backend):
-    return weight.new_empty(weight.shape[0], dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    return weight.new_empty(weight.shape[0], dtype=_alpha_dtype(dout, weight))
+
+
+def _alpha_dtype(dout, weight) -> torch.dtype:
+    return torch.float64 if torch.float64 in (dout.dtype, weight.dtype) else torch.float32
 
 
 # contiguous, however the stack is stored
@@ -329,7 +353,8 @@ def _linear_backward_fake(dout, x, weight, merged, bias, backend):
 def _linear_setup_context(ctx, inputs, output):
     x, weight, alpha, merged, _, ctx.backend = inputs
     need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
-    ctx.x_shape = x.shape
+    ctx.x_shape, ctx.kept = x.shape, getattr(merged, "kept", None)
+    ctx.times = ctx.kept and ctx.kept.times
     ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
 
 
@@ -339,6 +364,8 @@ def _linear_autograd(ctx, dout):
         again = merged if merged is None or alpha is None else merge_experts(weight, alpha).to(dout.dtype)
         dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
     else:
+        if ctx.kept is not None and ctx.kept.times != ctx.times and merged is not None and alpha is not None:
+            ctx.kept.remerge(merged, weight, alpha)
         dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(dout, x, weight, merged, ctx.need_bias, ctx.backend)
     dx = None if merged is None else dx.view(ctx.x_shape)
     return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, in_layout_of
-from moe_runtime.ops.library import LIB, kind, register, register_backward
-from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick
+from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick, run_experts
 
 
 class MoEOutput(NamedTuple):
@@ -44,7 +45,11 @@ def moe_layer(
     routing.check_top_k(top_k, wanted[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
         raise ValueError(f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}")
-    save = torch.is_grad_enabled() and not recompute
+    if backends.portable() is not None:
+        logits = torch.mm(x, router_weight.t())
+        routed = routing.route(logits, top_k, gate)
+        return MoEOutput(run_experts(x, experts, *routed)[0], logits, *routed)
+    save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
     outputs = torch.ops.moe_runtime.moe_layer(x, router_weight, *experts.pack(), top_k, gate, save, backend)
@@ -88,7 +93,7 @@ def _forward_fake(x, router_weight, *arguments):
     indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (E + 1,), (R,))]
     return (
         x.new_empty(x.shape), x.new_empty(T, router_weight.shape[0]),
-        x.new_empty(T, top_k, dtype=torch.promote_types(x.dtype, torch.float32)), indices[0], x.new_empty(R if save else 0, Z),
+        x.new_empty(T, top_k, dtype=wide_dtype(x.dtype)), indices[0], x.new_empty(R if save else 0, Z),
         *indices[1:],
     )  # fmt: skip
 

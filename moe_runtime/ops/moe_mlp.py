@@ -17,7 +17,7 @@ from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained, in_layout_of
-from moe_runtime.ops.library import LIB, kind, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -32,8 +32,8 @@ def moe_mlp(
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which is the weights' dtype too.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],
-    `topk_weight` [T, K] (used in float32), `topk_idx` [T, K] integers. Differentiable in all but topk_idx. `recompute` keeps
-    x only and computes the pre-activation again in the backward pass.
+    `topk_weight` [T, K] (used in float32, or float64 with float64 x), `topk_idx` [T, K] integers. Differentiable in all but
+    topk_idx. `recompute` keeps x only and computes the pre-activation again in the backward pass.
 
     `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of gate_up_proj and gate_up_bias are
     gate_0, up_0, gate_1, up_1, ... All three are for gated experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0
@@ -59,8 +59,13 @@ def run_experts(
     check_experts(x, experts)
     _check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
-    topk_weight = topk_weight if x.dtype == torch.float64 else topk_weight.float()
-    save = torch.is_grad_enabled() and not recompute
+    topk_weight = topk_weight.to(wide_dtype(x.dtype))
+    if backends.portable() is not None:
+        up, down = (_whole(experts, name) for name in ("up", "down"))
+        biases = {"gate_up_bias": experts.up_bias, "down_bias": experts.down_bias}
+        out = moe_mlp_reference(x, up, down, topk_weight, topk_idx, **biases, **experts.activation._asdict())
+        return out, x.new_zeros(up.shape[0] + 1, dtype=torch.int32)
+    save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
     out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(x, topk_weight, topk_idx, *experts.pack(), save, backend)
@@ -103,6 +108,15 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
     if experts.up_trained is not None and experts.up_trained.shape[0] != experts.down_trained.shape[0]:
         got = f"trained gate_up is {tuple(experts.up_trained.shape)}, trained down {tuple(experts.down_trained.shape)}"
         raise ValueError(f"{got}; want [n, ...] both")
+
+
+def _whole(experts: Experts, name: str) -> torch.Tensor:
+    """Return the stack `name` with the rows of the experts that train in their places."""
+    stack, trained = getattr(experts, name), getattr(experts, f"{name}_trained")
+    if trained is None:
+        return stack
+    row = experts.trainable.long()
+    return torch.where(row.view(-1, 1, 1) < 0, stack, trained[row.clamp_min(0)])
 
 
 def _check_slots(x, topk_weight, topk_idx) -> None:

@@ -23,7 +23,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, kind, register, register_backward
+from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 
 class Routing(NamedTuple):
@@ -48,6 +48,8 @@ def route(
         router_logits = router_logits + noise
     if router_logits.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         router_logits = router_logits.float()
+    if backends.portable() is not None:
+        return route_reference(_wide(router_logits), top_k, gate, bias, topk_idx)
     chosen = backends.pick("route", router_logits, backend, cuda_fits=cuda_kernels.fits(router_logits.shape[1]))
     if chosen == "cuda":
         cuda_kernels.check_experts(router_logits.shape[1])
@@ -93,8 +95,9 @@ def route_reference(
     k = top_k - (gate in SHARED_GATES)
     if topk_idx is None:
         choice = router_logits if bias is None else router_logits.sigmoid() + bias
-        # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids
-        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids; other runtimes have topk
+        stable = backends.portable() is None
+        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k] if stable else choice.topk(k, -1).indices
     else:
         idx = topk_idx[:, :k].long() - int(gate in SHARED_GATES)
     selected_logits = router_logits.gather(1, idx)
@@ -119,11 +122,7 @@ LIB.define(
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(_wide_dtype(logits))
-
-
-def _wide_dtype(logits: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide_dtype(logits.dtype))
 
 
 def _kernels(backend: str, router_logits: torch.Tensor):
@@ -146,7 +145,7 @@ def route_kernel(router_logits, bias, top_k, gate, backend):
 
 def _route_fake(router_logits, bias, top_k, gate, backend):
     T = router_logits.shape[0]
-    weight = router_logits.new_empty(T, top_k, dtype=_wide_dtype(router_logits))
+    weight = router_logits.new_empty(T, top_k, dtype=wide_dtype(router_logits.dtype))
     return weight, router_logits.new_empty(T, top_k, dtype=torch.int32)
 
 
@@ -179,10 +178,10 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
         return torch.zeros_like(router_logits)
     if gate in ("topk_softmax", "softmax_topk_renorm"):
         w = router_logits.gather(1, idx).softmax(-1)
-        return torch.zeros_like(router_logits).scatter_(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
+        return torch.zeros_like(router_logits).scatter(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
     if gate == "sigmoid_topk":
         w = router_logits.gather(1, idx).sigmoid()
-        return torch.zeros_like(router_logits).scatter_(1, idx, dw * w * (1 - w))
+        return torch.zeros_like(router_logits).scatter(1, idx, dw * w * (1 - w))
     p = router_logits.softmax(-1)
     ds = dw.clone()
     if gate == "xft":
@@ -192,7 +191,7 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
         ds[:, 0] += (q * dw).sum(-1)
     if shared:
         ds[:, 0] -= dweight[:, k]
-    dp = torch.zeros_like(p).scatter_(1, idx, ds)
+    dp = torch.zeros_like(p).scatter(1, idx, ds)
     return p * (dp - (dp * p).sum(-1, keepdim=True))
 
 
@@ -224,7 +223,7 @@ def _setup_context_to(ctx, inputs, output):
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
 register(
     "route_to", route_to_kernel,
-    lambda logits, topk_idx, gate, backend: logits.new_empty(topk_idx.shape, dtype=_wide_dtype(logits)),
+    lambda logits, topk_idx, gate, backend: logits.new_empty(topk_idx.shape, dtype=wide_dtype(logits.dtype)),
     lambda ctx, dweight: (_dlogits(ctx, dweight, True), None, None, None), _setup_context_to,
 )  # fmt: skip
 register_backward("route_backward", route_backward_kernel, lambda dweight, logits, *_: logits.new_empty(logits.shape))

@@ -13,7 +13,7 @@ import torch
 
 
 class _Buffers(dict):
-    """A thread's scratch memory by name, dtype and device; a dict that can be referred to weakly."""
+    """A thread's scratch memory by name, dtype, device and stream; a dict that can be referred to weakly."""
 
 
 _local = threading.local()
@@ -22,18 +22,27 @@ LEASE_FROM = 1 << 20  # bytes; smaller ones come from the allocator's own free l
 
 
 def scratch(name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an uninitialized tensor of `shape`, valid until the next call with this `name` in this thread."""
+    """Return an uninitialized tensor of `shape`, valid until the next call with this `name` in this thread and stream."""
     dtype = dtype or like.dtype
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the memory of a CUDA graph is the graph's own
+        return torch.empty(shape, dtype=dtype, device=like.device)
     size = 1
     for n in shape:
         size *= n
     buffers = _buffers()
-    key = (name, dtype, like.device)
+    key = (name, dtype, like.device, stream_of(like.device))
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # or the buffer could never be written outside of it
             buffers[key] = buffer = torch.empty(size, dtype=dtype, device=like.device)
     return buffer[:size].view(shape)
+
+
+def stream_of(device: torch.device) -> int | None:
+    """Return the stream in whose order `device` runs this thread's work; None where there is one order for all."""
+    if device.type in ("cpu", "meta") or not hasattr(streams := torch.get_device_module(device), "current_stream"):
+        return None
+    return streams.current_stream(device).stream_id
 
 
 def _buffers() -> _Buffers:

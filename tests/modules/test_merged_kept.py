@@ -285,3 +285,18 @@ def test_data_parallel(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(a["mixing_logits"], layer.mixing_logits.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_an_older_graph_has_its_own_mixture(backend):
+    """A kernel merges in place after a write that autograd does not count; the dx of an older graph used the new weights."""
+    layer = make()
+    older, newer = leaves = [torch.randn(5, 33, requires_grad=True) for _ in range(2)]
+    wanted = [torch.autograd.grad(plain(layer, older).sum(), (older, layer.mixing_logits))]
+    out = [layer(older)]
+    layer.mixing_logits.data.copy_(torch.randn_like(layer.mixing_logits))
+    wanted.append(torch.autograd.grad(plain(layer, newer).sum(), (newer, layer.mixing_logits)))
+    out.append(layer(newer))
+    for _ in range(2):  # in both orders: each merges what it needs
+        for x, y, grads in zip(leaves, out, wanted):
+            torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, layer.mixing_logits), retain_graph=True), grads)
+    torch.testing.assert_close(layer(newer), out[1])

@@ -238,6 +238,10 @@ def test_the_module_runs_as_one_op_and_steps_aside_for_whoever_looks(calls):
         module(x.clone().requires_grad_()).sum().backward()
         handle.remove()
     assert seen[1:] == ["backward"] * 2 and len(calls) == 1
+    names = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: names.append(type(module).__name__))
+    assert torch.equal(module(x), want) and len(calls) == 1 and names == ["Router", "Experts", "MoE"]
+    handle.remove()
     module.experts.forward = module.experts.forward  # as accelerate's offloading wraps it
     assert torch.equal(module(x), want) and len(calls) == 1
 

@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -320,3 +321,28 @@ def test_activation_checkpointing():
             leaf.grad = None
         out.backward(case.dout)
         assert same([out.detach(), *(leaf.grad for leaf in leaves)], want)
+
+
+def test_streams_have_scratch_memory_of_their_own(monkeypatch):
+    """Two streams of one thread wrote into each other's buffers; here two made-up ones take turns at a whole forward pass."""
+    stream, x = [1], torch.randn(4, 3)
+    monkeypatch.setattr(workspace, "stream_of", lambda device: stream[0])
+    first = workspace.scratch("rows", (4, 3), x)
+    stream[0] = 2
+    second = workspace.scratch("rows", (4, 3), x)
+    assert first.data_ptr() != second.data_ptr()
+    stream[0] = 1
+    assert workspace.scratch("rows", (4, 3), x).data_ptr() == first.data_ptr()
+    case = big_case()
+    moe_mlp(*(case.leaves[name] for name in NAMES), case.topk_idx, backend="torch")
+    held = {key: buffer.data_ptr() for key, buffer in workspace._buffers().items() if key[-1] == 1}
+    stream[0] = 2
+    moe_mlp(*(case.leaves[name] for name in NAMES), case.topk_idx, backend="torch")
+    other = {buffer.data_ptr() for key, buffer in workspace._buffers().items() if key[-1] == 2}
+    assert len(held) > 3 and other.isdisjoint(held.values())
+
+
+def test_a_device_with_streams_is_asked_for_the_current_one(monkeypatch):
+    stream = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(stream_id=device.index + 7))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
+    assert workspace.stream_of(torch.device("cuda", 3)) == 10 and workspace.stream_of(torch.device("cpu")) is None

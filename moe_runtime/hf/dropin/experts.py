@@ -7,13 +7,16 @@ between its two products is found numerically (hf.dropin.gates): where our kerne
 else goes through the class's own `_apply_gate` between two grouped products. Parameters keep names, shapes and layout.
 """
 
+import contextlib
 import functools
 
 import torch
 from packaging.version import Version
 from torch import nn
 
+from moe_runtime import backends
 from moe_runtime.hf.dropin.gates import gate_of
+from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import MoE, check_dtype, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
@@ -44,6 +47,17 @@ def register() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, experts_forward)
+    make_exports_portable()
+
+
+@functools.cache
+def make_exports_portable() -> None:
+    """Let transformers' exporters to formats that know no op of ours say so while they trace."""
+    with contextlib.suppress(ImportError):  # a transformers without exporters
+        from transformers.exporters.utils import register_patch
+
+        for target, experts in (("onnx", "grouped_mm"), ("executorch", "batched_mm"), ("openvino", "batched_mm")):
+            register_patch(target, "moe_runtime.backends.foreign_experts")(lambda _, experts=experts: experts)
 
 
 def patch(model: nn.Module) -> int:
@@ -115,6 +129,10 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
+    if (portable := backends.portable()) is not None and trainable.split_of(self) is None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        return ALL_EXPERTS_FUNCTIONS[portable](self, hidden_states, top_k_index, top_k_weights)
     gate = gate_of(self)
     out, expert_offsets = forward_experts(
         self, hidden_states, top_k_index, top_k_weights, stack_names(self), gate, transposed=self.is_transposed,

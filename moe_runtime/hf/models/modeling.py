@@ -29,6 +29,7 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
+from moe_runtime.hf.dropin.experts import make_exports_portable
 from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
 from moe_runtime.hf.models.families import FAMILIES, PREFIX
 from moe_runtime.modules.ewa import EWAMLP
@@ -332,6 +333,7 @@ def model_classes(model_type: str) -> ModelClasses:
     """Return the classes for a base model_type such as "llama"; makes and registers them on the first call."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
 
+    make_exports_portable()
     config, base_config = _config_class(model_type), CONFIG_MAPPING[model_type]
     base_inner, base_causal_lm = MODEL_MAPPING[base_config], MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     stem = config.__name__.removesuffix("Config")

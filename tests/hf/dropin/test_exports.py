@@ -1,0 +1,227 @@
+"""Exported graphs: for torch they hold our ops and no choice of this machine's, for other runtimes none of our ops."""
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.onnx._internal.exporter import _flags
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.exporters.utils import apply_patches
+
+import moe_runtime
+from moe_runtime import backends
+from moe_runtime.config import MoEConfig
+from moe_runtime.modules.lora import LoRAMoE
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import MoE
+from moe_runtime.modules.trainable import split_rows
+from moe_runtime.native.library import cpp
+from tests.hf.tiny import upcycled
+from tests.support import cpu_build
+
+SIZES = {"hidden_size": 16, "intermediate_size": 12, "num_experts": 4, "top_k": 2}
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 12), nn.Linear(16, 12), nn.Linear(12, 16)
+
+
+def split():
+    layer = MoE(MoEConfig(**SIZES))
+    split_rows(layer.experts, layer.experts.stacks(), [2, 0])
+    return layer
+
+
+LAYERS = {
+    "one op": lambda: MoE(MoEConfig(**SIZES, gate="softmax_topk_renorm")),
+    "two ops": lambda: MoE(MoEConfig(**SIZES, router="mlp", bias=True)),
+    "rows that train": split,
+    "merged": lambda: MergedMLP(MoEConfig(**SIZES)),
+    "lora": lambda: LoRAMoE(Dense(), MoEConfig(**SIZES, gate="softmax_topk"), rank=3),
+}
+
+
+def drawn(name: str) -> nn.Module:
+    layer = LAYERS[name]()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    return layer
+
+
+def export(layer, strict=False):
+    return torch.export.export(layer, (torch.randn(6, 16),), dynamic_shapes=({0: torch.export.Dim("T")},), strict=strict)
+
+
+def ours(program) -> list:
+    return [node for node in program.graph.nodes if "moe_runtime" in str(node.target)]
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["not strict", "strict"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_exported_graph_is_of_no_machine(name, strict):
+    layer = drawn(name)
+    program = export(layer, strict)
+    assert ours(program)
+    for node in ours(program):
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = dict(zip(names, node.args)) | node.kwargs
+        assert given["backend"] == "auto" and not given.get("save"), node
+    assert not [node for node in program.graph.nodes if "promote_types" in str(node.target)]
+    x = torch.randn(9, 16, requires_grad=True)
+    wanted = layer(x)
+    torch.testing.assert_close(program.module()(x), wanted)
+    weights = torch.randn_like(wanted)
+    # the pre-activation that is not kept is computed again
+    (dx,) = torch.autograd.grad(program.module()(x), x, weights)
+    torch.testing.assert_close(dx, torch.autograd.grad(wanted, x, weights)[0])
+
+
+def test_a_compiled_graph_is_of_this_machine():
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(node.args[-2:] for node in graph.graph.nodes if "moe_layer" in str(node.target))
+        return graph
+
+    layer, x = LAYERS["one op"](), torch.randn(6, 16)
+    torch.compile(layer, fullgraph=True, backend=backend)(x)
+    assert seen == [(True, backends.choose("moe_mlp", x))]
+
+
+CHILD = """
+import sys, torch
+from pathlib import Path
+from moe_runtime.native.library import cpp
+from moe_runtime.ops import moe_layer, moe_mlp_cpp
+calls, run = [], moe_mlp_cpp.forward
+moe_mlp_cpp.forward = lambda *a: calls.append(1) or run(*a)
+folder, built = sys.argv[1:]
+x = torch.load(f"{folder}/x.pt")
+cpp.use("the CPU library is not built")
+there, kept = torch.export.load(f"{folder}/there.pt2").module()(x), len(calls)
+cpp.use(cpp.bind(Path(built)))
+torch.save((there, kept, torch.export.load(f"{folder}/nowhere.pt2").module()(x), len(calls)), f"{folder}/out.pt")
+"""
+
+
+def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_path, monkeypatch):
+    """It asked for the backend of the machine that exported it: a ValueError where the library is not built."""
+    library, layer, x = cpu_build.library(), LAYERS["one op"](), torch.randn(9, 16)
+    monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
+    for name, found in (("there", library), ("nowhere", "the CPU library is not built")):
+        monkeypatch.setattr(cpp, "_found", found)
+        assert backends.choose("moe_mlp", x) == ("cpp" if name == "there" else "torch")
+        torch.export.save(export(layer), tmp_path / f"{name}.pt2")
+    torch.save(x, tmp_path / "x.pt")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "MOE_", "PYTEST"))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(library.path)],
+        env=env | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    there, kept, nowhere, calls = torch.load(tmp_path / "out.pt")
+    assert (kept, calls) == (0, 1)
+    torch.testing.assert_close(there, layer(x))
+    torch.testing.assert_close(nowhere, layer(x))
+
+
+def stock():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "use_cache": False}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **experts)).eval()
+    moe_runtime.patch(model)
+    return model
+
+
+def own():
+    model = upcycled("llama", num_experts=4, top_k=2).eval()
+    model.config.use_cache = False
+    return model
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
+@contextlib.contextmanager
+def torch_onnx():
+    """What torch.onnx.export sets while it traces."""
+    _flags._is_onnx_exporting = True
+    try:
+        yield
+    finally:
+        _flags._is_onnx_exporting = False
+
+
+FORMATS = {name: lambda name=name: apply_patches(name) for name in ("onnx", "executorch", "openvino")}
+FORMATS["torch.onnx.export"] = torch_onnx
+
+
+@pytest.mark.parametrize("name", [pytest.param("two ops", marks=pytest.mark.slow), *(n for n in LAYERS if n != "two ops")])
+def test_graphs_for_other_runtimes_hold_no_op_of_ours(name):
+    layer = drawn(name)
+    moe_runtime.register()
+    with apply_patches("onnx"):
+        program = export(layer)
+    assert not ours(program) and backends.portable() is None
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(program.module()(x), layer(x))
+    lowered = program.run_decompositions()
+    kinds = {node.target.namespace for node in lowered.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    assert kinds == {"aten"}
+    torch.testing.assert_close(lowered.module()(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "target, make",
+    [(name, stock) for name in FORMATS] + [("onnx", own), pytest.param("torch.onnx.export", own, marks=pytest.mark.slow)],
+)
+def test_models_for_other_runtimes_hold_no_op_of_ours(make, target):
+    model, ids = make(), torch.randint(0, 64, (1, 6))
+    wanted = model(input_ids=ids).logits
+    with torch.no_grad():
+        held = ours(torch.export.export(Logits(model), (ids,)))
+        with FORMATS[target]():
+            program = torch.export.export(Logits(model), (ids,))
+    assert held and not ours(program)
+    torch.testing.assert_close(program.module()(ids), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted)  # nothing of it stays
+
+
+REAL = {
+    "onnx": ("exporter_onnx", "OnnxExporter", "OnnxConfig", {}, ("onnxscript", "onnxruntime")),
+    "executorch": ("exporter_executorch", "ExecutorchExporter", "ExecutorchConfig", {"backend": "xnnpack"}, ("executorch",)),
+    "openvino": ("exporter_openvino", "OpenVINOExporter", "OpenVINOConfig", {}, ("openvino",)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [stock, own])
+@pytest.mark.parametrize("target", REAL)
+def test_the_exporters_themselves(make, target):
+    """With the packages of each format installed: transformers' exporter, and the runtime's logits."""
+    module, exporter, config, options, needed = REAL[target]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    module = importlib.import_module(f"transformers.exporters.{module}")
+    model, ids = make(), torch.randint(0, 64, (1, 6))
+    wanted = model(input_ids=ids).logits
+    exported = getattr(module, exporter)().export(model, {"input_ids": ids}, getattr(module, config)(**options))
+    if target == "openvino":  # by default it computes in bfloat16 where the CPU can
+        exported.to(config={"INFERENCE_PRECISION_HINT": "f32"})
+    got = exported(input_ids=ids).logits
+    assert (got - wanted).norm() < 1e-4 * wanted.norm()

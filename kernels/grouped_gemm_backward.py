@@ -175,12 +175,14 @@ def _grouped_gemm_bwd_w_kernel(
     dw_ptr,  # [E or n, N, K]
     N, K, stride_dy, stride_x,
     SLOTS: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, FIRST: tl.constexpr, MAP: tl.constexpr,
-    COMPACT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    COMPACT: tl.constexpr, TMA: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), GROUP_M)
     e = tl.program_id(1) + FIRST
     start, end, place = _segment(expert_offsets_ptr, map_ptr, e, MAP, COMPACT)
+    if ADD:  # nothing to add
+        place = tl.where(end > start, place, -1)
     if place >= 0:
         m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -206,7 +208,10 @@ def _grouped_gemm_bwd_w_kernel(
                 b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dw = dw_ptr + place.to(tl.int64) * N * K + (m[:, None].to(tl.int64) * K + n[None, :])
-        tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=(m < N)[:, None] & (n < K)[None, :])
+        mask = (m < N)[:, None] & (n < K)[None, :]
+        if ADD:
+            acc += tl.load(dw, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -274,8 +279,10 @@ def dz_backward(
 
 
 def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | None, tile: Tile, trained=None,
-                    num_trained=None, first: int = 0):  # fmt: skip
+                    num_trained=None, first: int = 0, into=None):  # fmt: skip
     """dw[e] = sum over e's rows of dy[r]^T x[r]: [E, N, K] in x's dtype; zero for an expert without rows.
+
+    `into`, contiguous and of any floating dtype, is added to in place and returned, rounded once.
 
     `gather` ("dy", "x", or None: `row_slot` is not read) names the operand that is [T, .] and not in expert order. `trained`
     [E] int32 (-1: frozen) leaves frozen experts zero or, with `num_trained`, gives [num_trained, N, K] in the order that
@@ -283,7 +290,7 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
     # which rows are nobody's is known on the device alone
-    dw = x.new_empty(E, N, K) if num_trained is None else x.new_zeros(num_trained, N, K)
+    dw = into if into is not None else (x.new_empty(E, N, K) if num_trained is None else x.new_zeros(num_trained, N, K))
     if dw.numel() == 0 or first == E:
         return dw
     # without an index in the loop every stage is a buffer
@@ -298,8 +305,9 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
         _grouped_gemm_bwd_w_kernel[(triton.cdiv(N, tile.BLOCK_M) * triton.cdiv(K, tile.BLOCK_N), E - first)](
             dy, x, row_slot, expert_offsets, trained, dw, N, K, dy_stride, x_stride,
             SLOTS=slots, GATHER_DY=gather == "dy", GATHER_X=gather == "x", FIRST=first, MAP=trained is not None,
-            COMPACT=num_trained is not None, TMA=tma, PRECISION=precision(dw), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
-            BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages, enable_fp_fusion=True,
+            COMPACT=num_trained is not None, TMA=tma, ADD=into is not None, PRECISION=precision(dw), BLOCK_M=tile.BLOCK_M,
+            BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return dw
 

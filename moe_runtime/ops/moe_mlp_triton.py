@@ -15,7 +15,7 @@ from moe_runtime.config import SHARED_GATES
 from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels, routing
-from moe_runtime.ops.expert_rows import Experts, Gradients, is_transposed
+from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product, is_transposed
 from moe_runtime.ops.grouped_gemm import one_layout
 
 
@@ -87,21 +87,27 @@ class _Layer:
             torch.mm(dz[: self.T], e.up[0], out=rows[: self.T])
         return rows
 
-    def dw(self, dy, x, gather: str, trained):
-        """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which is gathered."""
-        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, stored as the parameter is
-            return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained).transpose(1, 2)
-        return self._dw(dy, x, gather, trained)
+    def dw(self, dy, x, gather: str, trained, into=None):
+        """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which is gathered.
 
-    def _dw(self, dy, x, gather: str, trained):
+        It is added to `into` in place, if given.
+        """
+        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, stored as the parameter is
+            into = None if into is None else into.transpose(1, 2)
+            return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained, into).transpose(1, 2)
+        return self._dw(dy, x, gather, trained, into)
+
+    def _dw(self, dy, x, gather: str, trained, into):
+        if into is not None and not into.is_contiguous():
+            return into.add_(self._dw(dy, x, gather, trained, None))
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
         apart = self.experts.up_trained
         dw = backwards.weight_backward(
             dy, x, self.row_slot, self.offsets, self.slots, gather, tile, trained,
-            None if apart is None else apart.shape[0], self.first,
+            None if apart is None else apart.shape[0], self.first, into,
         )  # fmt: skip
         if self.first:
-            torch.mm(dy[: self.T].t(), x[: self.T], out=dw[0])
+            add_product(dy[: self.T], x[: self.T], dw[0], into is not None)
         return dw
 
 
@@ -195,11 +201,13 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
     return cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]), z, offsets, row_slot
 
 
-def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None,
+             into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
     """Gradients from `dout` [T, H], those that `needs` asks for; `z` [0, ...] is computed again.
 
     Frozen experts cost nothing and get zeros; where the trainable weights are apart, the gradients of up and down are theirs.
     `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product joins dx where its rows are summed.
+    What `into` has is added to in place.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
     layer = _Layer(experts, offsets, row_slot, K)
@@ -215,8 +223,8 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)
     return Gradients(
-        x=dx, up=layer.dw(dz, x, "x", trained) if needs.up else None,
-        down=layer.dw(dout, wh, "dy", trained) if needs.down else None, topk_weight=dweight,
+        x=dx, up=layer.dw(dz, x, "x", trained, into.up) if needs.up else None,
+        down=layer.dw(dout, wh, "dy", trained, into.down) if needs.down else None, topk_weight=dweight,
         up_bias=backwards.bias_backward(dz, None, *order, False, trained) if needs.up_bias else None,
         down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs.down_bias else None,
     )  # fmt: skip

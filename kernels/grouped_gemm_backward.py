@@ -207,11 +207,18 @@ def _grouped_gemm_bwd_w_kernel(
                 x_row = token if GATHER_X else at
                 b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        dw = dw_ptr + place.to(tl.int64) * N * K + (m[:, None].to(tl.int64) * K + n[None, :])
-        mask = (m < N)[:, None] & (n < K)[None, :]
-        if ADD:
-            acc += tl.load(dw, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+        dw_ptr += place.to(tl.int64) * N * K
+        if ADD:  # in pieces, or what was there would spill
+            WIDTH: tl.constexpr = BLOCK_N // 4
+            for i in tl.static_range(4):
+                column = pid_n * BLOCK_N + i * WIDTH + tl.arange(0, WIDTH)
+                dw = dw_ptr + (m[:, None].to(tl.int64) * K + column[None, :])
+                mask = (m < N)[:, None] & (column < K)[None, :]
+                total = piece(acc, i, 4, BLOCK_M, BLOCK_N) + tl.load(dw, mask=mask, other=0.0).to(tl.float32)
+                tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=mask)
+        else:
+            dw = dw_ptr + (m[:, None].to(tl.int64) * K + n[None, :])
+            tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=(m < N)[:, None] & (n < K)[None, :])
 
 
 @triton.jit

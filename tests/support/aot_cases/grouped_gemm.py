@@ -163,6 +163,7 @@ def rare(arch: int) -> list[Case]:
     ]
     found += [case(arch, kernel, tile, "apart", layer=apart) for kernel, tile in largest.items() if kernel != "dw"]
     found.append(case(arch, "dw", largest["dw"], "frozen experts", trained=apart.place))
+    found.append(case(arch, "dw", largest["dw"], "added to float32", into=meta(*apart.up.shape, dtype=torch.float32)))
     return [*found, case(arch, "dw", largest["dw"], "apart", trained=apart.place, num_trained=2)]
 
 

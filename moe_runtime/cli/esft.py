@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from moe_runtime.cli.verbs import (
-    DTYPES, Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, argument,
-    group, numbers, one_gpu, option, verb, with_bar,
+    DTYPES, Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, TrainOn,
+    argument, group, numbers, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
@@ -110,7 +110,7 @@ def train(
     batch_size: Annotated[int, option("Samples per step, over all processes.")] = 32,
     per_device_batch_size: Annotated[int, option("Samples per forward pass of a process.")] = 1,
     weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1, max_length: MaxLength = 4096, pack: Pack = True,
-    prompt: Prompt = "plain",
+    prompt: Prompt = "plain", train_on: TrainOn = "assistant",
     dtype: Annotated[str | None, option("Of what trains; the model's, float32 at least.", words=DTYPES)] = None,
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False,
     save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
@@ -147,7 +147,7 @@ def train(
     with console.bar("training") as on_step:
         receipt = train_folder(
             model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
-            dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
+            train_on=train_on, dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
         )  # fmt: skip
     if console.is_main():
         share = receipt.trained_parameters / receipt.total_parameters

@@ -7,8 +7,8 @@ import typer
 
 from moe_runtime import config
 from moe_runtime.cli.verbs import (
-    Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, argument, group,
-    one_gpu, option, verb, with_bar,
+    Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, TrainOn,
+    argument, group, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.cli.xft import convert
 from moe_runtime.io import console
@@ -75,7 +75,7 @@ def init_routers(
     batch_size: Annotated[int, option("Examples per optimizer step.")] = 128,
     per_device_batch_size: Annotated[int | None, option("Examples per forward pass; the batch unless given.")] = None,
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False, max_length: MaxLength = 2048, prompt: Prompt = "plain",
-    seed: Seed = 0,
+    train_on: TrainOn = "assistant", seed: Seed = 0,
 ):  # fmt: skip
     """Give each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
     one_gpu()
@@ -83,8 +83,8 @@ def init_routers(
 
     done = route_folders(
         experts, data, out, base=base, share=share, at_least=at_least, capacity=capacity, tokens=tokens, buckets=buckets,
-        alpha=alpha, max_length=max_length, prompt=prompt, seed=seed, epochs=epochs, learning_rate=learning_rate,
-        vector_std=vector_std, vector_learning_rate=vector_learning_rate, batch_size=batch_size,
+        alpha=alpha, max_length=max_length, prompt=prompt, train_on=train_on, seed=seed, epochs=epochs,
+        learning_rate=learning_rate, vector_std=vector_std, vector_learning_rate=vector_learning_rate, batch_size=batch_size,
         per_device_batch_size=per_device_batch_size, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
     )  # fmt: skip
     if not console.is_main():

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from moe_runtime.io import console, signals
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -43,9 +43,10 @@ Target = Annotated[Path, argument("Folder to write; must not exist.")]
 Overwrite = Annotated[bool, option("Replace the target if it exists.", "--overwrite")]
 ShardSize = Annotated[str, option("Largest file of the target, such as 500MB or 2GB.")]
 Seed = Annotated[int, option("Seed of all random numbers.")]
-Data = Annotated[str, option("jsonl, parquet or a dataset's id: messages, prompt and completion, or text.")]
+Data = Annotated[str, option("jsonl, parquet or a dataset's id: chats, pairs or text; docs/data.md lists the formats.")]
 MaxLength = Annotated[int, option("Tokens per sample, at most.")]
 Prompt = Annotated[str, option("Prompt format: plain, deepseek, chat (the tokenizer's) or magicoder.", words=PROMPTS)]
+TrainOn = Annotated[str, option("Tokens to train on: the assistant's (of a pair, the completion's) or all.", words=TRAIN_ON)]
 RecipeSeed = Annotated[int | None, option("Seed; the recipe's unless given.")]
 Bf16 = Annotated[bool, option("Compute in bfloat16 (autocast).", "--bf16")]
 Checkpointing = Annotated[bool, option("Recompute activations to save memory.", "--gradient-checkpointing")]

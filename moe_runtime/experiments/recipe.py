@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moe_runtime.config import shown
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
 
 METHODS = Path(__file__).resolve().parents[1] / "methods"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,6 +35,8 @@ Fraction = Annotated[AnyNumber, Field(ge=0, le=1)]
 BelowOne = Annotated[AnyNumber, Field(ge=0, lt=1)]
 Dtype = Literal[DTYPES]
 Prompt = Literal[tuple(PROMPTS)]
+# what a recipe leaves out is not in its hash
+TrainOn = Annotated[Literal[TRAIN_ON], Field(exclude_if=lambda value: value == "assistant")]
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 
 

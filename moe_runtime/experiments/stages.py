@@ -25,7 +25,7 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.io import console
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import atomic_folder, atomic_write_text, read_json
-from moe_runtime.io.prompts import DEEPSEEK_CHAT, MAGICODER_CHAT, put_prompt
+from moe_runtime.io.prompts import TEMPLATES
 
 
 def hash_of(value) -> str:
@@ -278,23 +278,20 @@ def sizes_of(model) -> dict:
     return {"parameters": total, "active_parameters": active}
 
 
-TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}  # that a way to put prompts brings along
-
-
 def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool = False) -> tuple:
     """Return the rows to train on and those held out, not tokenized; no row is in both.
 
     `built_in` makes both parts of the sources that it names. With `shuffle`, train rows of a file come in an order that is
     always the same: a limit takes some of all, not the first.
     """
-    own = built_in.get(rows.train)
+    own, answers = built_in.get(rows.train), getattr(rows, "train_on", "assistant") == "assistant"
     if rows.held_out is None and own is None:
-        return data.hold_out(data.read_rows(rows.train, rows.split), rows.held_out_rows)
-    train = own()[0] if own else data.read_rows(rows.train, rows.split)
+        return data.hold_out(data.read_rows(rows.train, rows.split, answers), rows.held_out_rows)
+    train = own()[0] if own else data.read_rows(rows.train, rows.split, answers)
     if rows.held_out is None:
         return train, own()[1]
     other = built_in.get(rows.held_out)
-    held_out = other()[1] if other else data.read_rows(rows.held_out, rows.held_out_split)
+    held_out = other()[1] if other else data.read_rows(rows.held_out, rows.held_out_split, answers)
     return without(train.shuffle(seed=0) if shuffle else train, held_out, rows.held_out), held_out
 
 
@@ -316,11 +313,10 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     pairs = {name: domain_pairs(domain) for name, domain in domains.items()}
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
-        tokenizer.chat_template = TEMPLATES.get(domain.prompt, own)
         rows = {"train": without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
         for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
-            put = (put_prompt(row, domain.prompt) for row in rows[part])
-            found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
+            how = {"prompt": domain.prompt, "train_on": domain.train_on}
+            found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, rows[part], max_length, limit=limit, **how)
     prompts = [domain.prompt for domain in domains.values()]
     tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
     # cut at max_length, rows may have become equal

@@ -1,7 +1,20 @@
-"""How a row's prompt is presented to the model: as it is, in Magicoder's format, as a chat; and the chat templates."""
+"""How a row's prompt is presented to the model: as it is, in Magicoder's format, as a chat; and what is trained of a chat.
 
-from collections.abc import Mapping
+`encode_chat` finds the assistant's turns in what a chat template writes. A template with {% generation %} marks them itself.
+Otherwise turn i of the text that the whole chat renders to is found by rendering parts of the chat:
 
+    begins at   the length of render(messages[:i], add_generation_prompt=True), a prefix of the text
+    ends at     the length of render(messages[:i+1]), a prefix too, less the whitespace behind the end-of-turn token
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_runtime.config import check_choice, shown
+
+TRAIN_ON = ("assistant", "all")  # tokens of a row that are trained: answers, or all
 # how a row's prompt is put to the model; "chat" is the tokenizer's own template
 PROMPTS = {
     "plain": "{instruction}",
@@ -33,6 +46,7 @@ DEEPSEEK_CHAT = (
     "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}  # that a way to put prompts brings along
 
 
 def put_prompt(row: Mapping, prompt: str) -> Mapping:
@@ -40,9 +54,8 @@ def put_prompt(row: Mapping, prompt: str) -> Mapping:
 
     "plain" takes every layout, "magicoder" prompt and completion, "chat" messages too, "deepseek" plain text as well.
     """
-    if prompt not in PROMPTS:
-        raise ValueError(f"prompt is {prompt!r}; want one of {', '.join(PROMPTS)}")
-    if prompt == "plain" or (prompt != "magicoder" and "messages" in row) or (prompt == "deepseek" and "text" in row):
+    check_choice("prompt", prompt, tuple(PROMPTS))
+    if prompt == "plain" or (prompt != "magicoder" and chat_of(row)) or (prompt == "deepseek" and "text" in row):
         return row
     question, answer = row.get("prompt"), row.get("completion")
     if not isinstance(question, str) or "completion" not in row:
@@ -51,3 +64,106 @@ def put_prompt(row: Mapping, prompt: str) -> Mapping:
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
     # replace, not format: code has braces
     return {"prompt": PROMPTS[prompt].replace("{instruction}", question), "completion": answer}
+
+
+def chat_of(row: Mapping) -> tuple[list[Mapping], int] | None:
+    """Return the turns of a row and the number of those that are its prompt; None if the row is no chat."""
+    if "messages" in row:
+        return list(row["messages"]), 0
+    if isinstance(row.get("prompt"), list | tuple):
+        return [*row["prompt"], *row["completion"]], len(row["prompt"])
+    return None
+
+
+def encode_chat(tokenizer, row: Mapping, train_on: str = "assistant", prompt: str = "plain") -> tuple[list[int], list[bool]]:
+    """Return the ids of a chat, as apply_chat_template makes them, and which are trained.
+
+    Those are the assistant's turns, each with its end-of-turn token, without the prompt's; or all. Raises ValueError for a
+    chat that the template refuses, and for a template whose turns cannot be found.
+    """
+    messages, first = chat_of(row)
+    tools, options = row.get("tools") or None, dict(row.get("chat_template_kwargs") or {})
+    if prompt in TEMPLATES:
+        options["chat_template"] = TEMPLATES[prompt]
+    elif not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "The tokenizer has no chat template, which chats need. Pass --chat_template_path to moe-runtime train, or put a "
+            "chat_template.jinja into the model's folder"
+        )
+
+    def render(turns: Sequence[Mapping], **more) -> Any:
+        return tokenizer.apply_chat_template(turns, **options, **{"tokenize": False} | more)
+
+    found, problem = {}, f"The chat template does not take {shown(messages)}"
+    try:  # a template is a program, and raises what it likes
+        options["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+        found = render(messages, tokenize=True, return_dict=True)
+        if train_on == "all":
+            return found["input_ids"], [True] * len(found["input_ids"])
+        problem = "The chat template does not show where the assistant's turns are"
+        template = tokenizer.get_chat_template(options.get("chat_template"), options["tools"])
+        mask = _marked(render, messages, first) if _GENERATION.search(template) else _found(tokenizer, render, messages, first)
+        if any(mask):
+            return found["input_ids"], mask
+        reason = f"nothing of {shown(messages)} is an answer"
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+    remedy = "mark them with {% generation %} and {% endgeneration %}, or train on all tokens: --train-on all"
+    raise ValueError(f"{problem}: {reason}; {remedy if found else 'expected roles and contents that it takes'}")
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+_MARK = "\ufdd0"  # no character: no template has it
+
+
+def _common(one: Sequence, other: Sequence) -> int:
+    """Return the length of what both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _marked(render: Callable, messages: list[Mapping], first: int) -> list[bool]:
+    """Return which ids the template marks as generated, after the first turns."""
+    out = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    given = render(messages[:first], tokenize=True, return_dict=True, add_generation_prompt=True)["input_ids"] if first else []
+    skip = _common(given, out["input_ids"])
+    return [bool(one) and place >= skip for place, one in enumerate(out["assistant_masks"])]
+
+
+def _found(tokenizer, render: Callable, messages: list[Mapping], first: int) -> list[bool]:
+    """Return which ids are of the assistant's turns, after the first turns, by their places in the text."""
+    text, places = render(messages), range(first, len(messages))
+    turns = [_turn(tokenizer, render, text, messages, i) for i in places if messages[i]["role"] == "assistant"]
+    offsets = render(messages, tokenize=True, return_dict=True, tokenizer_kwargs={"return_offsets_mapping": True})
+    return [any(a < end and b > start for start, end in turns) for a, b in offsets["offset_mapping"]]
+
+
+def _turn(tokenizer, render: Callable, text: str, messages: list[Mapping], i: int) -> tuple[int, int]:
+    """Return where the assistant's turn i begins and ends in the text of the chat; raises ValueError if it is not found."""
+    content = messages[i].get("content")
+    content = content if isinstance(content, str) else ""
+    said = content.rpartition("</think>")[2].strip()  # templates drop the reasoning of some turns
+
+    def place(at: int) -> int:
+        """Return where the text has this character of the content: where it changes if another is put there; 0 if nowhere."""
+        marked = {**messages[i], "content": content[:at] + _MARK + content[at:]}
+        other = render([*messages[:i], marked, *messages[i + 1 :]])
+        return _common(text, other) if other != text else 0
+
+    before = render(messages[:i]) if i else ""
+    head = render(messages[:i], add_generation_prompt=True) if i else ""
+    own = render(messages[: i + 1])
+    start, end = len(head), len(own)
+    if head == before or not text.startswith(head):  # no generation prompt, or one that is not what an answer follows
+        start = len(before) if text.startswith(before) else end
+        answer = place(len(content) - len(content.rpartition("</think>")[2]))
+        start = answer if text[start:answer].strip() else start  # behind the role's header
+    tail = own[start:].partition(said)[2] if said else own[start:]
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    if not text.startswith(own):  # a later turn changes this one: its reasoning is dropped, or it ends in another token
+        end, ends = place(len(content)), [tail.strip(), *ends]
+    elif tail:  # whitespace ends a turn only where nothing else does
+        end, ends = len(own.rstrip() if tail.strip() else own), []
+    end += max((len(one) for one in ends if one and text.startswith(one, end)), default=0)
+    if start >= end:
+        raise ValueError(f"turn {i + 1} of {shown(messages)} reads differently with the turns after it")
+    return start, end

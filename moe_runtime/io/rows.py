@@ -1,10 +1,11 @@
-"""Rows to train on: reading them, packing, and label masks.
+"""Rows to train on: reading them, and the one way in which a row becomes ids and labels, whatever trains on them.
 
-.jsonl files are read here, line by line; what else there is by `datasets` (an extra, imported where it is used). Packing, chat
-templates and the masks of SFT are TRL's own; `tokenize_pairs` serves transformers' plain Trainer, as the official XFT code does
-(its Sec. 4.1):
+.jsonl files are read here, line by line; what else there is by `datasets` (an extra, imported where it is used). `read_rows`
+brings every format to one of three: messages; prompt and completion; text. `encode` makes ids and labels of those:
 
-    input_ids = BOS prompt response EOS        labels = -100 on BOS and prompt, the ids on response and EOS
+    prompt, completion   BOS prompt completion EOS     labels -100 on BOS and prompt, as in the official XFT code (Sec. 4.1)
+    text                 BOS text EOS                  labels are the ids
+    messages             the chat template's ids       labels -100 but on the assistant's turns (prompts.encode_chat)
 """
 
 import contextlib
@@ -17,15 +18,16 @@ from typing import Any
 from moe_runtime.config import shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
+from moe_runtime.io.prompts import chat_of, encode_chat, put_prompt
 
 # the first layout whose columns are all there counts, and only its columns are kept
 LAYOUTS = (
     ("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"), ("instruction", "output"),
-    ("query", "response"),
+    ("query", "response"), ("problem", "solution"), ("question", "answer"), ("conversations",),
 )  # fmt: skip
-TRL_NAMES = {"instruction": "prompt", "query": "prompt", "response": "completion", "output": "completion"}
-KEPT_WITH = {"messages": ("tools", "chat_template_kwargs")}
-COLUMNS = {name for names in (*LAYOUTS, *KEPT_WITH.values()) for name in names} | {"input"}
+KEPT_WITH = {"messages": ("tools", "chat_template_kwargs"), "conversations": ("tools",), "instruction": ("input",)}
+# ShareGPT's names of the roles
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 BUILT_IN = "standard-library"  # the name of moe_runtime.experiments.corpora where a recipe names its data
 _WANTED_SOURCE = "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set on the Hub"
@@ -39,12 +41,12 @@ def require(module: str, extra: str = "train"):
         raise ImportError(f"{module} cannot be imported ({error}); pip install 'moe-runtime[{extra}]'") from error
 
 
-def read_rows(path_or_id: str | Path, split: str = "train"):
+def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True):
     """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
 
-    .jsonl has one object per line, .json that or an array. The columns are those of one layout: messages | prompt, completion
-    | text; instruction (or query) and response (or output) become prompt and completion. Raises ValueError if the source does
-    not exist, is empty, cannot be read or has other columns.
+    .jsonl has one object per line, .json that or an array. The columns are those of one layout, and become messages | prompt,
+    completion | text. Raises ValueError if the source does not exist, is empty, cannot be read or has other columns, and, with
+    its line, for an example that is not of its layout, or with `answers` a chat without an answer.
     """
     datasets, path, name = require("datasets"), Path(path_or_id), str(path_or_id)
     local = path.suffix in BUILDERS or path.is_absolute() or name.startswith(".")
@@ -54,17 +56,31 @@ def read_rows(path_or_id: str | Path, split: str = "train"):
         raise ValueError(f"data is {name!r}, which {problem}; want {_WANTED_SOURCE}")
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
-            # a tuple: `datasets` treats lists as shards; the file's state makes its cache notice a change
-            found, stat = dict.fromkeys(name for row in _lines(path) for name in row), path.stat()
-            known = any(found.keys() >= set(layout) for layout in LAYOUTS)
-            columns = tuple(column for column in found if column in COLUMNS or not known)
-            state = {"path": str(path), "columns": columns, "state": (stat.st_size, stat.st_mtime_ns)}
-            rows = datasets.Dataset.from_generator(_rows, gen_kwargs=state)
-        elif path.is_file():
+            # tuples: `datasets` treats lists as shards; the file's state makes its cache notice a change
+            columns, stat = tuple(dict.fromkeys(column for _, row in _lines(path) for column in row)), path.stat()
+            state = {"path": str(path), "columns": columns, "state": (stat.st_size, stat.st_mtime_ns), "answers": answers}
+            _layout(columns, name)
+            return datasets.Dataset.from_generator(_rows, gen_kwargs=state)
+        if path.is_file():
             rows = datasets.load_dataset(BUILDERS[path.suffix], data_files={split: str(path)}, split=split)
         else:
             rows = datasets.load_dataset(name, split=split)
-    return _known_columns(rows, name)
+        layout = _layout(rows.column_names if len(rows) else (), name)
+
+        def form(row: Mapping, place: int) -> dict[str, Any]:
+            return in_form(row, layout, f"example {place + 1} of {name}", answers)
+
+        if layout == ("conversations",) or (layout[0] == "instruction" and "input" in rows.column_names):
+            return rows.map(form, with_indices=True, remove_columns=rows.column_names)
+        for place, row in enumerate(rows):
+            form(row, place)
+        rows = rows.select_columns(_kept(layout, rows.column_names))
+        names = zip(layout, ("prompt", "completion"), strict=False) if len(layout) == 2 else ()
+        return rows.rename_columns({old: new for old, new in names if old != new})
+
+
+class BadRow(ValueError):
+    """A row that is not of its layout; the text names it."""
 
 
 @contextlib.contextmanager
@@ -76,81 +92,101 @@ def _reading(datasets, path: Path, name: str) -> Iterator[None]:
         yield
     except Exception as error:  # every reader behind it has exceptions of its own
         # ours names the line; the others' own text describes what they wrap
-        cause = error if type(error) is ValueError else error.__cause__ or error
+        cause = error if type(error) in (ValueError, BadRow) else error.__cause__ or error
+        if isinstance(cause, BadRow):
+            raise ValueError(str(cause)) from error
         reason = str(cause).strip().partition("\n")[0][:500] or type(cause).__name__
         raise ValueError(f"data is {name!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}") from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before
 
 
-def _rows(path: str, columns: tuple[str, ...], state: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    for row in _lines(Path(path)):
-        yield {name: row.get(name) for name in columns}
+def _rows(path: str, columns: tuple[str, ...], state: tuple[int, int], answers: bool) -> Iterator[dict[str, Any]]:
+    layout = _layout(columns, path)
+    for number, row in _lines(Path(path)):
+        yield in_form(dict.fromkeys(columns) | row, layout, f"line {number} of {path}", answers)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the object of each line that is not blank; ValueError names the line that is none."""
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and object of each line that is not blank; ValueError names the line that is none."""
     size = path.stat().st_size
     with bar(f"reading {path.name}", "B") as update, open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                yield parse_object(line, f"line {number} of {path}")
+                yield number, parse_object(line, f"line {number} of {path}")
             if number % 1024 == 0:
                 update(file.tell(), size)
 
 
-def _known_columns(rows, name: str):
-    """Keep the columns of the first known layout, under TRL's names."""
-    wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
-    columns = rows.column_names
-    layout = next((layout for layout in LAYOUTS if set(layout) <= set(columns)), ())
-    kept = [*layout, *(column for column in KEPT_WITH.get("".join(layout), ()) if column in columns)]
-    problem, first = None, rows[0] if len(rows) else {}
-    texts = {column: [first[column]] for column in layout if first}
-    if layout == ("messages",):
-        texts["messages"] = [turn.get("content") for turn in first["messages"] or () if isinstance(turn, Mapping)]
-    dates = [column for column, values in texts.items() if any(isinstance(value, datetime.date) for value in values)]
-    if len(rows) == 0:
+def layout_of(columns: Iterable[str]) -> tuple[str, ...]:
+    """Return the first of LAYOUTS whose columns are all there; () if there is none."""
+    return next((layout for layout in LAYOUTS if set(layout) <= set(columns)), ())
+
+
+def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
+    return [*layout, *(name for name in columns if name in KEPT_WITH.get(layout[0], ()))]
+
+
+def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
+    layout = layout_of(columns)
+    if not layout:
         problem = ", which has no rows; want at least one"
-    elif not layout:
-        problem = f" with the columns {', '.join(columns)}; want {wanted}; rename them"
-    elif layout[0] == "instruction" and "input" in columns and any(rows["input"]):
-        problem = ", whose column input has text; want it in the column instruction"
-    elif dates:  # `datasets` turns a column of dates into timestamps: its texts are lost
-        problem = f", whose {dates[0]} was read as dates; want texts; a .jsonl file keeps them"
-    if problem:
-        raise ValueError(f"data is {name!r}{problem}")
-    rows = rows.select_columns(kept)
-    return rows.rename_columns({old: TRL_NAMES[old] for old in layout if old in TRL_NAMES})
+        if columns:
+            wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
+            problem = f" with the columns {', '.join(columns)}; want {wanted}; rename them"
+        raise BadRow(f"data is {name!r}{problem}")
+    return layout
 
 
-def _check_row(row: Mapping, place: int) -> None:
-    """Raise ValueError, with the row's place, unless it has a known layout of texts, or a chat of role and content."""
-    want = "text"
-    bad = [name for name in ("prompt", "completion", "text") if not isinstance(row.get(name, ""), str)]
-    messages = row.get("messages", ())
-    # a turn has a role and a text, parts of one, or none beside a tool call
-    turns = messages if isinstance(messages, list | tuple) else [None]
-    fits = (isinstance(turn, Mapping) and isinstance(turn.get("content"), str | list | None) for turn in turns)
-    if not all(fits) or not all(isinstance(turn.get("role"), str) for turn in turns):
-        bad, want = ["messages"], "a list of role and content, both text"
-    if not ("messages" in row or "text" in row or ("prompt" in row and "completion" in row)):
-        bad, want = list(row), "prompt and completion, text or messages"
-    if bad:
-        raise ValueError(f"row {place} has {bad[0]} {shown(row[bad[0]])}; want {want}")
+def in_form(row: Mapping, layout: tuple[str, ...], where: str, answers: bool = True) -> dict[str, Any]:
+    """Return a row of one of LAYOUTS as messages, prompt and completion, or text; raises BadRow, with `where`."""
+    found = {name: row[name] for name in _kept(layout, row)}
+    if layout == ("conversations",):  # ShareGPT's, or messages by another name
+        turns = found.pop("conversations")
+        found["messages"] = [_turn(turn) for turn in turns] if isinstance(turns, list | tuple) else turns
+    elif len(layout) == 2:
+        prompt, more = found[layout[0]], found.get("input")
+        if more and isinstance(prompt, str):
+            prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
+        found = {"prompt": prompt, "completion": found[layout[1]]}
+    check_row(found, where, answers)
+    return found
 
 
-def _render(tokenizer, messages, want_labels: bool):
-    """Apply the tokenizer's chat template, with the mask of what is generated; ValueError if it cannot be applied."""
-    try:
-        out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        why = "marks nothing as generated; want {% generation %} in it, and an answer"
-    except Exception as error:  # a template is a program, and raises what it likes
-        out, why = None, f"makes no prompt ({' '.join(str(error).split())[:300] or type(error).__name__})"
-    if out is None or (want_labels and not any(out["assistant_masks"])):
-        raise ValueError(f"messages are {shown(messages)}, of which the chat template {why}; want roles and texts it takes")
-    return out
+def _turn(turn: Any) -> Any:
+    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
+    return {"role": role, "content": turn.get("value")} if role else turn
+
+
+def check_row(row: Mapping, where: str, answers: bool = False) -> None:
+    """Raise BadRow, which names the value, unless a row is text, prompt and completion, or a chat of roles and contents."""
+    columns = next((layout for layout in LAYOUTS[:3] if row.keys() >= set(layout)), ())
+    is_chat = "messages" in columns or isinstance(row.get("prompt"), list | tuple)
+    bad = [name for name in columns if not isinstance(row[name], list | tuple if is_chat else str)]
+    if not columns:
+        wrong = ("the columns are", list(row), "messages, prompt and completion, or text")
+    elif bad:
+        wrong = (f"{bad[0]} is", row[bad[0]], "a list of messages" if is_chat else "a string")
+    else:
+        wrong = _wrong_turn(*chat_of(row), answers) if is_chat else None
+    if wrong:
+        value = "null" if wrong[1] is None else shown(wrong[1])
+        dated = "; a .jsonl file keeps strings that look like dates" if isinstance(wrong[1], datetime.date) else ""
+        raise BadRow(f"{where}: {wrong[0]} {value}; expected {wrong[2]}{dated}")
+
+
+def _wrong_turn(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str] | None:
+    """Return what is wrong with a chat whose first `prompt` turns are not trained: its name, its value, what is expected."""
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"turn {number} is", turn, "role and content, or from (human, gpt or system) and value"
+        content = turn.get("content")  # a text, parts of one, or none beside a tool call
+        if not isinstance(content, str | list) and (content is not None or not turn.get("tool_calls")):
+            return f"the content of turn {number} is", content, "a string"
+    if answers and not any(turn["role"] == "assistant" for turn in turns[prompt:]):
+        return "the roles are", [turn["role"] for turn in turns], "a turn of the assistant, which is what is trained"
+    return None
 
 
 def hold_out(rows, count: int, seed: int = 0):
@@ -185,21 +221,44 @@ def pack(tokenizer, documents: Iterable[str], length: int):
     return require("datasets").Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
-def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None):
-    """Tokenize rows with `prompt` and `completion`, `text` or `messages` to a datasets.Dataset of input_ids and labels.
+def encode(tokenizer, row: Mapping, prompt: str = "plain", train_on: str = "assistant") -> tuple[list[int], list[int]]:
+    """Return the ids of a row that `read_rows` made, and its labels: -100 on what is not trained; nothing is cut.
 
-    BOS and EOS are added where the tokenizer has them; truncation cuts the end. Labels are -100 on the prompt, on what the chat
-    template does not mark as generated, and nowhere in plain text. Rows without a label left are dropped; the first `limit` of
-    the others are returned. `row_ids` adds the column `row_id`, a row's place in `rows`, by which MoETrainer names a bad batch.
-    Raises ValueError if no row remains.
+    BOS and EOS are added where the tokenizer has them and the text does not. `prompt` is one of prompts.PROMPTS, `train_on` one
+    of prompts.TRAIN_ON.
+    """
+    row = put_prompt(row, prompt)
+    if chat_of(row):
+        ids, mask = encode_chat(tokenizer, row, train_on, prompt)
+        return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]
+    # separately: the boundary is exact, whatever the tokenizer would merge across it
+    is_pair, bos, eos = "completion" in row, tokenizer.bos_token_id, tokenizer.eos_token_id
+    given, answer = (
+        tokenizer.encode(part, add_special_tokens=False) if part else []
+        for part in ((row["prompt"], row["completion"]) if is_pair else ("", row["text"]))
+    )
+    given = given if bos is None or (given + answer)[:1] == [bos] else [bos, *given]
+    ids = given + answer + ([] if eos is None or answer[-1:] == [eos] else [eos])
+    skip = len(given) if is_pair and train_on == "assistant" else 0
+    return ids, [-100] * skip + ids[skip:]
+
+
+def tokenize_pairs(
+    tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None, *,
+    prompt: str = "plain", train_on: str = "assistant",
+):  # fmt: skip
+    """Make a datasets.Dataset of input_ids and labels of rows, as `encode` does; truncation cuts the end.
+
+    Rows without a label left are dropped; the first `limit` of the others are returned. `row_ids` adds the column `row_id`, a
+    row's place in `rows`, by which MoETrainer names a bad batch. Raises ValueError if no row remains.
     """
     datasets = require("datasets")
     columns: dict[str, list] = {"input_ids": [], "labels": []} | ({"row_id": []} if row_ids else {})
     for place, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
-        _check_row(row, place)
-        ids, labels = (values[:max_length] for values in _tokenize(tokenizer, row))
+        check_row(row, f"row {place}")
+        ids, labels = (values[:max_length] for values in encode(tokenizer, row, prompt, train_on))
         if any(label != -100 for label in labels[1:]):
             columns["input_ids"].append(ids)
             columns["labels"].append(labels)
@@ -210,26 +269,10 @@ def tokenize_pairs(tokenizer, rows: Iterable[Mapping], max_length: int, row_ids:
     return datasets.Dataset.from_dict(columns)
 
 
-def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int) -> Iterator[list[int]]:
+def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int, prompt: str = "plain") -> Iterator[list[int]]:
     """Yield the ids of each row that has any, as `tokenize_pairs` makes them, those without a label too."""
     for place, row in enumerate(rows):
-        _check_row(row, place)
-        ids = _tokenize(tokenizer, row, want_labels=False)[0][:max_length]
+        check_row(row, f"row {place}")
+        ids = encode(tokenizer, row, prompt, "all")[0][:max_length]
         if ids:
             yield ids
-
-
-def _tokenize(tokenizer, row: Mapping, want_labels: bool = True) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of one row, not truncated; raise ValueError for a chat without a label if they are wanted."""
-    if "messages" in row:
-        out = _render(tokenizer, row["messages"], want_labels)
-        ids = out["input_ids"]
-        return ids, [i if generated else -100 for i, generated in zip(ids, out["assistant_masks"])]
-    bos, eos = ([i] if i is not None else [] for i in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    if "prompt" in row and "completion" in row:
-        # separately: the boundary is exact, whatever the tokenizer would merge across it
-        prompt = bos + tokenizer.encode(row["prompt"], add_special_tokens=False)
-        answer = tokenizer.encode(row["completion"], add_special_tokens=False) + eos
-        return prompt + answer, [-100] * len(prompt) + answer
-    ids = bos + tokenizer.encode(row["text"], add_special_tokens=False) + eos
-    return ids, list(ids)

@@ -1,5 +1,6 @@
 """What the routers of a model folder do on a file of text: numbers per layer, a CSV file, a heat map."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moe_runtime.hf.models.folders import read_config
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io.console import bar
-from moe_runtime.io.rows import read_rows
+from moe_runtime.io.rows import read_rows, token_ids
 
 FILES = ("router_load.csv", "router_load.png")
 
@@ -30,7 +31,7 @@ def router_report(
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
     read_config(source)  # names what is wrong with the folder
-    rows = read_rows(data)
+    rows = read_rows(data, answers=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = ranks.load_tokenizer(source, "model")
     try:
@@ -70,41 +71,14 @@ def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
         update(done, tokens)
 
 
-def _text(row: dict, number: int, tokenizer) -> tuple[str, bool]:
-    """Return the text of the example of this number, and whether a chat template wrote it, special tokens and all."""
-    columns = [name for name in ("messages", "text", "prompt", "completion") if name in row]
-    values = [row[name] for name in columns]
-    if columns != ["messages"] and all(isinstance(value, str) for value in values):
-        return "".join(values), False
-    where = f"{' + '.join(columns)} of row {number}"
-    if columns == ["text"] or not all(isinstance(value, list) for value in values):
-        kinds = " and ".join(type(value).__name__ for value in values)
-        want = {"text": "a string", "messages": "a list of messages"}
-        raise ValueError(f"{where} is {kinds}; want {want.get(columns[0], 'two strings or two lists of messages')}")
-    try:
-        return tokenizer.apply_chat_template([m for value in values for m in value], tokenize=False), True
-    except Exception as error:  # every template has exceptions of its own
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{where} does not fit the chat template of the model's tokenizer: {reason}; want a template there, and messages "
-            "with role and content, or give text"
-        ) from error
-
-
 def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
     """Yield padded batches until the tokens are used up; the last example is cut to what is left."""
-    for first in range(0, len(rows), batch_size):
-        ids = []
-        for i in range(first, min(first + batch_size, len(rows))):
-            text, is_chat = _text(rows[i], i, tokenizer)
-            limit = min(max_length, max(tokens, 1))
-            # a chat template writes the special tokens itself: a second BOS occurs in no training
-            found = tokenizer(text, truncation=True, max_length=limit, add_special_tokens=not is_chat)
-            if tokens > 0 and found["input_ids"]:
-                ids.append(found["input_ids"])
-                tokens -= len(ids[-1])
-        if not ids:
-            continue
+    found = token_ids(tokenizer, rows, max_length)
+    while ids := list(itertools.islice(found, batch_size)):
+        for i, row in enumerate(ids):
+            ids[i] = row[:tokens]
+            tokens -= len(ids[i])
+        ids = [row for row in ids if row]
         length = max(map(len, ids))
         # any id will do: the mask keeps padding out of attention and of the counts
         padded = torch.tensor([row + row[-1:] * (length - len(row)) for row in ids], device=device)

@@ -51,7 +51,7 @@ def models(tmp_path_factory):
     index = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
     (folder / "half" / "model.safetensors.index.json").write_text(index)
     (folder / "rows.jsonl").write_text('{"text": "3 and 4 make 7"}\n' * 4)
-    (folder / "odd.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (folder / "odd.jsonl").write_text('{"question": "a", "reply": "b"}\n')
     return folder
 
 

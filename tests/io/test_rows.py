@@ -2,8 +2,11 @@
 
 import copy
 import datetime
+import functools
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,10 @@ from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import MAGICODER_CHAT, put_prompt
 
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
 CHAT = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
 LAYOUTS = {
     "messages": {"messages": CHAT},
@@ -18,7 +25,26 @@ LAYOUTS = {
     "text": {"text": "two and two is four"},
     "instruction-response": {"instruction": "two and two\n", "response": "four"},
     "instruction-output": {"instruction": "two and two\n", "output": "four"},
+    "query-response": {"query": "two and two\n", "response": "four"},
+    "problem-solution": {"problem": "two and two\n", "solution": "four"},
+    "question-answer": {"question": "two and two\n", "answer": "four"},
+    "alpaca": {"instruction": "two and two", "input": "", "output": "four"},
+    "alpaca-input": {"instruction": "add", "input": "two and two", "output": "four"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "two and two"}, {"from": "gpt", "value": "four"}]},
+    "conversations-of-messages": {"conversations": CHAT},
 }
+CHATS = ("messages", "sharegpt", "conversations-of-messages")
+
+
+def in_form(layout: str) -> dict:
+    """What a row of LAYOUTS is read as."""
+    row = LAYOUTS[layout]
+    if layout in CHATS:
+        return {"messages": CHAT}
+    if layout == "text":
+        return row
+    texts = list(row.values())
+    return {"prompt": "add\n\ntwo and two" if layout == "alpaca-input" else texts[0], "completion": texts[-1]}
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +77,42 @@ def write(path, rows, kind):
 def test_read_rows_reads_each_layout(tmp_path, layout, kind):
     rows = [LAYOUTS[layout] | {"note": i} for i in range(3)]
     got = data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind))
-    renamed = {"instruction": "prompt", "response": "completion", "output": "completion"}
-    want = {renamed.get(name, name): value for name, value in LAYOUTS[layout].items()}
-    assert len(got) == 3 and got.column_names == list(want) and got[2] == want
+    assert len(got) == 3 and got.column_names == list(in_form(layout)) and got[2] == in_form(layout)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_has_one_set_of_ids_and_labels(tokenizer, tmp_path, layout, train_on):
+    """Every layout is one of three that are written out here; trained on all, only the mask differs."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHATML  # without {% generation %}
+    (row,) = data.read_rows(write(tmp_path / "x.jsonl", [LAYOUTS[layout]], "jsonl"))
+    form = in_form(layout)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    if layout in CHATS:
+        want = [encode("<user>\ntwo and two<end>\n<assistant>\n"), encode("four<end>"), encode("\n")]
+    elif layout == "text":
+        want = [[], [tokenizer.bos_token_id, *encode(form["text"]), tokenizer.eos_token_id], []]
+    else:
+        want = [[tokenizer.bos_token_id, *encode(form["prompt"])], [*encode("four"), tokenizer.eos_token_id], []]
+    ids = [i for part in want for i in part]
+    masked = [-100] * len(want[0]) + want[1] + [-100] * len(want[2])
+    assert data.encode(tokenizer, row, train_on=train_on) == (ids, ids if train_on == "all" else masked)
+
+
+def test_the_page_on_data_has_every_layout_in_order():
+    text = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    table = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in text.splitlines() if line.startswith("| `")]
+    named = [tuple(names[: len(layout)]) for names, layout in zip(table[:1] + table[2:], data.LAYOUTS, strict=True)]
+    assert named == list(data.LAYOUTS) and table[1] == ["prompt", "completion"]
+
+
+def test_bos_and_eos_are_not_doubled(tokenizer):
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids, labels = data.encode(tokenizer, {"text": "<s>two is four</s>"})
+    assert ids == labels == [bos, *tokenizer.encode("two is four", add_special_tokens=False), eos]
+    ids, _ = data.encode(tokenizer, {"prompt": "<s>two\n", "completion": "four</s>"})
+    assert ids[0] == bos and ids.count(bos) == ids.count(eos) == 1
 
 
 def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
@@ -61,12 +120,49 @@ def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
     assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).column_names == ["messages", "tools"]
 
 
-def test_read_rows_refuses_an_input_beside_the_instruction(tmp_path):
-    rows = [{"instruction": "add", "input": "2 2", "output": "4"}]
-    with pytest.raises(ValueError, match="whose column input has text; want it in the column instruction"):
-        data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl"))
-    rows[0]["input"] = ""
-    assert data.read_rows(write(tmp_path / "y.jsonl", rows, "jsonl"))[0] == {"prompt": "add", "completion": "4"}
+BAD = {
+    "text-null": ({"text": None}, "text is null; expected a string"),
+    "text-number": ({"text": 3}, "text is 3; expected a string"),
+    "completion-null": ({"prompt": "p", "completion": None}, "completion is null; expected a string"),
+    "answer-list": ({"question": "q", "answer": ["a"]}, r"completion is \['a'\]; expected a string"),
+    "no-completion": ({"prompt": "p", "completion": "c"}, None),
+    "messages-null": ({"messages": None}, "messages is null; expected a list of messages"),
+    "messages-text": ({"messages": "hello"}, "messages is 'hello'; expected a list of messages"),
+    "content-null": ({"messages": [CHAT[0], CHAT[1] | {"content": None}]}, "the content of turn 2 is null; expected a string"),
+    "content-number": ({"messages": [CHAT[0] | {"content": 7}, CHAT[1]]}, "the content of turn 1 is 7; expected a string"),
+    "turn-text": ({"messages": ["hello", CHAT[1]]}, "turn 1 is 'hello'; expected role and content"),
+    "no-role": ({"messages": [{"content": "hi"}, CHAT[1]]}, "turn 1 is .*; expected role and content"),
+    "input-number": ({"instruction": "add", "input": 3, "output": "4"}, "prompt is 3; expected a string"),
+    "no-answer": ({"messages": CHAT[:1]}, r"the roles are \['user'\]; expected a turn of the assistant"),
+    "no-answer-behind-the-prompt": ({"prompt": CHAT, "completion": CHAT[:1]}, "the roles are .*; expected a turn of the assis"),
+    "sharegpt-role": (
+        {"conversations": [{"from": "bob", "value": "hi"}]},
+        "turn 1 is {'from': 'bob', .*; expected role .* gpt",
+    ),
+    "sharegpt-no-answer": ({"conversations": [{"from": "human", "value": "hi"}]}, r"the roles are \['user'\]; expected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_with_file_and_line(tmp_path, name):
+    bad, says = BAD[name]
+    good = next(good for good in LAYOUTS.values() if good.keys() == bad.keys())
+    if isinstance(bad.get("prompt"), list):
+        good = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    if says is None:  # a later row that lacks a column
+        bad, says = {"prompt": "p"}, "completion is null; expected a string"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, [good, good, bad])).replace("\n", "\n\n", 1) + "\n")
+    with pytest.raises(ValueError, match=f"^line 4 of {path}: {says}") as error:
+        data.read_rows(path)
+    assert "\n" not in str(error.value)
+
+
+def test_chats_without_an_answer_are_read_where_none_is_needed(tmp_path):
+    path = write(tmp_path / "x.jsonl", [{"messages": CHAT[:1]}], "jsonl")
+    assert data.read_rows(path, answers=False)[0] == {"messages": CHAT[:1]}
+    with pytest.raises(ValueError, match="^example 1 of .*x.parquet: the roles are"):
+        data.read_rows(write(tmp_path / "x.parquet", [{"messages": CHAT[:1]}], "parquet"))
 
 
 MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable \
@@ -156,10 +252,8 @@ DATED = {
 @pytest.mark.parametrize("layout", DATED)
 def test_texts_that_look_like_dates_stay_texts(tmp_path, layout):
     path = write(tmp_path / "rows.jsonl", [DATED[layout]] * 2, "jsonl")
-    want = {data.TRL_NAMES.get(name, name): value for name, value in DATED[layout].items()}
-    if "text" in want:
-        del want["completion"]
-    assert data.read_rows(path).to_list() == [want] * 2
+    want = {"instruction-output": DATED["pair"], "text-output": {"text": DAY}}.get(layout, DATED[layout])
+    assert data.read_rows(path, answers=False).to_list() == [want] * 2
 
 
 def test_columns_of_later_rows_are_kept(tmp_path):
@@ -173,9 +267,9 @@ def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
     chat = [{"role": "user", "content": "now?", "timestamp": when}]
     tools = [{"name": "timestamp", "parameters": {"timestamp": when}}]
     rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"timestamp": when}}] * 2
-    assert data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind)).to_list() == rows
+    assert data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind), answers=False).to_list() == rows
     rows = [{"text": datetime.datetime(2026, 11, 22)}]
-    with pytest.raises(ValueError, match="whose text was read as dates; want texts"):
+    with pytest.raises(ValueError, match="text is datetime.*; expected a string; a .jsonl file keeps strings"):
         data.read_rows(write(tmp_path / "dates.parquet", rows, "parquet"))
 
 
@@ -205,6 +299,7 @@ def test_what_is_not_used_is_not_judged(tmp_path):
     pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
     pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
     pytest.param("other.jsonl", '{"question": "q", "prompt": "p"}', "columns question, prompt; want", id="columns"),
+    pytest.param("blank.jsonl", "\n\n", "has no rows", id="blank-lines"),
 ])  # fmt: skip
 def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
     if text is not None:
@@ -228,32 +323,12 @@ def test_a_missing_extra_is_named(monkeypatch):
         data.read_rows("x.jsonl")
 
 
-def test_tokenize_pairs_masks_the_prompt(tokenizer):
-    row = {"prompt": "two and two\n", "completion": "four"}
-    (got,) = data.tokenize_pairs(tokenizer, [row], 64)
-    prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in row.values())
-    assert got["input_ids"] == [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
-    assert got["labels"] == [-100] * (1 + len(prompt)) + [*answer, tokenizer.eos_token_id]
-
-
 def test_tokenize_pairs_stops_at_the_limit(tokenizer):
     seen = []
     long = {"prompt": "two " * 50, "completion": "four"}
     rows = (seen.append(row) or row for row in [LAYOUTS["text"], long, LAYOUTS["prompt-completion"]] * 9)
     got = data.tokenize_pairs(tokenizer, rows, 32, limit=2)
     assert got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list() and len(seen) == 4
-
-
-def test_tokenize_pairs_learns_all_of_a_text(tokenizer):
-    (got,) = data.tokenize_pairs(tokenizer, [{"text": "two is four"}], 64)
-    assert got["labels"] == got["input_ids"] and got["input_ids"][0] == tokenizer.bos_token_id
-    assert got["input_ids"][-1] == tokenizer.eos_token_id
-
-
-def test_tokenize_pairs_learns_what_the_assistant_says(tokenizer):
-    (got,) = data.tokenize_pairs(tokenizer, [{"messages": CHAT}], 64)
-    learnt = [i for i, label in zip(got["input_ids"], got["labels"], strict=True) if label != -100]
-    assert tokenizer.decode(learnt) == "four</s>"
 
 
 def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
@@ -267,9 +342,9 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
 
 
 def test_tokenize_pairs_names_what_it_cannot_use(tokenizer):
-    with pytest.raises(ValueError, match="row 0 has question 'q'; want prompt and completion, text or messages"):
+    with pytest.raises(ValueError, match=r"row 0: the columns are \['question'\]; expected messages, prompt"):
         data.tokenize_pairs(tokenizer, [{"question": "q"}], 8)
-    with pytest.raises(ValueError, match="marks nothing as generated"):
+    with pytest.raises(ValueError, match="nothing of .* is an answer"):
         data.tokenize_pairs(tokenizer, [{"messages": CHAT[:1]}], 8)
 
 
@@ -291,5 +366,5 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # which marks nothing
     want = tokenizer.encode("two and twofour", add_special_tokens=False)
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [want]
-    with pytest.raises(ValueError, match="row 0 has text 3; want text"):
+    with pytest.raises(ValueError, match="row 0: text is 3; expected a string"):
         list(data.token_ids(tokenizer, [{"text": 3}], 8))

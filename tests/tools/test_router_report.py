@@ -1,6 +1,5 @@
 """tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
 
-import copy
 import csv
 import json
 from pathlib import Path
@@ -29,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def lengths() -> list[int]:
-    return [len(TOKENIZER(text)["input_ids"]) for text in LINES]
+    return [len(TOKENIZER(text)["input_ids"]) + 1 for text in LINES]  # and EOS, as they are trained on
 
 
 @pytest.mark.parametrize(("model", "slots"), [("stock", 2), ("ours", 3)])
@@ -80,18 +79,8 @@ def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
         write(row)
         assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
     write({"prompt": "3 and 4", "completion": " make 7"})
-    want = len(TOKENIZER("3 and 4 make 7")["input_ids"])
+    want = len(TOKENIZER("3 and 4")["input_ids"]) + len(TOKENIZER.encode(" make 7", add_special_tokens=False)) + 1
     assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
-
-
-def test_messages_want_a_chat_template(folder):
-    tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = None
-    (folder / "stock" / "chat_template.jinja").unlink()
-    tokenizer.save_pretrained("stock")
-    write({"messages": TURNS})
-    with pytest.raises(ValueError, match="messages of row 0 does not fit the chat template .* want a template there"):
-        router_report("stock", "rows.jsonl", "out")
 
 
 def test_command(folder, capsys, monkeypatch):

@@ -12,16 +12,20 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import TrainerCallback
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import is_torch_bf16_gpu_available
 
+from moe_runtime.config import check_choice
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import check_folder
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
-from moe_runtime.io.rows import read_rows, require
+from moe_runtime.io.prompts import TRAIN_ON
+from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 PROG = "moe-runtime train"
@@ -45,6 +49,9 @@ class TrainArguments:
     )
     eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
     router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"})
+    train_on: str = field(
+        default="assistant", metadata={"help": "the assistant's turns (of a pair, the completion), or all", "choices": TRAIN_ON}
+    )
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
 
 
@@ -101,14 +108,29 @@ def _with_config(argv: list[str]) -> list[str]:
 class _MoESFTTrainer(_MoETrainer):
     """TRL's SFTTrainer for upcycled and mergeable models: adds the layers' balance losses, logs the parts of the loss.
 
-    TRL runs the inner model and a head of its own, so that the loss our model class computes is never asked for.
+    TRL runs the inner model and a head of its own, so that the loss our model class computes is never asked for. Rows of
+    a layout that io.rows knows become ids and labels there, as for every other command; `train_on` is one of TRAIN_ON.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, model, args=None, *more, train_on: str = "assistant", **kwargs):
+        check_choice("train_on", train_on, TRAIN_ON)
+        self._train_on = "all" if getattr(args, "completion_only_loss", None) is False else train_on
+        if args is not None and _layout(kwargs.get("train_dataset")):
+            args.assistant_only_loss = False  # the masks are ours
+        super().__init__(model, args, *more, **kwargs)
         self._caught: list[torch.Tensor] | None = None
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         model.base_model.register_forward_hook(self._catch)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, *more):
+        layout = _layout(dataset)
+        ours = formatting_func is None and args.dataset_text_field == "text"  # else somebody asks for TRL's own reading
+        if layout and ours and isinstance(processing_class, PreTrainedTokenizerBase):
+            how = {"tokenizer": processing_class, "layout": layout, "train_on": self._train_on}
+            workers = {} if isinstance(dataset, IterableDataset) else {"num_proc": args.dataset_num_proc}
+            with args.main_process_first(local=True):
+                dataset = dataset.map(_masked, with_indices=True, fn_kwargs=how, remove_columns=list(layout), **workers)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, *more)
 
     def _catch(self, module, args, out) -> None:
         balance_loss = getattr(out, "balance_loss", None)
@@ -145,6 +167,18 @@ class _MoESFTTrainer(_MoETrainer):
         return self.router_aux_loss_coef * self._metrics[mode]["aux_loss"][-1] / steps
 
 
+def _layout(dataset) -> tuple[str, ...]:
+    """Return the layout of a data set's rows; () if they are for TRL to prepare: ids, images, other columns."""
+    first = next(iter(dataset), {}) if dataset is not None else {}
+    return () if {"input_ids", "image", "images"} & first.keys() else layout_of(first)
+
+
+def _masked(row, place: int, tokenizer, layout: tuple[str, ...], train_on: str) -> dict:
+    """Return the ids of a row, and as TRL's assistant_masks which of them are trained."""
+    ids, labels = encode(tokenizer, in_form(row, layout, f"example {place + 1}", train_on == "assistant"), train_on=train_on)
+    return {"input_ids": ids, "assistant_masks": [int(label != -100) for label in labels]}
+
+
 @functools.cache
 def _sft_trainer() -> type:
     """Make MoESFTTrainer, whose base only an extra brings."""
@@ -167,6 +201,8 @@ def train_command(argv: list[str] | None = None) -> Path:
     trl = require("trl")
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
+    if args.completion_only_loss is False:  # TRL's word for it
+        ours.train_on = "all"
     _check(name, ours, script, args, model, mixture)
     trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # True, the last checkpoint, can only be spelled on a command line
@@ -224,7 +260,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         return _sft_trainer()(
             model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
             quantization_config=trl.get_quantization_config(model), peft_config=trl.get_peft_config(model),
-            router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan,
+            router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan, train_on=ours.train_on,
         )  # fmt: skip
     except SafetensorError as error:
         raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
@@ -251,6 +287,10 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         reason = "data is None; want a file, a folder or the id of a data set; pass --data"
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
         reason = "eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no"
+    known = get_available_reporting_integrations()
+    missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]  # which it does not list
+    if reason is None and missing:
+        reason = f"report_to is {missing[0]!r}, which is not installed; install it, or pass {' or '.join([*known, 'none'])}"
     if reason is not None:
         raise ValueError(reason)
     check_folder(name)
@@ -259,9 +299,10 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
     """Return the rows to train on and those to evaluate on: ours from --data, else those of TRL's own flags."""
     if ours.data is not None:
-        rows = read_rows(ours.data)
+        answers = ours.train_on == "assistant"
+        rows = read_rows(ours.data, answers=answers)
         rows = rows.add_column(ROW_ID, list(range(len(rows))))
-        return rows, read_rows(ours.eval_data) if evaluates else None
+        return rows, read_rows(ours.eval_data, answers=answers) if evaluates else None
     if mixture.datasets:
         sets = trl.get_dataset(mixture)
     else:

@@ -36,12 +36,12 @@ from moe_runtime.experiments.recipe import (  # fmt: skip
     Schedule,
     Steps,
     Training,
+    TrainOn,
     check_base,
     check_names,
 )
 from moe_runtime.experiments.stages import split_rows
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import put_prompt
 from moe_runtime.methods.esft.selection import SCORES, VARIANTS
 
 GENERAL = data.BUILT_IN  # the source text itself: what the small base was trained on
@@ -62,8 +62,8 @@ def task_rows(tokenizer, task, recipe) -> dict:
         ("train", train, task.limit), ("validation", validation, task.validation_rows),
         ("held_out", held_out, task.held_out_rows),
     ):  # fmt: skip
-        put = (put_prompt(row, task.prompt) for row in rows)
-        parts[name] = data.tokenize_pairs(tokenizer, put, recipe.max_length, limit=count)
+        how = {"prompt": task.prompt, "train_on": task.train_on}
+        parts[name] = data.tokenize_pairs(tokenizer, rows, recipe.max_length, limit=count, **how)
     if recipe.pack:
         parts["train"] = join(parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos)
     return parts
@@ -168,6 +168,7 @@ class Task(Rows):
 
     validation_rows: Count = 64  # of the train rows; nothing is trained on them, nor judged by them
     prompt: Prompt = "deepseek"
+    train_on: TrainOn = "assistant"
 
     @model_validator(mode="after")
     def _check_source(self):

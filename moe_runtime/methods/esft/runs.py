@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import check_positive
+from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.models import folders
@@ -23,7 +23,7 @@ from moe_runtime.hf.training.recording import Recorder, last_checkpoint
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import atomic_write_json, check_out_dir, read_json
-from moe_runtime.io.prompts import DEEPSEEK_CHAT, put_prompt
+from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft.folders import check_fit
@@ -51,9 +51,9 @@ def score_folder(
         check_positive(name, value)
     if logs is not None:
         check_out_dir(logs, overwrite, [source, rows])
-    model, tokenizer = _load(source, prompt)
+    model, tokenizer = _load(source)
     longest = n_tokens if packed else max_length
-    ids = _sampled(tokenizer, data.read_rows(rows).shuffle(seed=seed), prompt, n_tokens, longest)
+    ids = _sampled(tokenizer, data.read_rows(rows, answers=False).shuffle(seed=seed), prompt, n_tokens, longest)
     check_ids(model, map(max, ids), tokenizer)
     process = ranks.state()
     batches = sample_batches(
@@ -97,7 +97,7 @@ class TrainingReceipt(NamedTuple):
 def train_folder(
     source: str | Path, selection: esft.ExpertSelection | str | Path, rows: str | Path, out: str | Path, training: Tuning, *,
     held_out: str | Path | None = None, max_length: int = LENGTH, packed: bool = True, prompt: str = "plain",
-    dtype: str | None = None, seed: int = 0, overwrite: bool = False, on_step=None,
+    train_on: str = "assistant", dtype: str | None = None, seed: int = 0, overwrite: bool = False, on_step=None,
 ) -> TrainingReceipt:  # fmt: skip
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
@@ -111,14 +111,15 @@ def train_folder(
         selection = load_selection(selection)
     trained_files.check_place(out)
     check_positive("max_length", max_length)
+    check_choice("train_on", train_on, TRAIN_ON)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
     compared = {name: value for name, value in training.to_dict().items() if name not in NOT_COMPARED}
     settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
     settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
-    settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt]}
+    settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt, train_on]}
     _check_checkpoints(checkpoints, settings)
-    model, tokenizer = _load(source, prompt)
-    train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt)
+    model, tokenizer = _load(source)
+    train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt, train_on)
     if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
         dtype = "float32"
     receipt = esft.train_only(model, selection, dtype=None if dtype is None else getattr(torch, dtype))
@@ -171,36 +172,29 @@ def check_folder(
     changed = check_fit(source, adapter, check_weights=check_weights)
     if rows is None:
         return CheckReceipt(adapter, changed)
-    model, tokenizer = _load(source, prompt)
-    tokens = _tokenized(tokenizer, data.read_rows(rows), prompt, max_length, limit=limit)
+    model, tokenizer = _load(source)
+    tokens = data.tokenize_pairs(tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt)
     without = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
     esft.apply(model, adapter, check_weights=check_weights)
     loss = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
     return CheckReceipt(adapter, changed, without, loss, len(tokens))
 
 
-def _load(source: str | Path, prompt: str):
-    """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer, with the chat template of `prompt`."""
+def _load(source: str | Path):
+    """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer."""
     config = folders.read_config(source)
     dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32).removeprefix("torch.")
     tokenizer = ranks.load_tokenizer(source)
-    if prompt == "deepseek":
-        tokenizer.chat_template = DEEPSEEK_CHAT
     model = ranks.load_model(source, dtype, ranks.state().device)
     experts.patch(model)
     return model, tokenizer
-
-
-def _tokenized(tokenizer, rows, prompt: str, max_length: int, limit: int | None = None):
-    put = (put_prompt(row, prompt) for row in rows)
-    return data.tokenize_pairs(tokenizer, put, max_length, limit=limit)
 
 
 def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[list[int]]:
     """Tokenize the first rows, as many as `n_tokens` take, each cut at `longest`; all tokens count, prompts' too."""
     ids: list[list[int]] = []
     left = n_tokens
-    for row in data.token_ids(tokenizer, (put_prompt(row, prompt) for row in rows), longest):
+    for row in data.token_ids(tokenizer, rows, longest, prompt):
         ids.append(row)
         left -= len(row)
         if left <= 0:
@@ -208,14 +202,16 @@ def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[
     return ids
 
 
-def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str) -> tuple:
+def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str) -> tuple:
     """Return the rows to train on and to validate by, tokenized; no row is in both."""
-    train = data.read_rows(rows)
+    train = data.read_rows(rows, answers=train_on == "assistant")
     if held_out is None:
         train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
     else:
-        validation = data.read_rows(held_out)
-    train, validation = (_tokenized(tokenizer, part, prompt, max_length) for part in (train, validation))
+        validation = data.read_rows(held_out, answers=train_on == "assistant")
+    train, validation = (
+        data.tokenize_pairs(tokenizer, part, max_length, prompt=prompt, train_on=train_on) for part in (train, validation)
+    )
     if packed:
         train = join(train, max_length, tokenizer.bos_token_id, DROP_BOS)
     return train, validation

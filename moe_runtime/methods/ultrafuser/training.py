@@ -26,6 +26,7 @@ from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.hf.training.fit import each_row, means_of, sums_of
 from moe_runtime.hf.training.ranks import load_config
 from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.io.prompts import chat_of
 from moe_runtime.io.rows import require
 from moe_runtime.methods.ultrafuser.heads import head_of
 from moe_runtime.methods.ultrafuser.inputs import Encoder
@@ -127,8 +128,8 @@ def _key(prompts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     """Return the prompt and the response of a row."""
-    turns = row.get("messages") or ()
-    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
+    turns, given = chat_of(row) or ((), 0)
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given), 0)
     prompt, response = (turns[:first], turns[first]["content"]) if first else (row.get("prompt"), row.get("completion"))
     if not first and not (isinstance(prompt, str) and isinstance(response, str)):
         raise ValueError(

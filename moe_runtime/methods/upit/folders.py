@@ -25,7 +25,7 @@ from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import rows as data
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.io.files import atomic_write_text, check_out_dir, read_json
-from moe_runtime.io.prompts import DEEPSEEK_CHAT, MAGICODER_CHAT, put_prompt
+from moe_runtime.io.prompts import TEMPLATES, TRAIN_ON
 from moe_runtime.methods.upit import assembly, router
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit.checkpoints import model_folder
@@ -51,9 +51,9 @@ class RoutersReceipt(NamedTuple):
 def route_folders(
     experts: Sequence[str | Path], rows: str | Path, out: str | Path, *, base: str | Path | None = None, share: float = 0.01,
     at_least: int = 500, capacity: int | None = None, tokens: str = "response", buckets: str = "skilled", alpha: float = 0.5,
-    detach_h: bool = False, train_ffn: bool = True, max_length: int = LENGTH, prompt: str = "plain", epochs: float = 4.0,
-    learning_rate: float | None = None, vector_std: float | None = None, vector_learning_rate: float | None = None,
-    seed: int = 0, **training,
+    detach_h: bool = False, train_ffn: bool = True, max_length: int = LENGTH, prompt: str = "plain",
+    train_on: str = "assistant", epochs: float = 4.0, learning_rate: float | None = None, vector_std: float | None = None,
+    vector_learning_rate: float | None = None, seed: int = 0, **training,
 ) -> RoutersReceipt:  # fmt: skip
     """Find the rows that each expert is best at, and tune expert and routing vectors on them, to OUT/expert-<i>.
 
@@ -63,12 +63,13 @@ def route_folders(
     """
     check_choice("buckets", buckets, BUCKETS)
     check_positive("max_length", max_length)
+    check_choice("train_on", train_on, TRAIN_ON)
     out = Path(out)
     tokenizer, kind = _tokenizer(experts, base, prompt)
     tuning = Tuning.from_dict({"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training})
     fit.check_training(**tuning.to_dict())
-    put = (put_prompt(row, prompt) for row in data.read_rows(rows))
-    tokenized = data.tokenize_pairs(tokenizer, put, max_length)
+    found = data.read_rows(rows, answers=train_on == "assistant")
+    tokenized = data.tokenize_pairs(tokenizer, found, max_length, prompt=prompt, train_on=train_on)
     picked = upit_buckets.seed_set(tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed)
     at_once = tuning.per_device_batch_size or tuning.batch_size
     found = upit_buckets.perplexities(experts, picked, tokenizer, base=base, tokens=tokens, batch_size=at_once)
@@ -121,9 +122,7 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
         kind = expert.kind
         source = expert.path if has_own or expert.base is None else model_folder(expert.base, ("config.json",))
     tokenizer = ranks.load_tokenizer(source)
-    templates = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}
-    if prompt in templates:
-        tokenizer.chat_template = templates[prompt]
+    tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     return tokenizer, kind
 
 

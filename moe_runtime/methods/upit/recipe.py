@@ -31,6 +31,7 @@ from moe_runtime.experiments.recipe import (  # fmt: skip
     Schedule,
     Steps,
     Training,
+    TrainOn,
     check_base,
     check_names,
 )
@@ -42,6 +43,7 @@ class PromptedDomain(Domain):
     """A domain, and how its rows are put."""
 
     prompt: Prompt = "plain"
+    train_on: TrainOn = "assistant"
 
 
 class Checkpoints(Node):

@@ -14,7 +14,7 @@ from pydantic import create_model, field_validator, model_validator
 from moe_runtime import config
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.experiments import recipe as recipes
-from moe_runtime.experiments.recipe import AnyNumber, Count, Dtype, Fraction, Node, Pretrain, Prompt, Rows, Training
+from moe_runtime.experiments.recipe import AnyNumber, Count, Dtype, Fraction, Node, Pretrain, Prompt, Rows, Training, TrainOn
 from moe_runtime.io.rows import BUILT_IN
 
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
@@ -30,6 +30,7 @@ class Data(Rows):
 
     train: str = BUILT_IN
     prompt: Prompt = "magicoder"
+    train_on: TrainOn = "assistant"
     max_length: Count = 1024
 
 

@@ -137,7 +137,7 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     found = {"held-out rows": list(_first((row["input_ids"] for row in stages.held_out), tokens))}
     documents = read_texts()
-    own = {Path(path).stem: map(_text, data.read_rows(path)) for path in texts}
+    own = {Path(path).stem: map(_text, data.read_rows(path, answers=False)) for path in texts}
     if taken := sorted({*own} & {*documents, *found}):
         raise ValueError(f"data has the name {taken[0]!r}, which is a built-in text's; want another file name")
     documents |= own

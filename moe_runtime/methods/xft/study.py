@@ -21,7 +21,7 @@ from moe_runtime.experiments.stages import KeptStages, Result, course_of, files_
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import MAGICODER_CHAT, put_prompt
+from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import baselines, folders
 from moe_runtime.methods.xft.baselines import AveragingCallback
@@ -189,12 +189,12 @@ class Stages(KeptStages):
         """Write the tokenizer and the rows to tune on and to judge by."""
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
-        if r.data.prompt == "magicoder":
-            tokenizer.chat_template = MAGICODER_CHAT  # the base's own, if any, is not what the model learns
+        # the base's own, if any, is not what the model learns
+        tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data.train}")
         train, held_out = (
-            data.tokenize_pairs(tokenizer, (put_prompt(row, r.data.prompt) for row in rows), r.data.max_length, limit=limit)
+            data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, prompt=r.data.prompt, train_on=r.data.train_on)
             for rows, limit in zip(
                 stage_rows.split_rows(r.data, {data.BUILT_IN: standard_library_pairs}),
                 (r.data.limit, r.data.held_out_rows),

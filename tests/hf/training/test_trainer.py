@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 
 import datasets
 import pytest
@@ -19,7 +20,7 @@ from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.io import console
-from moe_runtime.io.rows import read_rows, tokenize_pairs
+from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
 from moe_runtime.ops import moe_layer, moe_mlp
 from moe_runtime.ops.expert_rows import accumulate_into_grad
 from tests.hf import tiny
@@ -416,34 +417,44 @@ def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
     assert [int(line["slots"]) for line in lines] == want.flatten().tolist()
 
 
+UNMARKED = TOKENIZER.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]
 
 
+SHAREGPT = [{"from": "human", "value": "add 1 to 2"}, {"from": "gpt", "value": "3 is it"}]
+
+
 @pytest.mark.parametrize("row, settings", [
-    pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="messages"),
+    pytest.param({"messages": CHAT}, {}, id="messages"),
+    pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="trls-option"),
+    pytest.param({"messages": CHAT}, {"train_on": "all"}, id="all-of-messages"),
+    pytest.param({"conversations": SHAREGPT}, {}, id="sharegpt"),
+    pytest.param({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, id="prompt-of-messages"),
     pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {}, id="prompt-completion"),
-    pytest.param({"instruction": "add 1 to 2\n", "response": "3 is it"}, {}, id="instruction-response"),
+    pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {"completion_only_loss": False}, id="trls-word-for-all"),
+    pytest.param({"instruction": "add", "input": "1 to 2", "output": "3 is it"}, {}, id="alpaca"),
+    pytest.param({"question": "add 1 to 2", "answer": "3 is it"}, {}, id="question-answer"),
     pytest.param({"text": "add 1 to 2\n3 is it"}, {}, id="text"),
     pytest.param({"text": "add 1 to 2\n3 is it"}, {"packing": True}, id="packed"),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_sft_trains_on_each_layout(row, settings, kind, tmp_path):
-    path = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text((json.dumps(row) + "\n") * 8)
-    else:
-        datasets.Dataset.from_list([row] * 8).to_parquet(path)
-    trainer = trainer_of("sft", upcycled(), tmp_path / "out", train=read_rows(path), max_steps=1, **settings)
-    batch = next(iter(trainer.get_train_dataloader()))
-    learnt = TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100])
-    whole = row.get("text")
-    assert (
-        learnt.startswith(whole or "3 is it</s>")
-        if settings.get("packing")
-        else learnt.removeprefix("<s>") == (f"{whole}</s>" if whole else "3 is it</s>")
-    )
-    trainer.train()
-    assert logged(trainer, "balance_loss")[0] > 1e-3
+def test_sft_trains_on_what_all_commands_do(row, settings, tmp_path, monkeypatch):
+    """Read by --data or handed to TRL as it is, of a template with {% generation %} or without."""
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    settings, parts = dict(settings), {"train_on": settings["train_on"]} if "train_on" in settings else {}
+    settings.pop("train_on", None)
+    train_on = "all" if parts or "completion_only_loss" in settings else "assistant"
+    read, raw = read_rows(tmp_path / "rows.jsonl"), datasets.Dataset.from_list([row] * 8)
+    ids, labels = encode(TOKENIZER, read[0], train_on=train_on)
+    for rows, template in ((read, TOKENIZER.chat_template), (raw, UNMARKED), (raw.to_iterable_dataset(), UNMARKED)):
+        monkeypatch.setattr(TOKENIZER, "chat_template", template)
+        trainer = trainer_of("sft", upcycled(), tmp_path / "out", train=rows, max_steps=1, parts=parts, **settings)
+        batch = next(iter(trainer.get_train_dataloader()))
+        got, count = batch["labels"][0].tolist(), len(ids)  # of a packed row the first of several
+        assert batch["input_ids"][0].tolist()[:count] == ids and got[:count] in (labels, [-100, *labels[1:]])
+        assert set(got[count:]) <= {-100} or settings.get("packing")
+        if rows is read:
+            trainer.train()
+            assert logged(trainer, "balance_loss")[0] > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -472,6 +483,54 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "balance_loss" in entry] == [1, 2]
     assert (tmp_path / "out" / "router_stats.csv").exists() and (tmp_path / "out" / "tokenizer.json").exists()
+
+
+NOTHING = [CHAT[0], {"role": "assistant", "content": None}]
+REFUSED = {
+    "null": ({"text": None}, [], "line 2 of .*bad.jsonl: text is null; expected a string"),
+    "content": ({"messages": NOTHING}, [], "line 2 of .*: the content of turn 2 is null"),
+    "no-answer": ({"messages": CHAT[:1]}, [], r"line 2 of .*: the roles are \['user'\]; expected a turn of the assistant"),
+    "tracker": (None, ["--report_to", "wandb"], "report_to is 'wandb', which is not installed; install it, or pass .*none"),
+    "no-template": ({"messages": CHAT}, [], "The tokenizer has no chat template, .* Pass --chat_template_path"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path, monkeypatch):
+    bad, options, says = REFUSED[name]
+    monkeypatch.setattr(MoESFTTrainer, "train", None)
+    model, data = folder / "moe", folder / "rows.jsonl"
+    if name == "no-template":
+        model = shutil.copytree(model, tmp_path / "moe")
+        (model / "chat_template.jinja").unlink()
+    if bad is not None:
+        data, good = tmp_path / "bad.jsonl", {"messages": CHAT} if "messages" in bad else {"text": "2"}
+        data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    argv = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), *options]
+    with pytest.raises(ValueError, match=says) as error:
+        train_command(argv)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch):
+    """Of a template given by its file, and of all tokens where that is asked for."""
+    model = shutil.copytree(folder / "moe", tmp_path / "moe")
+    (model / "chat_template.jinja").unlink()
+    (tmp_path / "chat.jinja").write_text(UNMARKED)
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 2)
+    batches = []
+
+    def train(self, **_):
+        batches.append(next(iter(self.get_train_dataloader())))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MoESFTTrainer, "train", train)
+    argv = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
+    for options in ([], ["--train-on", "all"]):
+        with pytest.raises(ZeroDivisionError):
+            train_command([*argv, "--chat_template_path", str(tmp_path / "chat.jinja"), "--report_to", "none", *options])
+    part, whole = (TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100]) for batch in batches)
+    assert part == "3 is it</s>" and whole == TOKENIZER.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):

@@ -245,7 +245,7 @@ def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
     else:
         rows = [{"prompt": f"{i} and", "completion": None if i == 17 else "x"} for i in range(20)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        match += ".*expected texts prompt and completion"
+        match = "line 18 of .*bad.jsonl: completion is null; expected a string"
     with pytest.raises(ValueError, match=f"domains.sums: {match}"):
         ultrafuser_study.study_rows(made.stages.encoder, made.recipe.change(domains__sums__train=str(path)))
 

@@ -4,6 +4,8 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -111,11 +113,23 @@ def test_docs_hold_what_compiles(reports):
     pytest.param({"global_atomics": 1}, "1 atomics on global", id="global atomics"),
     pytest.param({"shared_atomics": 1}, "1 on shared", id="shared atomics"),
     pytest.param({"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"),
+    pytest.param({"hazards": ("two tl.dot",)}, "two tl.dot", id="what is compiled wrongly"),
 ])  # fmt: skip
 def test_gate_sees(change, says):
     case = Case("a._kernel", {}, {}, expect=("mma.sync", "cp.async"), max_registers=128)
     good = Report(registers=128, shared=101376, features=("mma.sync", "cp.async"))
     bad = aot.complaints(case, 86, good._replace(**change))
+    assert len(bad) == (says is not None) and all(says in line for line in bad)
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"TMA": True, "EVEN_K": False}, "ends inside of a block"), ({"BLOCK_N": 256}, "256 columns; want 128"),
+    ({"BLOCK_N": 128, "INTERLEAVED": True}, "256 columns; want 128"), ({"BLOCK_N": 128, "TMA": True, "EVEN_K": True}, None),
+])  # fmt: skip
+def test_gate_sees_what_is_not_for_blackwell(constants, says):
+    case = Case("grouped_gemm._up_fwd_kernel", {}, constants)
+    assert aot.complaints(case, 90, Report()) == []
+    bad = aot.complaints(case, 100, Report())
     assert len(bad) == (says is not None) and all(says in line for line in bad)
 
 
@@ -136,3 +150,114 @@ def test_cases_are_what_the_launcher_gives():
     (case,) = aot.record(lambda: grouped_gemm.Layer(odd=True).down_forward(tiles.Tile(64, 64, 32, TMA=True)))
     assert case.signature["a"] == "*bf16:16" and case.signature["stride_a"] == "i32" and not case.constants["TMA"]
     assert aot._type(torch.empty(0, 2**31, dtype=torch.int8, device="meta").stride(0)) == "i64:16"
+
+
+# what Triton and ptxas are known to do wrongly
+LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
+  %acc = scf.for %k = %c0 to %n step %c1 iter_args(%sum = %zero) -> (tensor<16x16xf32>)  : i32 {{
+    %first = tt.dot %a, %b, %sum : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32> loc(#loc3)
+    scf.if %flag {{
+      {inner}
+    }} loc(#loc4)
+    scf.yield %first : tensor<16x16xf32> loc(#loc5)
+  }} loc(#loc6)
+  %last = tt.dot %a, %b, %acc : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32> loc(#loc7)
+  {outer}
+}} loc(#loc)"""
+DOT = "%second = tt.dot %a, %b, {}, inputPrecision = tf32 : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>"
+
+
+@pytest.mark.parametrize("inner, outer, wrong", [
+    pytest.param(DOT.format("%first"), "", 1, id="in one round"),
+    pytest.param(DOT.format("%other"), "", 0, id="another accumulator"),
+    pytest.param("", DOT.format("%last"), 0, id="behind the loop"),
+])  # fmt: skip
+def test_gate_sees_chained_products(inner, outer, wrong):
+    assert len(aot.chained_products(LOOP.format(inner=inner, outer=outer))) == wrong
+
+
+PTX = """$L__BB0_1:
+\tcp.async.wait_group 2;
+\t{fence}
+\t{product} {{%r1,%r2}}, %rd1, %rd2, 0, 1, 1, 0, 1;
+\t{load}.shared.global [ %r43 + 0 ], [ %rd24 + 0 ], 0x10, %r44;
+\t@%p1 bra \t$L__BB0_1;
+\tfence.proxy.async.shared::cta;
+"""
+WGMMA, TCGEN05 = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "@%p1 tcgen05.mma.cta_group::1.kind::f16"
+
+
+@pytest.mark.parametrize("product", [WGMMA, TCGEN05])
+@pytest.mark.parametrize("fence, load, wrong", [
+    pytest.param("", "cp.async.cg", 1, id="without a fence"),
+    pytest.param("fence.proxy.async.shared::cta;", "cp.async.ca", 0, id="with one"),
+    pytest.param("", "cp.async.bulk.tensor.3d", 0, id="a descriptor"),
+])  # fmt: skip
+def test_gate_sees_a_missing_fence(product, fence, load, wrong):
+    assert len(aot.missing_fences(PTX.format(fence=fence, load=load, product=product))) == wrong
+
+
+MMA = "HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR4], R48, gsb0"
+WAIT, PACK, AGAIN = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "F2FP.BF16.F32.PACK_AB R27, R5, R4", "@P0 BRA 0x10"
+
+
+@pytest.mark.parametrize("program, wrong", [
+    pytest.param([MMA, PACK, WAIT], 1, id="before the wait"),
+    pytest.param([MMA, WAIT, PACK], 0, id="after it"),
+    pytest.param([MMA, "LDS.128 R22, [R1+0x10]", WAIT], 1, id="by the last two of four"),
+    pytest.param([MMA, "LDS.64 R22, [R1]", "STS [R24], R25", "ISETP.NE.AND P0, PT, R24, RZ, PT", WAIT], 0, id="others"),
+    pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="behind a predicate"),
+    pytest.param(["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, AGAIN, WAIT], 1, id="in the next round"),
+    pytest.param(["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, WAIT, AGAIN], 0, id="in the next round, after the wait"),
+    pytest.param([MMA, MMA.replace("R24", "R32"), "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK], 0, id="the older is done"),
+    pytest.param([MMA.replace("R24", "R32"), MMA, "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK], 1, id="the younger is not"),
+])  # fmt: skip
+def test_gate_sees_a_register_that_a_product_may_still_read(program, wrong):
+    sass = "\n".join(f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */" for i, line in enumerate(program))
+    assert len(aot.rewritten_operands(sass)) == wrong
+
+
+PLANTED_KERNEL = """
+import triton
+import triton.language as tl
+@triton.jit
+def _chained_kernel(p, n, B: tl.constexpr):
+    at = p + tl.arange(0, B)[:, None] * B + tl.arange(0, B)[None, :]
+    acc = tl.zeros((B, B), tl.float32)
+    for k in range(n):
+        acc = tl.dot(tl.load(at), tl.load(at + B), acc, input_precision="ieee")
+        acc = tl.dot(tl.load(at + k), tl.load(at + B), acc, input_precision="ieee")
+    tl.store(at, acc.to(tl.bfloat16))
+"""
+PLANT = r"""
+import sys, tempfile, pathlib, re
+sys.path.insert(0, sys.argv[1])
+import mutant
+from tests.support import aot
+cases, mine = aot.all_cases(), aot.kernels() | {"mutant._chained_kernel": mutant._chained_kernel}
+up = next(c for c in cases if c.kernel == "grouped_gemm._up_fwd_kernel" and 90 in c.capabilities)
+ptx = aot.assemble(up, 90).asm["ptx"]
+print(len(aot.missing_fences(ptx)), len(aot.missing_fences(ptx.replace("fence.proxy.async", "membar"))))
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    low = next(c for c in cases if c.kernel == "lora._lora_fwd_low_kernel")
+    pathlib.Path(file.name).write_bytes(aot.assemble(low, 90).asm["cubin"])
+    sass = aot._cuobjdump("-sass", pathlib.Path(file.name))
+    product = re.search(r"\n.*HGMMA\S+ R\d+, (R\d+), gdesc.*gsb0.*", sass)
+    changed = sass[: product.end()] + f"\n        /*fff0*/                   MOV {product[1]}, RZ ;" + sass[product.end() :]
+    print(len(aot.rewritten_operands(sass)), len(aot.rewritten_operands(changed)))
+    aot.kernels = lambda: mine
+    case = aot.Case("mutant._chained_kernel", {"p": "*bf16:16", "n": "i32"}, {"B": 64})
+    print(0, len(aot._compile(case, 90, pathlib.Path(file.name)).hazards))
+"""
+
+
+@pytest.mark.slow
+def test_gates_see_what_is_planted_in_real_programs(tmp_path):
+    """The fence taken away, a register written too early, a product chained to another: none of the kernels', all of theirs."""
+    (tmp_path / "mutant.py").write_text(PLANTED_KERNEL)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", PLANT, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    fences = (0, 1) if not importlib.metadata.version("triton").startswith("3.6.") else (1, 1)
+    assert found == [fences, (0, 1), (0, 1)], done.stderr[-2000:]

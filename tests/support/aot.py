@@ -86,6 +86,7 @@ class Report(NamedTuple):
     features: tuple[str, ...] = ()
     global_atomics: int = 0
     shared_atomics: int = 0
+    hazards: tuple[str, ...] = ()  # what Triton or ptxas is known to compile wrongly
 
 
 TYPES = {
@@ -203,7 +204,7 @@ def _compile_part(work: list) -> list[Report]:
         for line in done.stdout.splitlines():
             if line.startswith("report "):  # a compiler that fails prints whole programs here
                 fields = json.loads(line.removeprefix("report "))
-                found.append(Report(**fields | {"features": tuple(fields["features"])}))
+                found.append(Report(**fields | {name: tuple(fields[name]) for name in ("features", "hazards")}))
         if done.returncode:
             found.append(Report(error=f"the compiler died: {done.stderr[:300]}"))
     return found
@@ -220,7 +221,8 @@ def _work() -> None:
             print("\nreport " + json.dumps(report._asdict()), flush=True)
 
 
-def _compile(case: Case, target: int | str, file: Path) -> Report:
+def assemble(case: Case, target: int | str):
+    """Compile a case for its target; of what Triton returns `asm` has each stage's text."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -237,15 +239,104 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     source = triton.compiler.ASTSource(fn, types, constexprs=constants, attrs=attrs)
     gpu = GPUTarget("hip", target, 64) if target == AMD else GPUTarget("cuda", target, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=gpu, options=options)
+    return triton.compile(source, target=gpu, options=options)
+
+
+def _compile(case: Case, target: int | str, file: Path) -> Report:
+    compiled = assemble(case, target)
     if target == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     file.write_bytes(compiled.asm["cubin"])
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", file))
-    report = _read_ptx(compiled.asm["ptx"], int(usage[1]), int(usage[2]), compiled.metadata.shared)
-    if case.listed and TENSOR & set(case.expect):  # a disassembly takes longer than most compilations
-        _check_sass(report, _cuobjdump("-sass", file))
-    return report
+    ptx = compiled.asm["ptx"]
+    report = _read_ptx(ptx, int(usage[1]), int(usage[2]), compiled.metadata.shared)
+    hazards = chained_products(compiled.asm["ttir"])
+    if not importlib.metadata.version("triton").startswith("3.6."):  # which leaves them out everywhere
+        hazards += missing_fences(ptx)
+    listed = case.listed and TENSOR & set(case.expect)
+    if listed or REGISTER_A.search(ptx):  # a disassembly takes longer than most compilations
+        dump = _cuobjdump("-sass", file)
+        hazards += rewritten_operands(dump)
+        if listed:
+            _check_sass(report, dump)
+    return report._replace(hazards=tuple(hazards))
+
+
+def chained_products(ttir: str) -> list[str]:
+    """Find products of one round of a loop that are added to each other: wrong on sm_100, Triton 3.6 to 3.8 (triton#10821)."""
+    found, open_regions, products = [], [], {}
+    for number, line in enumerate(ttir.splitlines()):
+        if line.lstrip().startswith("}"):
+            open_regions.pop()
+        loops = [region for region in open_regions if region is not None]
+        if product := re.search(r"(%[\w#]+) = tt\.dot(?:_scaled)? %\S+, %\S+, (%[\w#]+)", line):
+            if loops and products.get(product[2]) == loops[-1]:
+                found.append(f"two tl.dot into one accumulator in a loop: {line.strip()[:60]}")
+            products[product[1]] = loops[-1] if loops else None
+        if re.sub(r" loc\(#loc\d*\)$", "", line).endswith("{"):
+            open_regions.append(number if re.search(r"scf\.(for|while)|^\s*} do", line) else None)
+    return found
+
+
+def missing_fences(ptx: str) -> list[str]:
+    """Find loops in which tensor cores read what cp.async wrote, without a fence of the two proxies (triton#9610)."""
+    lines, labels, found = ptx.splitlines(), {}, []
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$\w+):", line):
+            labels[label[1]] = number
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if branch and branch[1] in labels:
+            body = "\n".join(lines[labels[branch[1]] : number])
+            mixed = re.search(r"cp\.async\.c[ag]", body) and re.search(r"wgmma\.mma_async|tcgen05\.mma", body)
+            if mixed and "fence.proxy.async" not in body:
+                found.append(f"no fence.proxy.async in the loop {branch[1]}, where a product reads what cp.async wrote")
+    return found
+
+
+# wgmma's A is in registers: behind the accumulators are other registers, and not a descriptor
+REGISTER_A = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
+SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
+
+
+def rewritten_operands(sass: str) -> list[str]:
+    """Find registers that are written while an asynchronous product may still read its A from them (triton#11781)."""
+    program = [(int(at, 16), op, [part.strip() for part in rest.split(",")]) for at, op, rest in SASS.findall(sass)]
+    places = {at: i for i, (at, _, _) in enumerate(program)}
+    bodies = [program]
+    for i, (_, op, rest) in enumerate(program):
+        start = places.get(int(rest[-1], 16), i + 1) if op.startswith("BRA") and rest[-1].startswith("0x") else i + 1
+        if start <= i and any(op.startswith("HGMMA") for _, op, _ in program[start:i]):
+            bodies.append(program[start : i + 1] * 2)
+    return sorted({line for body in bodies for line in _rewritten(body)})
+
+
+def _rewritten(body: list) -> list[str]:
+    found, groups, read = [], [], set()  # A's registers of the products that may run: of complete groups, of the open one
+    for at, op, rest in body:
+        busy = read.union(*groups)
+        if early := written(op, rest) & busy:
+            found.append(f"{op} at {at:#x} writes R{min(early)}, which a product may still read")
+        if op.startswith("HGMMA"):
+            if number := re.match(r"R(\d+)", rest[1]):
+                read |= set(range(int(number[1]), int(number[1]) + 4))
+            if rest[-1] == "gsb0":
+                groups, read = [*groups, read], set()
+        elif op.startswith("WARPGROUP.DEPBAR"):
+            groups = groups[len(groups) - min(int(rest[-1], 16), len(groups)) :]
+    return found
+
+
+def written(op: str, operands: list[str]) -> set[int]:
+    """Return the numbers of the registers that an instruction writes."""
+    # a predicate comes first where there is one
+    first = next((part for part in operands[:2] if not re.fullmatch(r"!?U?P\w+", part)), "")
+    number = re.match(r"R(\d+)", first)
+    if number is None or op.startswith(("ST", "RED", "BAR", "SYNCS", "UTMA")):
+        return set()
+    count = 4 if ".128" in op or op.endswith(".4") else 2 if ".64" in op or ".WIDE" in op or op.endswith(".2") else 1
+    if tile := re.match(r"HGMMA\.64x(\d+)x\d+\.F32", op):
+        count = int(tile[1]) // 2
+    return set(range(int(number[1]), int(number[1]) + count))
 
 
 def _cuobjdump(what: str, file: Path) -> str:
@@ -306,7 +397,13 @@ def complaints(case: Case, target: int | str, report: Report) -> list[str]:
         bad.append(f"{report.global_atomics} atomics on global memory, {report.shared_atomics} on shared; want none")
     if missing := [name for name in case.expect if name not in report.features]:
         bad.append(f"no {', '.join(missing)}; has {', '.join(report.features) or 'nothing special'}")
-    return bad
+    c, grouped = case.constants, case.kernel.startswith("grouped_gemm")
+    if target >= 100 and c.get("TMA") and not c.get("EVEN_K"):
+        bad.append("descriptors for a sum that ends inside of a block; sm_100 multiplies wrongly (triton#10927)")
+    width = c.get("BLOCK_N", 0) * (2 if "up_fwd" in case.kernel and c.get("INTERLEAVED") else 1)
+    if grouped and 100 <= target < 110 and width > 128:
+        bad.append(f"a product of {width} columns; want 128 on sm_100 until one has run a wider one")
+    return bad + list(report.hazards)
 
 
 if __name__ == "__main__":

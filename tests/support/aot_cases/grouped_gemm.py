@@ -18,7 +18,6 @@ SPILLS = {
     (90, "up float32 from 48 rows an expert"): {"3.6": 8, "3.7": 0, "3.9": 0},
     (90, "dz no wh"): {"3.6": 0, "3.7": 0, "3.9": 24},
     (90, "up candidate"): {"3.6": 0, "3.7": 0, "3.9": 24},
-    (100, "up GPT-OSS-20B from 48 rows an expert"): {"3.6": 152, "3.7": 200, "3.9": 168},
     (80, "dz GPT-OSS-20B from 192 rows an expert"): {"3.6": 40, "3.7": 0, "3.9": 0},
 }
 

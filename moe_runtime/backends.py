@@ -107,7 +107,7 @@ def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
 
 def exporting() -> bool:
     """Whether a graph is being made for another process: then it names no backend, and keeps nothing for a backward pass."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
 exporting._dynamo_marked_constant = True  # torch.compile takes is_exporting() for true

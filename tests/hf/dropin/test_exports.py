@@ -170,7 +170,10 @@ FORMATS = {name: lambda name=name: apply_patches(name) for name in ("onnx", "exe
 FORMATS["torch.onnx.export"] = torch_onnx
 
 
-@pytest.mark.parametrize("name", [pytest.param("two ops", marks=pytest.mark.slow), *(n for n in LAYERS if n != "two ops")])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one op", "two ops", "merged")]
+
+
+@pytest.mark.parametrize("name", ["rows that train", "lora", *SLOW])
 def test_graphs_for_other_runtimes_hold_no_op_of_ours(name):
     layer = drawn(name)
     moe_runtime.register()

@@ -36,20 +36,14 @@ VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 DRIVERS = {12: 525, 13: 580}
 # who brings the module triton: torch's builds for AMD's and Intel's GPUs have one of their own
 TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu", "triton-xpu", "pytorch-triton")
-# what is compiled wrongly: from which version of Triton, up to which, for which GPU; and what keeps our kernels away from it
-_ANY = (4, 0)
+# up to which Triton, for which GPU, what is compiled wrongly; and what keeps our kernels away from it
 MISCOMPILED = (
-    ((3, 6), (3, 7), "sm_90", "no fence between cp.async and wgmma (triton#9610): no wrong result seen on an H100"),
-    ((3, 6), (3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
-    ((3, 6), (3, 7), "sm_90", "ptxas may rewrite registers that wgmma still reads (triton#11781): not found in our kernels"),
-    (
-        (3, 6),
-        (3, 7),
-        "sm_100",
-        "no fence between cp.async and tcgen05 (triton#9610): results may differ from run to run; pip install -U 'triton>=3.7'",
-    ),
-    ((3, 6), (3, 9), "sm_100", "two tl.dot into one accumulator in a loop (triton#10821): no kernel has them"),
-    ((3, 6), _ANY, "sm_100", "descriptors along a sum that ends inside of a block (triton#10927): pointers are used there"),
+    ((3, 7), "sm_90", "no fence between cp.async and wgmma (triton#9610): nobody has seen a wrong result on an H100"),
+    ((3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
+    ((3, 7), "sm_90", "registers rewritten that wgmma still reads (triton#11781): none in our kernels"),
+    ((3, 7), "sm_100", "no fence between cp.async and tcgen05 (triton#9610): results may differ from run to run"),
+    ((3, 9), "sm_100", "two tl.dot into one accumulator in a loop (triton#10821): no kernel has them"),
+    ((4, 0), "sm_100", "descriptors along a sum that ends inside of a block (triton#10927): pointers are used there"),
 )
 NVIDIA = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")  # of GPUs: a container without one sees the host's driver all the same
@@ -322,8 +316,8 @@ def miscompiled() -> dict[str, str]:
     """Return what the Triton that is installed is known to compile wrongly, by GPU, and what it means for our kernels."""
     found = {}
     with contextlib.suppress(Exception):
-        for first, end, gpu, what in MISCOMPILED:
-            if first <= _numbers("triton") < end:
+        for end, gpu, what in MISCOMPILED:
+            if _numbers("triton") < end:
                 found[gpu] = f"{found[gpu]}; {what}" if gpu in found else what
     return found or {"all": "nothing that is known of this version"}
 

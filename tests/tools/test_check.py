@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -193,3 +194,25 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(one_op,
     assert (result.op, result.backend, result.failures) == ("combine", "interpreter", []) and result.cases >= 8
     monkeypatch.setattr(sys, "executable", "false")
     assert "ended with exit code 1: no output" in check.report(interpret=True)["failures"][0]
+
+
+def test_on_a_gpu_each_op_has_a_process_of_its_own(one_op, monkeypatch):
+    """A process that compiles is played by one that answers at once; the CPU's library is checked here."""
+    ran = []
+
+    def play(command, env, **_):
+        ran.append((command[4:], env["TRITON_INTERPRET"]))
+        result = check.Result("combine", "triton", 3, float("inf"), "", ["combine on triton, bfloat16: out is wrong"])
+        return subprocess.CompletedProcess(command, 1, json.dumps({"results": [result._asdict() | {"worst": "inf"}]}), "")
+
+    monkeypatch.setattr(subprocess, "run", play)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+    monkeypatch.setattr(backends, "why_not", lambda name, *_: "not built" if name == "cuda" else None)
+    report = check.report()
+    options = ["--json", "--ops", "combine", "--backends", "torch", "triton", "cuda"]
+    assert ran == [(["moe_runtime.tools.check", *options], "0")]
+    assert report["failures"] == ["combine on triton, bfloat16: out is wrong"] and report["not checked"] == {
+        "cuda": "not built"
+    }
+    assert check.main(["--backends", "triton"]) == 1 and len(ran) == 2

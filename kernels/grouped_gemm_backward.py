@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 
 from moe_runtime.kernels.activation import activate_grad, below, shifted
-from moe_runtime.kernels.grouped_gemm import (
+from moe_runtime.kernels.operands import (
     describable,
     grid,
     last_contiguous,

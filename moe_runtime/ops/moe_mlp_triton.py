@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from moe_runtime.config import SHARED_GATES
-from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, shared_expert, tiles
+from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, operands, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels, routing
 from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product, is_transposed
@@ -28,8 +28,8 @@ class _Layer:
         self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
         self.T = self.R // max(slots, 1)
         e = self.experts
-        self.up_trained = None if e.up_trained is None else grouped_gemm.Trained(e.trainable, e.up_trained)
-        self.down_trained = None if e.down_trained is None else grouped_gemm.Trained(e.trainable, e.down_trained)
+        self.up_trained = None if e.up_trained is None else operands.Trained(e.trainable, e.up_trained)
+        self.down_trained = None if e.down_trained is None else operands.Trained(e.trainable, e.down_trained)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
         return _choose(self.experts, self.R, kernel, x, N, K)

@@ -17,7 +17,7 @@ from tests.support.rows import (
 )
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward
+from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 from moe_runtime.kernels.tiles import Tile
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -192,16 +192,16 @@ def test_trained_weights_lie_apart(k_last, tma, rows, device):
     def turned(w):
         return w if k_last else w.transpose(1, 2).contiguous()
 
-    trained = grouped_gemm.Trained(place, turned(apart))
+    trained = operands.Trained(place, turned(apart))
     y = grouped_gemm.grouped_gemm_forward(a, turned(stack), None, tiles, k_last, tile, trained)
     assert_rounded_once(y, product_rows(a, whole, None, rows))
-    x, up_trained = of_tokens(rows, I, torch.float32), grouped_gemm.Trained(place, apart)
+    x, up_trained = of_tokens(rows, I, torch.float32), operands.Trained(place, apart)
     _, h = grouped_gemm.up_forward(x, stack, None, rows.row_slot, tiles, SLOTS, "silu", False, False, tile, up_trained)
     assert_rounded_once(h, up_rows(x, whole, None, rows, "silu", False)[1])
     weight, z = weights_of(rows), of_rows(rows, I, torch.float32)
     dout = of_tokens(rows, H, torch.float32)
     args = (dout, stack, None, weight, rows.row_slot, tiles, z, "silu", False, False, tile)
-    dz, *_ = grouped_gemm_backward.dz_backward(*args, grouped_gemm.Trained(place, apart))
+    dz, *_ = grouped_gemm_backward.dz_backward(*args, operands.Trained(place, apart))
     assert_rounded_once(dz, dz_rows(dout, whole, None, weight, z, rows, "silu", False)[0])
 
 

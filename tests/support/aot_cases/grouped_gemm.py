@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_runtime.kernels import grouped_gemm, tiles
+from moe_runtime.kernels import grouped_gemm, operands, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.kernels.tiles import Tile
 from tests.support.aot import Case, record
@@ -50,7 +50,7 @@ class Layer:
         if in_out:
             self.up, self.down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (self.up, self.down))
         stacks = (meta(2, *w.shape[1:], dtype=dtype) for w in (self.up, self.down))
-        self.trained = [grouped_gemm.Trained(self.place, w) if apart else None for w in stacks]
+        self.trained = [operands.Trained(self.place, w) if apart else None for w in stacks]
 
     def up_forward(self, tile, act="silu", save=True):
         args = (self.x, self.up, self.up_bias, self.row_slot, self.map, self.K, act, self.gated, save, tile)

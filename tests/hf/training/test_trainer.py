@@ -15,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.hf.dropin.balance import use_balance_loss
+from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
@@ -23,6 +24,8 @@ from moe_runtime.hf.training import sft
 from moe_runtime.io import console
 from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
 from moe_runtime.methods.xft import folders as xft
+from moe_runtime.ops import moe_layer, moe_mlp
+from moe_runtime.ops.expert_rows import accumulate_into_grad
 from tests.hf import tiny
 from tests.support.dist_launch import forked
 from tests.support.stock_moe import stock
@@ -125,6 +128,24 @@ def test_the_first_loss_is_the_models_own(kind, coef, tmp_path):
     trainer = run(kind, model, tmp_path, [0, 7], max_steps=1)
     got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
     assert got == pytest.approx([want.loss.item(), want.lm_loss.item(), want.aux_loss.item()], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [None, "qwen3_moe", "gpt_oss"])
+def test_gradients_added_in_place_train_the_same_model(name, tmp_path, monkeypatch):
+    """Bit by bit, with gradient clipping and an optimizer that drops the gradients after each step."""
+    trained, added, adding_to = [], [], moe_mlp.adding_to
+    for module in (moe_mlp, moe_layer):
+        monkeypatch.setattr(module, "adding_to", lambda into, *args: added.append(into) or adding_to(into, *args))
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = upcycled() if name is None else stock_moe(name)
+        patch(model)
+        accumulate_into_grad(model.parameters(), enabled)
+        run("trainer", model, tmp_path / str(enabled), max_steps=2, **split)
+        assert bool(added) == enabled
+        trained.append(dict(model.named_parameters()))
+    assert all(weight.equal(trained[1][key]) for key, weight in trained[0].items())
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])

@@ -143,7 +143,7 @@ check() {
 }
 
 ops_check() { SHOWN=40 run "$python" -m moe_runtime.tools.check; } # every op and backend against float64
-smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py -k "user_gets or poisoned or twenty or cuda_graph or never_waits"; }
+smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py -k "user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
 repeats() { pytest_on 1 tests/gpu/test_repeats.py; }
 layers() {
     bench_on 1.5 bench/bench_layer.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384,XFT-DSCoder-1.3B-16384,OLMoE-16384,Qwen3-30B-A3B-4096,OLMoE-4096,XFT-DSCoder-1.3B-4096,Mixtral-8x7B-4096

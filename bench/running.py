@@ -87,6 +87,15 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
         raise ValueError(f"rounds is {rounds}, but {lines} was begun with {min(other)}; want as many, or another --out")
 
 
+def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
+    """Count what `target` has as measured, unless it is to be measured again."""
+    records = Records(lines)
+    done = records.done()
+    for bench in () if overwrite else _there(target):
+        if bench["name"] not in done:
+            records.write(bench["name"], extra_info=bench["extra_info"])
+
+
 def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
     """Run the files' benchmarks that `lines` does not hold yet; `update(done, total)` hears how far it is.
 

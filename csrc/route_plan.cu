@@ -85,7 +85,7 @@ __device__ void write_map(const moert_tiles& tiles, const int32_t* offsets, int 
     }
     const bool live = tile < starts[E];
     tiles.map[tile] = live ? low : -1;
-    tiles.map[count + tile] = live ? (int32_t)(offsets[low] + (tile - starts[low]) * tiles.block_m) : 0;
+    tiles.map[count + tile] = live ? (int32_t)(offsets[low] + (tile - starts[low]) * tiles.block_m) : starts[E];
     tiles.map[2 * count + tile] = live ? offsets[low + 1] : 0;
   }
   __syncthreads();  // before the next map's starts

@@ -5,30 +5,34 @@ from moe_runtime.kernels.tiles import Problem, Tile
 
 _HOPPER = {
     "up": (
-        Tile(128, 128, 64, 8, 4, TMA=True), Tile(128, 128, 64, 8, 3, TMA=True), Tile(128, 128, 64, 8, 4, 16, TMA=True),
-        Tile(128, 128, 64, 8, 4, TMA=True, PERSISTENT=True), Tile(128, 128, 64, 8, 3), Tile(128, 128, 128, 8, 2, TMA=True),
-        Tile(128, 64, 64, 8, 4, TMA=True), Tile(128, 64, 64, 4, 4, TMA=True), Tile(64, 128, 64, 4, 4, TMA=True),
+        Tile(128, 128, 64, 8, 4, TMA=True, JOINED=True), Tile(128, 128, 64, 8, 3, TMA=True, JOINED=True),
+        Tile(128, 128, 64, 8, 4, 16, TMA=True, JOINED=True), Tile(128, 128, 64, 8, 4, TMA=True),
+        Tile(128, 128, 64, 8, 4, TMA=True, PERSISTENT=True, JOINED=True), Tile(128, 128, 64, 8, 3),
+        Tile(128, 64, 64, 8, 4, TMA=True), Tile(64, 128, 64, 4, 4, TMA=True), Tile(64, 128, 64, 4, 4, TMA=True, JOINED=True),
         Tile(64, 128, 64, 8, 4, TMA=True), Tile(64, 128, 64, 4, 3), Tile(64, 64, 64, 4, 5, TMA=True),
         Tile(32, 128, 64, 4, 4, TMA=True), Tile(16, 128, 64, 4, 4, TMA=True), Tile(16, 64, 128, 4, 4, TMA=True),
     ),
     "down": (
         Tile(128, 256, 64, 8, 3, TMA=True), Tile(128, 256, 64, 8, 4, TMA=True), Tile(128, 256, 64, 8, 3, 16, TMA=True),
-        Tile(128, 256, 64, 8, 3, TMA=True, PERSISTENT=True), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, TMA=True),
-        Tile(128, 128, 64, 4, 4, TMA=True), Tile(128, 128, 128, 8, 3, TMA=True), Tile(256, 128, 64, 8, 3, TMA=True),
+        Tile(128, 256, 64, 8, 3, TMA=True, PERSISTENT=True), Tile(128, 256, 64, 8, 4, TMA=True, PERSISTENT=True),
+        Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, TMA=True), Tile(128, 128, 64, 8, 4, TMA=True, PERSISTENT=True),
+        Tile(128, 128, 64, 4, 4, TMA=True), Tile(256, 128, 64, 8, 3, TMA=True),
         Tile(64, 256, 64, 8, 4, TMA=True), Tile(64, 256, 64, 4, 4, TMA=True), Tile(64, 128, 64, 4, 4, TMA=True),
         Tile(64, 128, 128, 4, 3, TMA=True), Tile(32, 128, 64, 4, 4, TMA=True), Tile(16, 128, 128, 4, 4, TMA=True),
     ),
     "dz": (
-        Tile(128, 128, 64, 8, 3, TMA=True), Tile(128, 128, 64, 8, 4, TMA=True), Tile(128, 128, 64, 8, 3, 16, TMA=True),
-        Tile(128, 128, 64, 8, 3, TMA=True, PERSISTENT=True), Tile(128, 128, 64, 8, 3), Tile(128, 128, 128, 8, 3, TMA=True),
+        Tile(128, 256, 64, 8, 3, TMA=True), Tile(128, 256, 64, 8, 4, TMA=True), Tile(128, 256, 64, 8, 3, 16, TMA=True),
+        Tile(128, 128, 64, 8, 3, TMA=True), Tile(128, 128, 64, 8, 4, TMA=True),
+        Tile(128, 128, 64, 8, 3, TMA=True, PERSISTENT=True), Tile(128, 128, 64, 8, 3),
         Tile(128, 64, 64, 8, 4, TMA=True), Tile(64, 256, 64, 8, 4, TMA=True),
         Tile(64, 128, 64, 8, 3, TMA=True), Tile(64, 128, 64, 4, 4, TMA=True), Tile(64, 64, 64, 4, 4, TMA=True),
         Tile(32, 128, 64, 4, 4, TMA=True), Tile(16, 128, 64, 4, 4, TMA=True),
     ),
     "dw": (
-        Tile(128, 256, 64, 8, 5), Tile(128, 256, 64, 8, 7), Tile(256, 128, 64, 8, 5), Tile(128, 256, 64, 8, 5, 16),
-        Tile(128, 256, 32, 8, 7), Tile(128, 128, 64, 8, 5), Tile(128, 128, 64, 8, 7), Tile(128, 128, 64, 4, 5),
-        Tile(128, 128, 128, 8, 5), Tile(64, 256, 64, 4, 5), Tile(64, 128, 64, 4, 7),
+        Tile(128, 256, 64, 8, 5, TMA=True), Tile(128, 256, 64, 8, 7, TMA=True), Tile(256, 128, 64, 8, 5, TMA=True),
+        Tile(128, 256, 64, 8, 5, 16, TMA=True), Tile(128, 256, 64, 8, 5), Tile(128, 256, 64, 8, 7),
+        Tile(128, 128, 64, 8, 5, TMA=True), Tile(128, 128, 64, 8, 5), Tile(128, 128, 64, 4, 5, TMA=True),
+        Tile(128, 128, 128, 8, 5), Tile(64, 256, 64, 4, 5), Tile(64, 128, 64, 4, 7, TMA=True),
     ),
 }  # fmt: skip
 _HOPPER["dx"] = _HOPPER["down"]

@@ -17,7 +17,7 @@ BLOCK_S = 32  # slots of one program that sums the partial gradients of their we
 
 
 @triton.jit
-def _sum_slots(
+def sum_slots(
     t,
     h,
     y_ptr,
@@ -67,7 +67,7 @@ def _combine_fwd_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    out = _sum_slots(t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    out = sum_slots(t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
     mask = (t < T)[:, None] & (h < H)[None, :]
     tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -128,7 +128,7 @@ def _sum_rows_kernel(
             columns = tl.cdiv(H, BLOCK_H)
             t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-            dx = _sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+            dx = sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
             mask = (t < T)[:, None] & (h < H)[None, :]
             tl.store(dx_ptr + t[:, None] * H + h[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     elif partial_ptr is not None:
@@ -168,7 +168,7 @@ def _sum_rows_router_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = _sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    acc = sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
     for n0 in range(0, N, BLOCK_N):
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
         mask = (t < T)[:, None] & (n < N)[None, :]

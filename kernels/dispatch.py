@@ -80,23 +80,10 @@ def _dispatch_fwd_scan_kernel(
         row += tl.sum(count, 0)
 
 
-@triton.jit(do_not_specialize=["R", "blocks"])
-def _dispatch_fwd_scatter_kernel(
-    idx_ptr,  # [R], any integer
-    start_ptr,  # [E + 1, blocks] int32, None for a single block
-    offsets_ptr,  # [E + 1] int32, written for a single block
-    row_token_ptr,  # [R] int32
-    row_slot_ptr,  # [R] int32
-    slot_row_ptr,  # [R] int32
-    R,
-    E,
-    K,
-    blocks,
-    BLOCK_S: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
+@triton.jit
+def scatter(b, idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K, blocks,
+             BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Sort block b (int64) of slots; the arguments are those of `_dispatch_fwd_scatter_kernel`."""
     i = tl.arange(0, BLOCK_S)
     s = b * BLOCK_S + i
     key = _keys(idx_ptr, s, R, E)
@@ -118,7 +105,23 @@ def _dispatch_fwd_scatter_kernel(
     slot = s.to(tl.int32)
     tl.store(slot_row_ptr + s, row, mask=s < R)
     tl.store(row_slot_ptr + row, slot, mask=s < R)
-    tl.store(row_token_ptr + row, slot // K, mask=s < R)
+    if row_token_ptr is not None:
+        tl.store(row_token_ptr + row, slot // K, mask=s < R)
+
+
+@triton.jit(do_not_specialize=["R", "blocks"])
+def _dispatch_fwd_scatter_kernel(
+    idx_ptr,  # [R], any integer
+    start_ptr,  # [E + 1, blocks] int32, None for a single block
+    offsets_ptr,  # [E + 1] int32, written for a single block
+    row_token_ptr,  # [R] int32 or None
+    row_slot_ptr,  # [R] int32
+    slot_row_ptr,  # [R] int32
+    R, E, K, blocks,
+    BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    scatter(tl.program_id(0).to(tl.int64), idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K,
+             blocks, BLOCK_S, BLOCK_J, BLOCK_E)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -133,18 +136,11 @@ def _invert_kernel(
     tl.store(slot_row_ptr + slot, r.to(tl.int32), mask=r < R)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def _tile_map_kernel(
-    offsets_ptr,  # [E + 1] int32
-    map_ptr,  # [3, num_tiles] int32
-    E,
-    num_tiles,
-    FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+@triton.jit
+def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Write BLOCK_TILES tiles of a map; the arguments are those of `_tile_map_kernel`."""
+    tile = first_tile_of_block + tl.arange(0, BLOCK_TILES)
     expert = tl.zeros([BLOCK_TILES], tl.int32)
     first_tile = tl.zeros([BLOCK_TILES], tl.int32)
     end = 0
@@ -163,8 +159,25 @@ def _tile_map_kernel(
     row = tl.load(offsets_ptr + expert, mask=live, other=0) + tl.where(live, tile - first_tile, 0) * BLOCK_M
     mask = tile < num_tiles
     tl.store(map_ptr + tile, tl.where(live, expert, -1), mask=mask)
-    tl.store(map_ptr + num_tiles + tile, row, mask=mask)
+    tl.store(map_ptr + num_tiles + tile, tl.where(live, row, end), mask=mask)
     tl.store(map_ptr + 2 * num_tiles + tile, tl.load(offsets_ptr + expert + 1, mask=live, other=0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _tile_map_kernel(
+    offsets_ptr,  # [E + 1] int32
+    map_ptr,  # [3, num_tiles] int32
+    E, num_tiles,
+    FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    write_map(tl.program_id(0) * BLOCK_TILES, offsets_ptr, map_ptr, E, num_tiles, FIRST, BLOCK_M, BLOCK_TILES, BLOCK_E)
+
+
+@triton.jit
+def live_tiles(map_ptr, num_tiles):
+    """How many tiles of a map hold rows; behind the last one a dead tile's row says so."""
+    last = num_tiles - 1
+    return tl.where(tl.load(map_ptr + last) >= 0, num_tiles, tl.load(map_ptr + num_tiles + last))
 
 
 def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,8 +220,8 @@ def max_tiles(R: int, E: int, BLOCK_M: int) -> int:
 def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
 
-    Tiles lie in row order; behind the last one the expert is -1. No tile holds rows of experts below `first_expert`, or
-    dropped rows.
+    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the number of tiles in front. No
+    tile holds rows of experts below `first_expert`, or dropped rows.
     """
     E = expert_offsets.numel() - 1
     tiles = max_tiles(R, E, BLOCK_M)

@@ -5,57 +5,26 @@ The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp
 plain kernel serves the down projection (k contiguous) and dx (n contiguous) alike.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.activation import activate, below, shifted
-from moe_runtime.kernels.tiles import Tile, arch_of, in_turns, precision, processors, tile_of
-
-
-@triton.jit
-def weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA: tl.constexpr, TRAINED: tl.constexpr):
-    """Where expert e's weight begins: in `w` or, if TRAINED and it has a place there, in `w_trained`; a descriptor as it is."""
-    if TMA:
-        return w
-    elif TRAINED:
-        place = tl.load(trained_ptr + e).to(tl.int64)
-        return tl.where(place < 0, w + e.to(tl.int64) * stride_e, w_trained + place * stride_te)
-    else:
-        return w + e.to(tl.int64) * stride_e
-
-
-@triton.jit
-def weight_block(w, e, n0, k0, N, K, stride_n, stride_k, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-                 K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """[BLOCK_K, BLOCK_N] of expert e's weight at `weight_base`; zero outside. K_LAST: a descriptor's last dimension is k."""
-    if TMA:
-        if K_LAST:
-            return tl.trans(tl.reshape(w.load([e, n0, k0]), (BLOCK_N, BLOCK_K)))
-        else:
-            return tl.reshape(w.load([e, k0, n0]), (BLOCK_K, BLOCK_N))
-    else:
-        n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-        k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
-        mask = (n < N)[None, :]
-        if not EVEN_K:
-            mask = mask & (k < K)[:, None]
-        return tl.load(w + (k[:, None] * stride_k + n[None, :] * stride_n), mask=mask, other=0.0)
-
-
-@triton.jit
-def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of a tile's columns: an epilogue in two pieces does not spill."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The even and the odd columns of a tile [BLOCK_M, 2 BLOCK_N]: gate and up where they take turns."""
-    return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N, 2)))
+from moe_runtime.kernels.dispatch import live_tiles
+from moe_runtime.kernels.operands import (
+    describable,
+    grid,
+    halves,
+    joined_block,
+    last_contiguous,
+    pairs,
+    weight_base,
+    weight_block,
+    weight_operand,
+)
+from moe_runtime.kernels.tiles import Tile, arch_of, in_turns, precision, tile_of
 
 
 @triton.jit
@@ -116,8 +85,8 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_
              stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS: tl.constexpr, ACT: tl.constexpr,
              GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
              BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-             K_LAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+             JOINED: tl.constexpr, K_LAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
     pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
@@ -130,9 +99,9 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_
         token = tl.load(row_slot_ptr + row + m, mask=live, other=0) // SLOTS
         x = x_ptr + (token.to(tl.int64)[:, None] * stride_x + k[None, :])
         N = I * 2 if GATED else I
-        # two accumulators, or one of gate and up in turns: a single product over a single block of the weight
-        TWO: tl.constexpr = GATED and not INTERLEAVED
-        WIDTH: tl.constexpr = BLOCK_N * 2 if INTERLEAVED else BLOCK_N
+        # two accumulators, or one of gate and up, side by side (JOINED) or in turns: one product with one block of the weight
+        TWO: tl.constexpr = GATED and not (INTERLEAVED or JOINED)
+        WIDTH: tl.constexpr = BLOCK_N * 2 if INTERLEAVED or JOINED else BLOCK_N
         c0 = pid_n * WIDTH
         base = weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA, TRAINED)
         gate = tl.zeros((BLOCK_M, WIDTH), tl.float32)
@@ -142,12 +111,17 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_
             if not EVEN_K:
                 mask = mask & (k0 + k < H)[None, :]
             a = tl.load(x, mask=mask, other=0.0)
-            b = weight_block(base, e, c0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, WIDTH, BLOCK_K)
+            if JOINED:
+                b = joined_block(base, e, n0, k0, K_LAST, BLOCK_N, BLOCK_K)
+            else:
+                b = weight_block(base, e, c0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, WIDTH, BLOCK_K)
             gate = tl.dot(a, b, gate, input_precision=PRECISION)
             if TWO:
                 b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
                 up = tl.dot(a, b, up, input_precision=PRECISION)
             x += BLOCK_K
+        if JOINED:
+            gate, up = halves(gate, BLOCK_M, WIDTH)
         bias = bias_ptr
         if BIAS:
             bias += e.to(tl.int64) * N
@@ -156,8 +130,9 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_
                 gate += tl.load(bias + n, mask=n < I, other=0.0).to(tl.float32)[None, :]
                 if GATED:
                     up += tl.load(bias + n + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
-        gate0, gate1 = halves(gate, BLOCK_M, WIDTH)
-        up0, up1 = halves(up, BLOCK_M, WIDTH)
+        EPILOGUE: tl.constexpr = BLOCK_N * 2 if INTERLEAVED else BLOCK_N
+        gate0, gate1 = halves(gate, BLOCK_M, EPILOGUE)
+        up0, up1 = halves(up, BLOCK_M, EPILOGUE)
         HALF: tl.constexpr = BLOCK_N // 2
         _store_half(gate0, up0, bias, row, n0, I, rows_left, z_ptr, h_ptr, GATED, BIAS, SAVE, ACT, LIMIT, UP_OFFSET,
                     INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
@@ -168,7 +143,7 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_
 @triton.jit(do_not_specialize=["num_m"])  # it follows T
 def _up_fwd_kernel(
     x_ptr,  # [T, H]
-    w,  # [E, 2I or I, H], or its descriptor
+    w,  # [E, 2I or I, H], or its descriptor; JOINED: the descriptor of [E, 2, I, H]
     w_trained,  # [n, 2I or I, H]: the weights of the experts that have a place here
     trained_ptr,  # [E] int32: that place, or -1
     bias_ptr,  # [E, 2I or I]
@@ -179,19 +154,19 @@ def _up_fwd_kernel(
     num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k,
     SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, JOINED: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(I, BLOCK_N), tl.num_programs(0)):
             _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr, num_m, I,
                      H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, LIMIT, UP_OFFSET,
-                     INTERLEAVED, BIAS, SAVE, TRAINED, EVEN_K, TMA, K_LAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                     GROUP_M)  # fmt: skip
+                     INTERLEAVED, BIAS, SAVE, TRAINED, EVEN_K, TMA, JOINED, K_LAST, PRECISION, BLOCK_M, BLOCK_N,
+                     BLOCK_K, GROUP_M)  # fmt: skip
     else:
         _up_tile(tl.program_id(0), x_ptr, w, w_trained, trained_ptr, bias_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr,
                  num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k, SLOTS, ACT, GATED, LIMIT, UP_OFFSET,
-                 INTERLEAVED, BIAS, SAVE, TRAINED, EVEN_K, TMA, K_LAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                 INTERLEAVED, BIAS, SAVE, TRAINED, EVEN_K, TMA, JOINED, K_LAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                  GROUP_M)  # fmt: skip
 
 
@@ -255,50 +230,40 @@ def _grouped_gemm_fwd_kernel(
                    BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
 
 
-class Trained(NamedTuple):
-    """Weights that some experts have apart from the stack: what to look up, and where."""
-
-    place: torch.Tensor  # [E] int32: row of `weight`, -1 for an expert of the stack
-    weight: torch.Tensor  # [n, ., .], inner strides as the stack's
-
-
-def describable(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can hold them: 16-byte pointers and strides, the last one 1, no dimension expanded."""
-    return all(
-        t.data_ptr() % 16 == 0
-        and t.stride(-1) == 1
-        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        and t.numel() > 0
-        for t in tensors
-    )
-
-
-def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, bool]:
-    """Return the same product with the last dimension of `weight` [E, a, b] contiguous if its other one is, for descriptors."""
-    if weight.stride(1) == 1 and weight.stride(2) != 1:
-        return weight.transpose(1, 2), not k_last
-    return weight, k_last
-
-
-def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, tile: Tile) -> tuple[tuple, tuple]:
-    """`weight` [E, ., .] as a kernel takes it: (w, w_trained, place), and the strides (e, te, n, k).
-
-    k_last: the sum runs over the last dimension.
-    """
-    stride_e, *strides = weight.stride()
-    stride_n, stride_k = strides if k_last else strides[::-1]
-    if trained is not None:
-        return (weight, trained.weight, trained.place), (stride_e, trained.weight.stride(0), stride_n, stride_k)
-    if tma:
-        block = [1, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, tile.BLOCK_N]
-        weight = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
-    return (weight, None, None), (stride_e, 0, stride_n, stride_k)
-
-
-def grid(tile: Tile, num_m: int, N: int, device: torch.device) -> tuple[int]:
-    """Return the launch grid: every tile of the bound, or as many programs as run at once."""
-    programs = num_m * triton.cdiv(N, tile.BLOCK_N)
-    return (min(programs, processors(device)) if tile.PERSISTENT else programs,)
+@triton.jit(do_not_specialize=["num_m"])  # it follows T
+def _grouped_gemm_stream_kernel(
+    a,  # descriptor of [R, K]
+    w,  # descriptor of [E, N, K], or with not K_LAST of [E, K, N]
+    y,  # ragged descriptor of [R, N], half as wide as a tile
+    bias_ptr,  # [E, N]
+    map_ptr,  # [3, num_m] int32
+    num_m, N, K,
+    BIAS: tl.constexpr, K_LAST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    # one flat loop over the tiles of a program and their sums, so that the next tile's loads run under this one's epilogue.
+    # Nothing in it may be conditional: dead tiles are excluded by their count, and the descriptor ends a store at the
+    # expert's last row
+    live = live_tiles(map_ptr, num_m)
+    num_n = tl.cdiv(N, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_N // 2
+    for pid in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
+        pid_m, pid_n = tile_of(pid, live, num_n, GROUP_M)
+        e = tl.load(map_ptr + pid_m)
+        row = tl.load(map_ptr + num_m + pid_m)
+        rows_left = tl.load(map_ptr + 2 * num_m + pid_m) - row
+        n0 = pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            b = weight_block(w, e, n0, k0, N, K, 0, 0, True, True, K_LAST, BLOCK_N, BLOCK_K)
+            acc = tl.dot(a.load([row, k0]), b, acc, input_precision=PRECISION)
+        if BIAS:
+            n = n0 + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias_ptr + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
+        c0, c1, c2 = to_ragged_indices(row, rows_left, 0)
+        y.store([c0, c1, c2, n0], tl.reshape(left.to(y.dtype), (1, 1, BLOCK_M, HALF)))
+        y.store([c0, c1, c2, n0 + HALF], tl.reshape(right.to(y.dtype), (1, 1, BLOCK_M, HALF)))
 
 
 def up_forward(
@@ -322,13 +287,19 @@ def up_forward(
     width = tile.BLOCK_N * (1 + interleaved)
     tma = tile.TMA and trained is None and describable(up)
     weights, strides = weight_operand(up, trained, k_last, tma, tile._replace(BLOCK_N=width))
+    pair = up.unflatten(1 if k_last else 2, (2, I)) if gated else up
+    joined = tma and tile.JOINED and gated and not interleaved and describable(pair)
+    if joined:
+        block = [1, 2, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, 2, tile.BLOCK_N]
+        weights = (TensorDescriptor(pair, list(pair.shape), list(pair.stride()), block), None, None)
     with torch.cuda.device_of(x):
         _up_fwd_kernel[grid(tile, num_m, I, x.device)](
             x, *weights, bias, row_slot, tile_map, z if save else None, h, num_m, I, H, x.stride(0), *strides,
             SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset, INTERLEAVED=interleaved,
             BIAS=bias is not None, SAVE=save, TRAINED=trained is not None,
-            EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last, PERSISTENT=tile.PERSISTENT, PRECISION=precision(x),
-            BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
+            EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, JOINED=joined, K_LAST=k_last, PERSISTENT=tile.PERSISTENT,
+            PRECISION=precision(x), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K,
+            GROUP_M=tile.GROUP_M,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return z, h
@@ -349,12 +320,21 @@ def grouped_gemm_forward(a, weight, bias, tile_map, k_last: bool, tile: Tile, tr
     tma = tile.TMA and trained is None and describable(a, weight)
     weights, strides = weight_operand(weight, trained, k_last, tma, tile)
     rows = TensorDescriptor(a, list(a.shape), list(a.stride()), [tile.BLOCK_M, tile.BLOCK_K]) if tma else a
+    common = {
+        "BIAS": bias is not None, "K_LAST": k_last, "PRECISION": precision(a), "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
+        "BLOCK_K": tile.BLOCK_K, "GROUP_M": tile.GROUP_M, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }  # fmt: skip
+    if tma and tile.PERSISTENT and describable(y):
+        stored = create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2])
+        with torch.cuda.device_of(a):
+            _grouped_gemm_stream_kernel[grid(tile, num_m, N, a.device)](
+                rows, weights[0], stored, bias, tile_map, num_m, N, K, **common
+            )
+        return y
     with torch.cuda.device_of(a):
         _grouped_gemm_fwd_kernel[grid(tile, num_m, N, a.device)](
             rows, *weights, bias, tile_map, y, num_m, N, K, a.stride(0), *strides,
-            BIAS=bias is not None, TRAINED=trained is not None, EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
-            PERSISTENT=tile.PERSISTENT, PRECISION=precision(a), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
-            BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            enable_fp_fusion=True,
+            TRAINED=trained is not None, EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, **common,
         )  # fmt: skip
     return y

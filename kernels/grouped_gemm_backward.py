@@ -7,14 +7,15 @@ partial results for the next kernel to add in a fixed order: no atomics.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 
 from moe_runtime.kernels.activation import activate_grad, below, shifted
-from moe_runtime.kernels.grouped_gemm import (
+from moe_runtime.kernels.operands import (
     describable,
     grid,
-    halves,
     last_contiguous,
     pairs,
+    piece,
     weight_base,
     weight_block,
     weight_operand,
@@ -70,24 +71,6 @@ def store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: 
 
 
 @triton.jit
-def _store_dz_half(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: tl.constexpr, WH: tl.constexpr,
-                   ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """`store_dz`, in two pieces where z comes twice as wide or is held for a clamp's gradient: one would spill."""
-    if INTERLEAVED or LIMIT > 0:
-        left, right = halves(dh, BLOCK_M, BLOCK_N)
-        HALF: tl.constexpr = BLOCK_N // 2
-        dot = store_dz(left, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
-                       INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-        dot += store_dz(right, weight, row, col0 + HALF, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
-                        UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-    else:
-        dot = store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
-                       INTERLEAVED, BLOCK_M, BLOCK_N)  # fmt: skip
-    return dot
-
-
-@triton.jit
 def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr, z_ptr, dz_ptr,
              wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
              SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -118,13 +101,13 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        HALF: tl.constexpr = BLOCK_N // 2
-        dot = _store_dz_half(left, weight, row, n0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
-                             UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-        n1 = n0 + HALF
-        dot += _store_dz_half(right, weight, row, n1, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT,
-                              UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
+        # in pieces, or what the epilogue holds beside the accumulator would spill: z comes twice as wide, or serves a clamp too
+        PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 else 2) * (4 if BLOCK_N > 128 else 1)
+        WIDTH: tl.constexpr = BLOCK_N // PIECES
+        dot = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(PIECES):
+            dot += store_dz(piece(acc, i, PIECES, BLOCK_M, BLOCK_N), weight, row, n0 + i * WIDTH, I, rows_left, z_ptr,
+                            dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET, INTERLEAVED, BLOCK_M, WIDTH)  # fmt: skip
         if BIAS:  # y = W_down h + b: the weight's gradient has <dout, b> too, in the first column
             for k0 in range(0, tl.where(pid_n == 0, H, 0), BLOCK_K):
                 in_row = k0 + k < H
@@ -184,20 +167,22 @@ def _segment(expert_offsets_ptr, map_ptr, e, MAP: tl.constexpr, COMPACT: tl.cons
 
 @triton.jit
 def _grouped_gemm_bwd_w_kernel(
-    dy_ptr,  # [R or T, N]
-    x_ptr,  # [R or T, K]
+    dy,  # [R or T, N]; with TMA and unless gathered, its ragged descriptor
+    x,  # [R or T, K], likewise
     row_slot_ptr,  # [R] int32
     expert_offsets_ptr,  # [E + 1] int32
     map_ptr,  # [E] int32: row of the output, -1 for a frozen expert
     dw_ptr,  # [E or n, N, K]
     N, K, stride_dy, stride_x,
     SLOTS: tl.constexpr, GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, FIRST: tl.constexpr, MAP: tl.constexpr,
-    COMPACT: tl.constexpr, PRECISION: tl.constexpr,
+    COMPACT: tl.constexpr, TMA: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), GROUP_M)
     e = tl.program_id(1) + FIRST
     start, end, place = _segment(expert_offsets_ptr, map_ptr, e, MAP, COMPACT)
+    if ADD:  # nothing to add
+        place = tl.where(end > start, place, -1)
     if place >= 0:
         m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -206,20 +191,34 @@ def _grouped_gemm_bwd_w_kernel(
         for row in range(start, end, BLOCK_K):
             live = k < end - row
             at = (row + k).to(tl.int64)
-            dy_row = at
-            x_row = at
+            token = at
             if GATHER_DY or GATHER_X:
                 token = (tl.load(row_slot_ptr + at, mask=live, other=0) // SLOTS).to(tl.int64)
-                if GATHER_DY:
-                    dy_row = token
-                if GATHER_X:
-                    x_row = token
-            # transposed by its pointers: behind tl.trans Ampere's pipeline would not hold it
-            dy = tl.load(dy_ptr + dy_row[None, :] * stride_dy + m[:, None], mask=live[None, :] & (m < N)[:, None], other=0.0)
-            x = tl.load(x_ptr + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
-            acc = tl.dot(dy, x, acc, input_precision=PRECISION)
-        dw = dw_ptr + place.to(tl.int64) * N * K + (m[:, None].to(tl.int64) * K + n[None, :])
-        tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=(m < N)[:, None] & (n < K)[None, :])
+            if TMA and not GATHER_DY:
+                c0, c1, c2 = to_ragged_indices(start, end - start, row - start)
+                a = tl.trans(tl.reshape(dy.load([c0, c1, c2, pid_m * BLOCK_M]), (BLOCK_K, BLOCK_M)))
+            else:  # transposed by its pointers: behind tl.trans Ampere's pipeline would not hold it
+                dy_row = token if GATHER_DY else at
+                a = tl.load(dy + dy_row[None, :] * stride_dy + m[:, None], mask=live[None, :] & (m < N)[:, None], other=0.0)
+            if TMA and not GATHER_X:
+                c0, c1, c2 = to_ragged_indices(start, end - start, row - start)
+                b = tl.reshape(x.load([c0, c1, c2, pid_n * BLOCK_N]), (BLOCK_K, BLOCK_N))
+            else:
+                x_row = token if GATHER_X else at
+                b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=live[:, None] & (n < K)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        dw_ptr += place.to(tl.int64) * N * K
+        if ADD:  # in pieces, or what was there would spill
+            WIDTH: tl.constexpr = BLOCK_N // 4
+            for i in tl.static_range(4):
+                column = pid_n * BLOCK_N + i * WIDTH + tl.arange(0, WIDTH)
+                dw = dw_ptr + (m[:, None].to(tl.int64) * K + column[None, :])
+                mask = (m < N)[:, None] & (column < K)[None, :]
+                total = piece(acc, i, 4, BLOCK_M, BLOCK_N) + tl.load(dw, mask=mask, other=0.0).to(tl.float32)
+                tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=mask)
+        else:
+            dw = dw_ptr + (m[:, None].to(tl.int64) * K + n[None, :])
+            tl.store(dw, acc.to(dw_ptr.dtype.element_ty), mask=(m < N)[:, None] & (n < K)[None, :])
 
 
 @triton.jit
@@ -287,8 +286,10 @@ def dz_backward(
 
 
 def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | None, tile: Tile, trained=None,
-                    num_trained=None, first: int = 0):  # fmt: skip
+                    num_trained=None, first: int = 0, into=None):  # fmt: skip
     """dw[e] = sum over e's rows of dy[r]^T x[r]: [E, N, K] in x's dtype; zero for an expert without rows.
+
+    `into`, contiguous and of any floating dtype, is added to in place and returned, rounded once.
 
     `gather` ("dy", "x", or None: `row_slot` is not read) names the operand that is [T, .] and not in expert order. `trained`
     [E] int32 (-1: frozen) leaves frozen experts zero or, with `num_trained`, gives [num_trained, N, K] in the order that
@@ -296,17 +297,24 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
     # which rows are nobody's is known on the device alone
-    dw = x.new_empty(E, N, K) if num_trained is None else x.new_zeros(num_trained, N, K)
+    dw = into if into is not None else (x.new_empty(E, N, K) if num_trained is None else x.new_zeros(num_trained, N, K))
     if dw.numel() == 0 or first == E:
         return dw
     # without an index in the loop every stage is a buffer
     stages = tile.num_stages if gather else (tile.num_stages + 1) // 2
-    with torch.cuda.device_of(x):
+    dy_stride, x_stride = dy.stride(0), x.stride(0)
+    tma = tile.TMA and describable(*([] if gather == "dy" else [dy]), *([] if gather == "x" else [x]))
+    if tma and gather != "dy":
+        dy = create_ragged_descriptor(dy, [tile.BLOCK_K, tile.BLOCK_M])
+    if tma and gather != "x":
+        x = create_ragged_descriptor(x, [tile.BLOCK_K, tile.BLOCK_N])
+    with torch.cuda.device_of(dw):
         _grouped_gemm_bwd_w_kernel[(triton.cdiv(N, tile.BLOCK_M) * triton.cdiv(K, tile.BLOCK_N), E - first)](
-            dy, x, row_slot, expert_offsets, trained, dw, N, K, dy.stride(0), x.stride(0),
+            dy, x, row_slot, expert_offsets, trained, dw, N, K, dy_stride, x_stride,
             SLOTS=slots, GATHER_DY=gather == "dy", GATHER_X=gather == "x", FIRST=first, MAP=trained is not None,
-            COMPACT=num_trained is not None, PRECISION=precision(x), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
-            BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages, enable_fp_fusion=True,
+            COMPACT=num_trained is not None, TMA=tma, ADD=into is not None, PRECISION=precision(dw), BLOCK_M=tile.BLOCK_M,
+            BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M, num_warps=tile.num_warps, num_stages=stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return dw
 

@@ -22,23 +22,12 @@ def _key(x):
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, tl.where(key == -1, 0, key))
 
 
-@triton.jit(do_not_specialize=["T"])
-def _route_fwd_kernel(
-    logits_ptr,  # [T, E], any float
-    bias_ptr,  # [E] float32 or None
-    weight_ptr,  # [T, K + SHARED] float32
-    idx_ptr,  # [T, K + SHARED] int32, written; read instead if FORCED
-    T,
-    STRIDE_T: tl.constexpr,  # of logits
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    E_PAD: tl.constexpr,
-    FORCED: tl.constexpr,  # the experts are the caller's choice
-):
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+@triton.jit
+def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T: tl.constexpr, E: tl.constexpr,
+               K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
+               FORCED: tl.constexpr):  # fmt: skip
+    """Route BLOCK_T tokens from `first_token` (int64) on; the arguments are those of `_route_fwd_kernel`."""
+    t = first_token + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)[None, :]
     mask = (t < T)[:, None] & (e < E)
     x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
@@ -70,7 +59,7 @@ def _route_fwd_kernel(
             if GATE == "xft":
                 exp = tl.exp(weight)
                 weight = exp * (largest / tl.sum(tl.where(chosen, exp, 0.0), 1))[:, None]
-    base = tl.program_id(0).to(tl.int64) * BLOCK_T * (K + SHARED)
+    base = first_token * (K + SHARED)
     weight_ptr += base
     idx_ptr += base
     slots = tl.arange(0, BLOCK_T) * (K + SHARED)
@@ -82,6 +71,21 @@ def _route_fwd_kernel(
         tl.store(weight_ptr + slots + K, 1 - largest, mask=t < T)
         if not FORCED:
             tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_fwd_kernel(
+    logits_ptr,  # [T, E], any float
+    bias_ptr,  # [E] float32 or None
+    weight_ptr,  # [T, K + SHARED] float32
+    idx_ptr,  # [T, K + SHARED] int32, written; read instead if FORCED
+    T,
+    STRIDE_T: tl.constexpr,  # of logits
+    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
+    FORCED: tl.constexpr,  # the experts are the caller's choice
+):  # fmt: skip
+    route_rows(tl.program_id(0).to(tl.int64) * BLOCK_T, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T, E, K,
+               SHARED, GATE, BLOCK_T, E_PAD, FORCED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -156,7 +160,7 @@ def route_forward(
     `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them.
     """
     T = router_logits.shape[0]
-    router_logits = _rows(router_logits)
+    router_logits = route_operand(router_logits)
     weight = torch.empty(T, top_k, dtype=torch.float32, device=router_logits.device)
     if topk_idx is None:
         idx = torch.empty(T, top_k, dtype=torch.int32, device=router_logits.device)
@@ -176,7 +180,7 @@ def route_backward(
 ) -> torch.Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
     T, E = router_logits.shape
-    router_logits = _rows(router_logits)
+    router_logits = route_operand(router_logits)
     dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
     if T:
         grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, is_forced)
@@ -187,7 +191,7 @@ def route_backward(
     return dlogits
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
+def route_operand(logits: torch.Tensor) -> torch.Tensor:
     """Each row contiguous; the rows themselves may lie anywhere."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 

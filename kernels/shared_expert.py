@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.activation import activate, below, shifted
-from moe_runtime.kernels.grouped_gemm import pairs
 from moe_runtime.kernels.grouped_gemm_backward import store_dz
+from moe_runtime.kernels.operands import pairs
 
 BLOCK_T = 16
 

@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
     TMA: bool = False  # tensor descriptors for what lies in order: weights, and rows that are not gathered
     PERSISTENT: bool = False  # as many programs as fit on the GPU, each takes one tile after another
+    JOINED: bool = False  # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
 
 
 class Problem(NamedTuple):
@@ -45,19 +46,20 @@ class Problem(NamedTuple):
 
 
 KERNELS = ("up", "down", "dz", "dx", "dw")
+SHORT = 2048  # length of a sum, 32 steps, up to which a tile's epilogue is long enough to load the next tile meanwhile
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 # kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
 _HOPPER_SMALL = ((48, Tile(64, 128, 64, 4, 4, TMA=True)), (0, Tile(16, 128, 64, 4, 4, TMA=True)))
 _HOPPER = {
-    "up": ((512, Tile(128, 128, 64, 8, 4, TMA=True)), *_HOPPER_SMALL),
-    "down": ((512, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
+    "up": ((128, Tile(128, 128, 64, 8, 4, TMA=True, JOINED=True)), *_HOPPER_SMALL),
+    "down": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
     "dz": (
-        (512, Tile(128, 128, 64, 8, 3, TMA=True)),
+        (128, Tile(128, 256, 64, 8, 3, TMA=True)),
         (48, Tile(64, 128, 64, 8, 3, TMA=True)),
         (0, Tile(16, 128, 64, 4, 4, TMA=True)),
     ),
-    "dx": ((512, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
-    "dw": ((256, Tile(128, 256, 64, 8, 5)), (0, Tile(128, 128, 64, 8, 5))),
+    "dx": ((128, Tile(128, 256, 64, 8, 3, TMA=True)), *_HOPPER_SMALL),
+    "dw": ((256, Tile(128, 256, 64, 8, 5, TMA=True)), (0, Tile(128, 128, 64, 8, 5, TMA=True))),
 }
 _AMPERE = {
     "up": ((192, Tile(128, 64, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
@@ -104,7 +106,12 @@ def clip(tile: Tile, problem: Problem) -> Tile:
         tile = tile._replace(num_stages=tile.num_stages - 1)
     while shared_bytes(tile, problem) > limit - 2048:
         tile = tile._replace(BLOCK_K=tile.BLOCK_K // 2)
-    return tile._replace(TMA=tile.TMA and not (problem.arch >= 100 and problem.K % tile.BLOCK_K))
+    # the rows of a weight's gradient end wherever an expert's do
+    uneven = problem.kernel == "dw" or problem.K % tile.BLOCK_K
+    return tile._replace(
+        TMA=tile.TMA and not (problem.arch >= 100 and uneven),
+        JOINED=tile.JOINED and problem.gated and widest(problem.arch) >= 2 * tile.BLOCK_N,
+    )
 
 
 def widest(arch: int) -> int:
@@ -123,7 +130,9 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     columns = tile.BLOCK_N * (1 + problem.gated)
     # an index that is loaded inside the loop takes every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
-    return stages * tile.BLOCK_K * (tile.BLOCK_M + columns) * size
+    # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its own, half as wide
+    stored = tile.BLOCK_M * tile.BLOCK_N // 2 if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx") else 0
+    return (stages * tile.BLOCK_K * (tile.BLOCK_M + columns) + stored) * size
 
 
 def _power(n: int) -> int:
@@ -140,7 +149,11 @@ def heuristic(problem: Problem) -> Tile:
         table = UNALIGNED
     else:
         table = TABLE[nearest(problem.arch)]
-    return clip(next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows), problem)
+    tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
+    streams = table is _HOPPER and nearest(problem.arch) == 90 and problem.kernel in ("down", "dx")
+    if streams and tile.BLOCK_M == 128 and problem.K <= SHORT:
+        tile = tile._replace(PERSISTENT=True)
+    return clip(tile, problem)
 
 
 def tuned_path() -> Path:

@@ -93,7 +93,8 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     wanted = [
-        "device_check", "tools.check", "test_moe_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes", "bench_kernels.py --shapes",
+        "device_check", "tools.check", "test_moe_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes",
+        "bench_kernels.py --shapes",
         "ncu ", "moe_runtime tune", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning",
         "tests/ops tests/modules", "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck",
         "bench.report", "bench_xft.py", "native.build cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck",

@@ -10,6 +10,7 @@ from moe_runtime.cli.verbs import (
     argument, group, numbers, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.io import console
+from moe_runtime.io.files import check_out_file
 from moe_runtime.io.rows import require
 
 ESFT = "ESFT: tune only the experts of an MoE model that a task uses, and ship only those."
@@ -33,7 +34,7 @@ def score(
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
-    _check_free(out, overwrite)
+    check_out_file(out, overwrite)
     require("datasets")
     from moe_runtime.methods.esft.runs import score_folder
 
@@ -65,10 +66,11 @@ def select(
     group_size: Annotated[int, option("Select experts by groups of this size; needs score --pairs.")] = 1,
     shared_experts: Annotated[bool, option("Train the shared experts too.", "--shared-experts")] = False,
     non_expert_modules: Annotated[bool, option("Train all other modules too.", "--non-expert-modules")] = False,
+    skip_unused: Annotated[bool, option("Never select an expert with a score of 0.", "--skip-unused")] = False,
     overwrite: Overwrite = False,
 ):
     """Select the fewest experts of each layer whose scores sum to p; needs no model."""
-    _check_free(out, overwrite)
+    check_out_file(out, overwrite)
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
     if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
         raise ValueError("pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
@@ -82,7 +84,7 @@ def select(
         scores = ExpertScores.from_logs(logs, variant or "v1", **options)
     selection = select_experts(
         scores, p, score, variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
-        group_size=group_size, round=round,
+        group_size=group_size, round=round, skip_unused=skip_unused,
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     selection.save(out)
@@ -90,8 +92,8 @@ def select(
     typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
     if beyond := sum(p > total + 1e-3 for total in sums):  # sums of rounded scores are off by little
         typer.echo(
-            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts that had a "
-            "token are selected; p is a share only with --variant normalized",
+            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts "
+            f"{'with a score above 0 ' if skip_unused else ''}are selected; p is a share only with --variant normalized",
             err=True,
         )
     _say_selection(selection)
@@ -210,14 +212,6 @@ def merge(
         f"{receipt.experts} experts of {adapter}; and {', '.join(receipt.side_files)}"
     )
     return receipt
-
-
-def _check_free(out: Path, overwrite: bool) -> None:
-    """Raise ValueError if the file cannot be written, or is there and should not be replaced."""
-    above = next((one for one in out.parents if one.exists() and not one.is_dir()), None)
-    if above or out.is_dir() or (out.exists() and not overwrite):
-        why = f"below {above}, which is a file" if above else "which exists"
-        raise ValueError(f"out is {out}, {why}; pass a new file, or overwrite=True")
 
 
 def _say_selection(selection) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Source, again, leaving, option, verb
+from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Overwrite, Source, again, leaving, option, verb
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
 
@@ -21,14 +21,14 @@ def stats(
     source: Source, data: Data,
     out: Annotated[Path, option("Folder for the CSV file and the heat map.")] = Path("runs/stats"),
     tokens: Annotated[int, option("Tokens to route, at most.")] = 131072, max_length: MaxLength = 1024,
-    batch_size: Annotated[int, option("Examples per forward pass.")] = 4,
+    batch_size: Annotated[int, option("Examples per forward pass.")] = 4, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set over the experts."""
     require("datasets")
     require("matplotlib", "plot")
     from moe_runtime.tools.router_report import FILES, router_report
 
-    found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size)
+    found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size, overwrite=overwrite)
     columns = (found.layers, found.routed, found.dead.sum(1).tolist(), found.max_violation.tolist(), found.entropy.tolist())
     names = "layer", "slots", "dead", "max_violation", "entropy"
     layers = [dict(zip(names, row)) for row in zip(*columns)]
@@ -149,6 +149,7 @@ def bench(
     seconds: Annotated[float, option("Seconds of timing per benchmark, on a GPU.")] = 3.0,
     out: Annotated[Path | None, option("The .json file or its folder; bench/results or bench-results.")] = None,
     compare: Annotated[tuple[Path, Path] | None, option("Only compare two results files.", metavar="A B")] = None,
+    overwrite: Annotated[bool, option("Measure again what the file already has.", "--overwrite")] = False,
 ):
     """Benchmark our backends, transformers' implementations and other installed packages on this machine.
 
@@ -176,6 +177,7 @@ def bench(
             return _report(_measure(paths, Path(folder) / "tiny.json", options), [], is_kept=False)
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
+    running.resume(target.with_suffix(".jsonl"), target, overwrite)
     kept, pictures = Kept("{target}"), []
     kept.begin({"target": target})
     with leaving(lambda: _left(target, kept)):

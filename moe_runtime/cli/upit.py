@@ -59,7 +59,7 @@ def grow(
     return found
 
 
-@verb(app, "step-100 step-200 --data rows.jsonl --out routers", Kept("{out}", resumes=True))
+@verb(app, "step-100 step-200 --data rows.jsonl --out routers", Kept("{out}", resumes=True, drop=("--overwrite",)))
 def init_routers(
     experts: Experts, data: Data, out: Out, base: Base = None,
     share: Annotated[float, option("Share of the examples that are drawn as seed data.")] = 0.01,
@@ -75,7 +75,7 @@ def init_routers(
     batch_size: Annotated[int, option("Examples per optimizer step.")] = 128,
     per_device_batch_size: Annotated[int | None, option("Examples per forward pass; the batch unless given.")] = None,
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False, max_length: MaxLength = 2048, prompt: Prompt = "plain",
-    train_on: TrainOn = "assistant", seed: Seed = 0,
+    train_on: TrainOn = "assistant", seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Give each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
     one_gpu()
@@ -86,6 +86,7 @@ def init_routers(
         alpha=alpha, max_length=max_length, prompt=prompt, train_on=train_on, seed=seed, epochs=epochs,
         learning_rate=learning_rate, vector_std=vector_std, vector_learning_rate=vector_learning_rate, batch_size=batch_size,
         per_device_batch_size=per_device_batch_size, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
+        overwrite=overwrite,
     )  # fmt: skip
     if not console.is_main():
         return None

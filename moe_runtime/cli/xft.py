@@ -34,6 +34,8 @@ def upcycle(
     from moe_runtime.methods.xft import folders
 
     check_choice("preset", preset, tuple(PRESETS))
+    if num_experts == 1:
+        raise ValueError("num_experts is 1, which is the dense model itself; pass at least 2")
     given = {"gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss}
     given["balance_loss_coef"] = balance_loss_coef
     settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
@@ -52,8 +54,29 @@ def upcycle(
         with console.bar("checking", "model") as update:
             error = folders.compare_folders(source, target, update)
         typer.echo(f"upcycled against dense logits: relative error {error:.1e}")
+    exports = _exports(target)
+    typer.echo("exports: " + "; ".join(f"{name}: {why or 'yes'}" for name, why in exports.items()))
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
-    return console.jsonable(receipt) | {"logits_error": error}
+    return console.jsonable(receipt) | {"logits_error": error, "exports": [name for name, why in exports.items() if not why]}
+
+
+def _exports(folder: Path) -> dict[str, str | None]:
+    """Return the ways to export the model of a folder, each with the reason if there is none."""
+    from moe_runtime.config import SHARED_GATES
+    from moe_runtime.hf.models.folders import read_config
+    from moe_runtime.methods.upit.folders import mixtral_config
+    from moe_runtime.methods.xft.official_config import export_values
+
+    config = read_config(folder)
+    is_shared = config.moe_runtime["config"]["gate"] in SHARED_GATES
+    found = {"xft merge to a dense model": None if is_shared else "after xft to-mergeable --soup"}
+    for name, convert in {"xft export --to mixtral": mixtral_config, "xft export --to official": export_values}.items():
+        try:
+            convert(config)
+            found[name] = None
+        except ValueError as error:
+            found[name] = "no, " + str(error).partition(";")[0]
+    return found
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"))
@@ -78,10 +101,6 @@ def to_mergeable(
 
 def _alpha(text: str) -> str | list[float]:
     return text if text == "uniform" else [float(part) for part in text.split(",")]
-
-
-ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,... that sum to 1."
-Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 
 ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,... that sum to 1."

@@ -211,7 +211,7 @@ def environment() -> dict:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "moe_runtime": moe_runtime.__version__,
-        **{name: found[name] for name in ("system", "packages", "devices")},
+        **{name: found[name] for name in ("system", "packages", "devices", "settings", "backends")},
         "load": os.getloadavg()[0],
     }
 

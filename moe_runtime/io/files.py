@@ -278,6 +278,18 @@ def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Itera
     return path
 
 
+def check_out_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
+    """Return the path of a file to write; ValueError if it cannot be written, or exists and should not be replaced."""
+    path = Path(path)
+    above = next((one for one in path.parents if one.exists() and not one.is_dir()), None)
+    problem = "which exists; pass a new file, or overwrite=True" if path.exists() and not overwrite else None
+    problem = "which is a folder; pass a file" if path.is_dir() else problem
+    problem = f"below {above}, which is a file; pass another folder" if above else problem
+    if problem:
+        raise ValueError(f"out is {path}, {problem}")
+    return path
+
+
 def _exchange(a: Path, b: Path) -> bool:
     """Swap two folders in one step; return False where the filesystem cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)

@@ -147,10 +147,10 @@ def forward_experts(
     rows = trainable.trained_parameters(module)
     # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
     tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
+    check_floats(tensors, type(module).__name__)
     if transposed:
         tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
     tensors, owners = all_to_all.local_parts(tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-    check_dtype(tensors[1].dtype, type(module).__name__)
     dtype = autocast_dtype(x) or tensors[1].dtype
     tensors = [tensor.to(dtype) for tensor in tensors]
     stacks, trained = tensors[: len(names)], tensors[len(names) :]
@@ -171,11 +171,19 @@ def forward_experts(
     return all_to_all.run_at_owners(x.to(dtype), topk_idx, topk_weight, owners, run_here)
 
 
-def check_dtype(dtype: torch.dtype, name: str) -> None:
-    """Raise ValueError unless experts of this dtype, those of `name`, can be computed with."""
-    if dtype not in FLOATS:
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are not what its dtype says: it is of integers, or of another package, as torchao's are."""
+    kind = type(tensor)
+    return tensor.dtype not in FLOATS or (hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] != "torch")
+
+
+def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Raise ValueError unless the experts of `name`, with these parameters, can be computed with."""
+    found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
+    if found is not None:
+        kind = found.dtype if found.dtype not in FLOATS else f"{type(found).__module__}.{type(found).__name__}"
         raise ValueError(
-            f"the experts of {name} are {dtype}; want float16, bfloat16, float32 or float64: quantized experts have "
+            f"the experts of {name} are {kind}; want float16, bfloat16, float32 or float64: quantized experts have "
             "implementations of their own in transformers"
         )
 
@@ -217,6 +225,8 @@ class MoE(nn.Module):
         if _has_any_global_hook() or not (is_plain(self.gate, Router) and is_plain(self.experts, Experts)):
             return False
         if all_to_all.is_distributed(self.experts.down_proj) or trainable.split_of(self.experts):
+            return False
+        if any(is_quantized(getattr(self.experts, name)) for name in self.experts.stacks()):
             return False
         dtypes = {x.dtype, self.gate.weight.dtype, self.experts.down_proj.dtype}
         return len(dtypes) == 1 or autocast_dtype(x) is not None

@@ -8,7 +8,7 @@ Weights of the experts that train may lie apart from the stack of all, as in `gr
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,6 +139,10 @@ class Gradients(NamedTuple):
         """Return those that `needs` asks for, None in place of the others."""
         return Gradients(*[grad if need else None for grad, need in zip(self, needs)])
 
+    def besides(self, others: "Gradients") -> "Gradients":
+        """Return those that are None in `others`, None in place of the rest."""
+        return Gradients(*[grad if other is None else None for grad, other in zip(self, others)])
+
 
 class Member(NamedTuple):
     """An expert of a group; its rows count from the group's first."""
@@ -188,29 +192,95 @@ def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
         yield Group(start, start + members[-1].padded, members, False)
 
 
-def new_gradients(experts: Experts, bounds: list[int], trained: list[int], needs: Gradients) -> Gradients:
-    """Return memory for the gradients of the weights and biases that `needs` asks for; zeros for experts without rows."""
+NOWHERE = Gradients(*[None] * len(Gradients._fields))
+
+
+def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = True) -> None:
+    """Let the backward pass add to the `.grad` of the stacks [E, ., .] among `parameters` in place, or to their `main_grad`.
+
+    From the second micro-batch on, no gradient of a stack's size is made and added: with float32 gradients the result has
+    the same bits. Autograd sees no gradient then, and runs no hook: not for DDP or FSDP, which reduce in hooks. What is
+    compiled by torch.compile, or differentiated with create_graph=True, gets its gradient as ever.
+    """
+    for parameter in parameters:
+        if parameter.dim() == 3:
+            setattr(parameter, _ACCUMULATES, enabled)
+
+
+_ACCUMULATES = "moe_runtime_accumulates"
+
+
+def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter of `accumulate_into_grad` that `tensor` is, or is the transpose of; None of any other."""
+    leaf = tensor if tensor.is_leaf else tensor._base
+    if not getattr(leaf, _ACCUMULATES, False):
+        return None
+    same = any(tensor.shape == t.shape and tensor.stride() == t.stride() for t in (leaf, leaf.transpose(1, 2)))
+    return leaf if same else None
+
+
+def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) -> Gradients:
+    """Return the gradients of `leaves`, the parameters of up and down, to add to; NOWHERE if there are none yet."""
+    found = []
+    for tensor, leaf in zip((learned.up, learned.down), leaves, strict=True):
+        grad = None if leaf is None or torch.is_grad_enabled() else getattr(leaf, "main_grad", leaf.grad)
+        found.append(grad if grad is None or leaf.stride() == tensor.stride() else grad.transpose(1, 2))
+    return NOWHERE if all(grad is None for grad in found) else NOWHERE._replace(up=found[0], down=found[1])
+
+
+def new_gradients(
+    experts: Experts, bounds: list[int], trained: list[int], needs: Gradients, into: Gradients = NOWHERE
+) -> Gradients:
+    """Return memory for the gradients of the weights and biases that `needs` asks for; zeros for experts without rows.
+
+    `into` has what is added to in place.
+    """
     learned = experts.learned().only(needs)
     # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
-    grads = Gradients(*(None if t is None else lease(tuple(t.shape), t) for t in learned))
+    grads = Gradients(*(
+        old if t is None or old is not None else in_layout_of(t, lambda shape, t=t: lease(shape, t))
+        for t, old in zip(learned, into)
+    ))  # fmt: skip
     E = len(trained)
     idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
     # rows of weights that train which belong to no expert get zeros too
     busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
     unused = set(range(experts.learned().up.shape[0])).difference(busy)
     for part, rows in ((grads.up, unused), (grads.down, unused), (grads.up_bias, idle), (grads.down_bias, idle)):
-        for row in rows if part is not None else ():
+        for row in rows if part is not None and part is not into.up and part is not into.down else ():
             part[row].zero_()
     return grads
 
 
-def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight) -> None:
-    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows."""
+def is_transposed(tensor: torch.Tensor) -> bool:
+    """Whether this is a stack [E, out, in] that is stored as [E, in, out], as GPT-OSS's are."""
+    return tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
+
+
+def in_layout_of(tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of this shape that `new` makes of a shape, stored in the order of `tensor` [...].
+
+    A gradient in its parameter's own layout becomes `.grad` as it is; autograd copies any other.
+    """
+    shape = tuple(tensor.shape)
+    return new((shape[0], shape[2], shape[1])).transpose(1, 2) if is_transposed(tensor) else new(shape)
+
+
+def add_product(dy, x, out, adds: bool) -> None:
+    """Write dy^T x [out, in], or add it to `out` as autograd would."""
+    out.add_(torch.mm(dy.t(), x)) if adds else torch.mm(dy.t(), x, out=out)
+
+
+def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight, into=NOWHERE) -> None:
+    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows.
+
+    Those that `into` has are added to.
+    """
     e, dy, dz = member.expert, member.own(dy), member.own(dz)
     if grads.down is not None:
-        torch.mm(dy.t(), member.own(wh), out=grads.down[row])
+        add_product(dy, member.own(wh), grads.down[row], into.down is not None)
     if grads.up is not None:
-        torch.mm(dz.t(), member.own(rows), out=grads.up[row])
+        add_product(dz, member.own(rows), grads.up[row], into.up is not None)
     if grads.up_bias is not None:
         grads.up_bias[e].copy_(dz.sum(0))
     if grads.down_bias is not None:

@@ -79,7 +79,7 @@ def _apart(weight, trainable, trained):
     """Return the weights as the kernels take them: the stack, and what lies apart from it."""
     if trained is None:
         return weight, None
-    from moe_runtime.kernels.grouped_gemm import Trained
+    from moe_runtime.kernels.operands import Trained
 
     weight, trained = one_layout(weight, trained)
     return weight, Trained(trainable.contiguous(), trained)

@@ -14,9 +14,9 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
-from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients
+from moe_runtime.ops.expert_rows import NOWHERE, SCHEMA, Experts, Gradients, accumulating, gradients_so_far, in_layout_of
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
-from moe_runtime.ops.moe_mlp import absent_as_empty, check_experts, kernels_of, pick, run_experts
+from moe_runtime.ops.moe_mlp import absent_as_empty, adding_to, check_experts, kernels_of, pick, run_experts
 
 
 class MoEOutput(NamedTuple):
@@ -77,9 +77,13 @@ def _forward(x, router_weight, *arguments):
     *experts, top_k, gate, save, backend = arguments
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
-    weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
-    run = kernels_of(backend).forward
-    out, z, offsets, row_slot = run(x, Experts.unpack(experts), weight, idx, save)
+    experts, kernels = Experts.unpack(experts), kernels_of(backend)
+    if backend == "triton":
+        weight, idx, *rest = kernels.layer_forward(x, experts, logits, top_k, gate, save)
+    else:
+        weight, idx = routing.route_kernel(logits, None, top_k, gate, _router(backend))
+        rest = kernels.forward(x, experts, weight, idx, save)
+    out, z, offsets, row_slot = rest
     return out, logits, weight, idx, z, offsets, row_slot
 
 
@@ -94,7 +98,7 @@ def _forward_fake(x, router_weight, *arguments):
     )  # fmt: skip
 
 
-def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
+def _backward(dout, dlogits, dweight, x, router_weight, *arguments, into: Gradients = NOWHERE):
     *experts, router_logits, topk_weight, topk_idx, z, expert_offsets, row_slot, need_router, needs, gate, backend = arguments
     x, total = x.contiguous(), None
 
@@ -106,7 +110,7 @@ def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
         return total, router_weight
 
     grads = kernels_of(backend).backward(
-        dout.contiguous(), x, Experts.unpack(experts), topk_weight, z, expert_offsets, row_slot, Gradients(*needs), router
+        dout.contiguous(), x, Experts.unpack(experts), topk_weight, z, expert_offsets, row_slot, Gradients(*needs), router, into
     )
     drouter = torch.mm(total.t(), x) if need_router else None
     return absent_as_empty((drouter, *grads._replace(topk_weight=None)), x)
@@ -115,7 +119,7 @@ def _backward(dout, dlogits, dweight, x, router_weight, *arguments):
 def _backward_fake(dout, dlogits, dweight, x, router_weight, *arguments):
     *experts, _, _, _, _, _, _, need_router, needs, _, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
-    grads = (None if t is None else t.new_empty(t.shape) for t in (router_weight if need_router else None, *inputs))
+    grads = (None if t is None else in_layout_of(t, t.new_empty) for t in (router_weight if need_router else None, *inputs))
     return absent_as_empty(grads, x)
 
 
@@ -125,7 +129,9 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(idx, z, offsets, row_slot)
     ctx.set_materialize_grads(False)
     ctx.shape = out.shape
-    *tensors, ctx.activation, ctx.shared = Experts.unpack(experts)
+    experts = Experts.unpack(experts)
+    ctx.accumulating = tuple(map(accumulating, experts.learned()[1:3]))
+    *tensors, ctx.activation, ctx.shared = experts
     ctx.save_for_backward(x, router_weight, *tensors, logits, weight, idx, z, offsets, row_slot)
 
 
@@ -136,11 +142,13 @@ def _autograd(ctx, dout, dlogits, dweight, *_):
     experts = Experts(*tensors, ctx.activation, ctx.shared)
     need_x, need_router, *flags, _, _, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, False, flags)
-    drouter, *grads = torch.ops.moe_runtime.moe_layer_backward(
+    into = gradients_so_far(experts.learned(), ctx.accumulating)
+    op = torch.ops.moe_runtime.moe_layer_backward if into is NOWHERE else adding_to(into, _backward)
+    drouter, *grads = op(
         dout, dlogits, dweight, x, router_weight, *experts.pack(), logits, weight, idx, z, offsets, row_slot, need_router,
         needs, ctx.gate, ctx.backend,
     )  # fmt: skip
-    grads = Gradients(*grads).only(needs)
+    grads = Gradients(*grads).only(needs).besides(into)
     return grads.x, drouter if need_router else None, *experts.in_place(grads), None, None, None, None
 
 

@@ -16,7 +16,16 @@ from moe_runtime.config import SHARED_MODES, check_choice
 from moe_runtime.ops import cuda_kernels, moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.dispatch import INTEGERS
-from moe_runtime.ops.expert_rows import SCHEMA, Experts, Gradients, check_trained
+from moe_runtime.ops.expert_rows import (
+    NOWHERE,
+    SCHEMA,
+    Experts,
+    Gradients,
+    accumulating,
+    check_trained,
+    gradients_so_far,
+    in_layout_of,
+)
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
@@ -189,11 +198,21 @@ def _forward_fake(x, topk_weight, topk_idx, *arguments):
     )  # fmt: skip
 
 
-def _backward(dout, x, topk_weight, *arguments):
+def adding_to(into: Gradients, backward):
+    """Return the kernel `backward` of an op, called as the op is, which adds to `into` in place: no op has such outputs."""
+
+    def run(dout, *args):
+        with torch.autocast(dout.device.type, enabled=False):
+            return backward(dout, *args, into=into)
+
+    return run
+
+
+def _backward(dout, x, topk_weight, *arguments, into: Gradients = NOWHERE):
     *experts, z, expert_offsets, row_slot, needs, backend = arguments
     grads = kernels_of(backend).backward(
         dout.contiguous(), x.contiguous(), Experts.unpack(experts), topk_weight.contiguous(), z, expert_offsets, row_slot,
-        Gradients(*needs),
+        Gradients(*needs), into=into,
     )  # fmt: skip
     return absent_as_empty(grads, x)
 
@@ -202,7 +221,7 @@ def _backward_fake(dout, x, topk_weight, *arguments):
     *experts, _, _, _, needs, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
     needs = Gradients(*needs)._replace(topk_weight=True)
-    return absent_as_empty([None if t is None else t.new_empty(t.shape) for t in inputs.only(needs)], x)
+    return absent_as_empty([None if t is None else in_layout_of(t, t.new_empty) for t in inputs.only(needs)], x)
 
 
 def absent_as_empty(grads, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -215,7 +234,9 @@ def _setup_context(ctx, inputs, output):
     _, z, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(z, expert_offsets, row_slot)
     ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
-    *tensors, ctx.activation, ctx.shared = Experts.unpack(experts)
+    experts = Experts.unpack(experts)
+    ctx.accumulating = tuple(map(accumulating, experts.learned()[1:3]))
+    *tensors, ctx.activation, ctx.shared = experts
     ctx.save_for_backward(x, topk_weight, *tensors, z, expert_offsets, row_slot)
 
 
@@ -227,9 +248,10 @@ def _autograd(ctx, dout, *_):
     experts = Experts(*tensors, ctx.activation, ctx.shared)
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad
     needs = experts.needs(need_x, need_weight, flags)
-    op = torch.ops.moe_runtime.moe_mlp_backward
+    into = gradients_so_far(experts.learned(), ctx.accumulating)
+    op = torch.ops.moe_runtime.moe_mlp_backward if into is NOWHERE else adding_to(into, _backward)
     grads = op(dout, x, topk_weight, *experts.pack(), z, expert_offsets, row_slot, needs, ctx.backend)
-    grads = Gradients(*grads).only(needs)
+    grads = Gradients(*grads).only(needs).besides(into)
     return grads.x, grads.topk_weight, None, *experts.in_place(grads), None, None
 
 

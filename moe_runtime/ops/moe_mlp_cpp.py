@@ -11,7 +11,7 @@ import math
 import torch
 
 from moe_runtime.native.library import cpp
-from moe_runtime.ops.expert_rows import Experts, Gradients, groups, new_gradients, weight_at, weight_gradients
+from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, groups, new_gradients, weight_at, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
@@ -161,14 +161,15 @@ def _up(group, experts: Experts, up: list, rows, z) -> None:
         _mm(member.wide(rows), up[member.expert], experts.up_bias, member.expert, member.wide(z))
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
+             into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
     """As `moe_mlp_torch.backward`."""
     plan = _Plan(experts, x, topk_weight, offsets, row_slot)
     T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
     trained, dweight = experts.rows(), topk_weight.new_empty(R)
     if plan.rows < R:
         dweight.zero_()
-    grads = new_gradients(experts, plan.bounds, trained, needs)
+    grads = new_gradients(experts, plan.bounds, trained, needs, into)
     each = grads._replace(**{name: grad.unbind(0) for name in ("up", "down") if (grad := getattr(grads, name)) is not None})
     row_weight = None if grads.down_bias is None else topk_weight.reshape(-1)[row_slot]
     up, down = _weights(experts, "up"), _weights(experts, "down")
@@ -196,7 +197,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
                 torch.mm(member.wide(dz), up[e], out=member.wide(dx[a:b]))
             if trained[e] >= 0:
                 own = None if row_weight is None else row_weight[a:b]
-                weight_gradients(each, member, trained[e], dy, wh, dz, rows, own)
+                weight_gradients(each, member, trained[e], dy, wh, dz, rows, own, into)
             if experts.down_bias is not None:
                 slots = plan.row_slot[a + member.start : a + member.end]
                 dweight.index_add_(0, slots, (member.own(dy).float() * experts.down_bias[e].float()).sum(1))

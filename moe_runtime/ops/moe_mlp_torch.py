@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
-from moe_runtime.ops.expert_rows import Experts, Gradients, Group, groups, new_gradients, weight_gradients
+from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, Group, groups, new_gradients, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
 ALONE_FROM = 24  # tokens; below, to gather them costs less than to go without the other experts
@@ -143,12 +143,13 @@ def _combine(y, row_slot, topk_weight, folded: bool):
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
+             into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
     """Gradients from `dout` [T, H], those that `needs` asks for.
 
     `z_all` [0, ...] is computed again. Frozen experts cost nothing and get zeros; where the trainable weights are apart, the
     gradients of up and down are theirs. `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product
-    joins dx.
+    joins dx. What `into` has is added to in place.
     """
     E, Z, H = experts.up.shape
     T, K = topk_weight.shape
@@ -158,7 +159,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     row_weight = topk_weight.reshape(-1)[row_slot]
     drow_weight = torch.zeros_like(row_weight)
     trained = experts.rows()
-    grads = new_gradients(experts, bounds, trained, needs)
+    grads = new_gradients(experts, bounds, trained, needs, into)
     if not z_all.shape[0] and _grouped(experts, x, R):  # as the forward pass, to the last bit
         z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
     dx = scratch("y", (R, H), x) if needs.x else None
@@ -180,7 +181,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
                 bias = experts.down_bias[e].to(drow_weight.dtype)
                 member.own(drow_weight[a:b]).add_((member.own(dy).to(drow_weight.dtype) * bias).sum(1))
             if trained[e] >= 0:
-                weight_gradients(grads, member, trained[e], dy, wh, dz, rows, row_weight[a:b])
+                weight_gradients(grads, member, trained[e], dy, wh, dz, rows, row_weight[a:b], into)
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()

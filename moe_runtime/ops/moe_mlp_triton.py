@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-from moe_runtime.kernels import combine, dispatch, grouped_gemm, shared_expert, tiles
+from moe_runtime.config import SHARED_GATES
+from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, operands, shared_expert, tiles
 from moe_runtime.kernels import grouped_gemm_backward as backwards
-from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.expert_rows import Experts, Gradients
+from moe_runtime.ops import cuda_kernels, routing
+from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product, is_transposed
 from moe_runtime.ops.grouped_gemm import one_layout
 
 
@@ -23,11 +24,12 @@ class _Layer:
 
     def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
         self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
+        self.learned = experts.learned()
         self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
         self.T = self.R // max(slots, 1)
         e = self.experts
-        self.up_trained = None if e.up_trained is None else grouped_gemm.Trained(e.trainable, e.up_trained)
-        self.down_trained = None if e.down_trained is None else grouped_gemm.Trained(e.trainable, e.down_trained)
+        self.up_trained = None if e.up_trained is None else operands.Trained(e.trainable, e.up_trained)
+        self.down_trained = None if e.down_trained is None else operands.Trained(e.trainable, e.down_trained)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
         return _choose(self.experts, self.R, kernel, x, N, K)
@@ -85,16 +87,27 @@ class _Layer:
             torch.mm(dz[: self.T], e.up[0], out=rows[: self.T])
         return rows
 
-    def dw(self, dy, x, gather: str, trained):
-        """Return the gradient of a stack, or of the weights that lie apart: dy^T x, one of which is gathered."""
+    def dw(self, dy, x, gather: str, trained, into=None):
+        """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which is gathered.
+
+        It is added to `into` in place, if given.
+        """
+        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, stored as the parameter is
+            into = None if into is None else into.transpose(1, 2)
+            return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained, into).transpose(1, 2)
+        return self._dw(dy, x, gather, trained, into)
+
+    def _dw(self, dy, x, gather: str, trained, into):
+        if into is not None and not into.is_contiguous():
+            return into.add_(self._dw(dy, x, gather, trained, None))
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
         apart = self.experts.up_trained
         dw = backwards.weight_backward(
             dy, x, self.row_slot, self.offsets, self.slots, gather, tile, trained,
-            None if apart is None else apart.shape[0], self.first,
+            None if apart is None else apart.shape[0], self.first, into,
         )  # fmt: skip
         if self.first:
-            torch.mm(dy[: self.T].t(), x[: self.T], out=dw[0])
+            add_product(dy[: self.T], x[: self.T], dw[0], into is not None)
         return dw
 
 
@@ -134,12 +147,48 @@ def _sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
 
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
-    E = experts.down.shape[0]
+    E, R = experts.down.shape[0], topk_idx.numel()
+    if 0 < R <= decode.SMALL:
+        _, _, plan = decode.plan_forward(topk_idx, E, _up_tile(x, experts, R).BLOCK_M, _first(experts))
+        return _small_forward(x, experts, topk_weight, plan, save)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
     layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
     z, h = layer.up(x, save)
     out = combine.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
     return out, z, offsets, row_slot
+
+
+def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool):
+    """Run `route` and `forward`, with one launch for routing and sort if there are few slots.
+
+    Returns topk_weight, topk_idx [T, K] and what `forward` returns.
+    """
+    shared, R = int(gate in SHARED_GATES), logits.shape[0] * top_k
+    if 0 < R <= decode.SMALL and logits.shape[1]:
+        weight, idx, plan = decode.plan_forward(
+            None, experts.down.shape[0], _up_tile(x, experts, R).BLOCK_M, _first(experts),
+            logits=logits, top_k=top_k, gate=gate, shared=shared,
+        )  # fmt: skip
+        return weight, idx, *_small_forward(x, experts, weight, plan, save)
+    weight, idx = routing.route_kernel(logits, None, top_k, gate, "triton")
+    return weight, idx, *forward(x, experts, weight, idx, save)
+
+
+def _up_tile(x, experts: Experts, R: int) -> tiles.Tile:
+    return _choose(experts, R, "up", x, *experts.down.shape[:0:-1])
+
+
+def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bool):
+    K, (_, H, I), offsets = topk_weight.shape[1], experts.down.shape, plan.expert_offsets
+    up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
+    layer = _Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
+    z, h = layer.up(x, save)
+    tile, plain = layer.choose("down", h, H, I), layer.down_trained is None and not layer.first
+    if layer.R <= decode.TINY and plain and up_rows == tile.BLOCK_M:
+        out = decode.down_combine_forward(h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile)
+    else:
+        out = combine.combine_forward(layer.down(h), topk_weight, plan.slot_row, offsets[offsets.numel() - 1 :])
+    return out, z, offsets, plan.row_slot
 
 
 def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool):
@@ -152,11 +201,13 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
     return cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]), z, offsets, row_slot
 
 
-def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None) -> Gradients:
+def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None,
+             into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
     """Gradients from `dout` [T, H], those that `needs` asks for; `z` [0, ...] is computed again.
 
     Frozen experts cost nothing and get zeros; where the trainable weights are apart, the gradients of up and down are theirs.
     `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product joins dx where its rows are summed.
+    What `into` has is added to in place.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
     layer = _Layer(experts, offsets, row_slot, K)
@@ -172,8 +223,8 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)
     return Gradients(
-        x=dx, up=layer.dw(dz, x, "x", trained) if needs.up else None,
-        down=layer.dw(dout, wh, "dy", trained) if needs.down else None, topk_weight=dweight,
+        x=dx, up=layer.dw(dz, x, "x", trained, into.up) if needs.up else None,
+        down=layer.dw(dout, wh, "dy", trained, into.down) if needs.down else None, topk_weight=dweight,
         up_bias=backwards.bias_backward(dz, None, *order, False, trained) if needs.up_bias else None,
         down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs.down_bias else None,
     )  # fmt: skip

@@ -72,7 +72,7 @@ def report() -> dict[str, dict[str, str]]:
             for name, spec in SUPPORTED.items()
         }
         | {
-            name: _ask(_package, name, "", f"{NEEDED_BY[extra]} need it; pip install 'moe-runtime[{extra}]'")
+            name: _ask(_package, name, "", f"needed by {NEEDED_BY[extra]}; pip install 'moe-runtime[{extra}]'")
             for extra, names in EXTRAS.items()
             for name in names
         },
@@ -175,7 +175,8 @@ def _is_hidden() -> bool:
 
 def _devices(torch) -> dict[str, str]:
     """Return name -> description of the devices that torch sees."""
-    found = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
+    counts = {"core": os.cpu_count(), "thread": torch.get_num_threads()}
+    found = {"cpu": ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())}
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         found[f"cuda:{i}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory >> 30} GiB"
@@ -255,6 +256,10 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
     for row in ("cuda library", "cpu library"):
         if any(words in found["system"][row] for words in ("rebuild it", " is refused: ")):
             yield row, found["system"][row].removeprefix("none: ")
+    why, is_torch = found["system"]["cpu library"], found["backends"].get("moe_mlp", "").startswith("torch")
+    is_left = why.startswith("none: ") and "rebuild it" not in why and " is refused: " not in why
+    if is_torch and is_left and not os.environ.get("MOE_RUNTIME_BACKEND"):
+        yield "cpu library", f"experts run in PyTorch, more slowly: {why.removeprefix('none: ')}"
     failed = [text.removeprefix("error: ") for text in found["backends"].values() if text.startswith("error: ")]
     if failed:
         more = f" (and {len(failed) - 1} ops more)" if len(failed) > 1 else ""

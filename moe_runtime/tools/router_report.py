@@ -13,6 +13,7 @@ from moe_runtime.hf.models.folders import read_config
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io.console import bar
+from moe_runtime.io.files import check_out_file
 from moe_runtime.io.rows import read_rows, token_ids
 
 FILES = ("router_load.csv", "router_load.png")
@@ -20,16 +21,19 @@ FILES = ("router_load.csv", "router_load.png")
 
 def router_report(
     source: str | Path, data: str | Path, out: str | Path, *, tokens: int = 131072, max_length: int = 1024,
-    batch_size: int = 4,
+    batch_size: int = 4, overwrite: bool = False,
 ) -> RouterStats:  # fmt: skip
     """Route at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
 
     `data` is what `read_rows` reads; an example gives at most max_length tokens. Runs on the GPU if there is one. Raises
     ValueError for a folder or data that cannot be read, for data without a token or with one that the model does not have,
-    and for a model without routers; then it writes nothing.
+    for a model without routers, and for FILES that exist unless `overwrite`; then it writes nothing.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
+    out = Path(out)
+    for name in FILES:
+        check_out_file(out / name, overwrite)
     read_config(source)  # names what is wrong with the folder
     rows = read_rows(data, answers=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +46,6 @@ def router_report(
         stats = collect_router_stats(model, batches)
     if not stats.counts.any():
         raise ValueError(f"data is {str(data)!r}, whose rows have no tokens; want text")
-    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
         write(out / name)

@@ -1,6 +1,8 @@
 """moe-runtime ultrafuser as a user types it: what reaches the method, one clear error for bad input."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,14 @@ def sources(tmp_path_factory):
     for folder, model in zip(folders, fusers.specialists(2), strict=True):
         model.save_pretrained(folder)
         fusers.tokenizer().save_pretrained(folder)
+    # a model without a tokenizer, and one whose vocabulary only begins as the others' does
+    shutil.copytree(folders[1], folders[0].with_name("bare"), ignore=lambda _, names: [n for n in names if "token" in n])
+    other = shutil.copytree(folders[1], folders[0].with_name("other"))
+    own = json.loads((other / "tokenizer.json").read_text())
+    size = len(own["model"]["vocab"])
+    own["model"]["vocab"]["de"] = size + len(own["added_tokens"])
+    own["model"]["merges"].insert(0, ["d", "e"])
+    (other / "tokenizer.json").write_text(json.dumps(own))
     return folders
 
 
@@ -68,10 +78,13 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
     pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
     pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),
+    pytest.param(("fuse", "{a}", "{bare}", "--out", "{here}/f"), "bare', which has no tokenizer; save", id="no tokenizer"),
+    pytest.param(("fuse", "{a}", "{other}", "--out", "{here}/f"), "encode the same text differently", id="vocabulary"),
     pytest.param(("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"),
 ])  # fmt: skip
 def test_bad_input_fails_at_once(sources, tmp_path, arguments, match):
     places = {"{here}": str(tmp_path), "{a}": str(sources[0]), "{b}": str(sources[1])}
+    places |= {f"{{{name}}}": str(sources[0].with_name(name)) for name in ("bare", "other")}
     arguments = [re.sub(r"\{\w+\}", lambda found: places.get(found[0], found[0]), str(one)) for one in arguments]
     out = invoke(*arguments, *(("--out", tmp_path / "out") if arguments[0] == "train" else ()))
     assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception

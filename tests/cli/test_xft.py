@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from moe_runtime.cli import xft
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import read_json
+from tests.hf.tiny import dense
 from tests.support import official_xft
 
 
@@ -60,3 +62,35 @@ def test_a_folder_that_is_no_model_is_refused(verb, tmp_path):
     (tmp_path / "empty").mkdir()
     out = invoke(verb, tmp_path / "empty", tmp_path / "out")
     assert isinstance(out.exception, ValueError) and not (tmp_path / "out").exists()
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "xft.md"
+EXPORTS = [
+    line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if re.match(r"\| `[a-z_]+`.* (yes|no) \|$", line)
+]
+
+
+@pytest.mark.parametrize("gate, ways", [(gate, line[1:]) for line in EXPORTS for gate in re.findall(r"`(\w+)`", line[0])])
+def test_upcycle_says_what_each_gate_exports_to_and_so_it_is(gate, ways, tmp_path):
+    dense("llama", mlp_bias=None, rope_theta=1e4).save_pretrained(tmp_path / "base")
+    done = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--num-experts", 3, "--top-k", 2, "--gate", gate)
+    said = next(line for line in done.output.splitlines() if line.startswith("exports: "))
+    words = re.fullmatch("exports: xft merge .*: (.+); xft export --to mixtral: (.+); xft export --to official: (.+)", said)
+    arguments = (("merge",), ("export",), ("export", "--to", "official"))
+    for said, way, (verb, *more) in zip(words.groups(), ways, arguments, strict=True):
+        assert said.partition(", gate is")[0] == way.replace("`", "")
+        source = tmp_path / "moe"
+        if way.startswith("after"):
+            source = tmp_path / "mixing"
+            assert invoke("to-mergeable", tmp_path / "moe", source, "--soup").exit_code == 0
+        out = invoke(verb, source, tmp_path / "".join([verb, *more]), *more)
+        assert (out.exit_code == 0) == (way != "no"), out.exception
+        if verb == "export" and not more and way == "no":
+            assert "; use xft merge for a dense model, xft export --to official, or begin with --gate " in str(out.exception)
+
+
+def test_one_expert_is_the_dense_model(tmp_path):
+    dense("llama").save_pretrained(tmp_path / "base")
+    out = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--num-experts", 1, "--top-k", 1)
+    assert str(out.exception) == "num_experts is 1, which is the dense model itself; pass at least 2"
+    assert not (tmp_path / "moe").exists()

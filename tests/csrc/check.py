@@ -71,7 +71,7 @@ def tile_map(offsets, R: int, block: int, first: int):
     E, tiles = len(offsets) - 1, []
     for e in range(first, E):
         tiles += [(e, row, offsets[e + 1]) for row in range(offsets[e], offsets[e + 1], block)]
-    tiles += [(-1, 0, 0)] * (R // block + min(E, R) - len(tiles))
+    tiles += [(-1, len(tiles), 0)] * (R // block + min(E, R) - len(tiles))
     return np.array(tiles, np.int32).reshape(-1, 3).T
 
 

@@ -20,7 +20,7 @@ from tests.support.stress import STRESS, scaled, share
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
 OVERWRITE = ("--overwrite",)
-RESUME = ("--resume_from_checkpoint", "true")
+RESUME = ("--resume",)
 
 
 class Killed:
@@ -128,7 +128,7 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
         more = RESUME if name == "train" and resumable(tmp_path / "new" / "out") else ()
         beside = () if name == "esft train" else killed.verb.beside  # its checkpoints are what it goes on from
         stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *beside))
-        more = OVERWRITE if killed.verb.whole and stands else more
+        more = OVERWRITE if stands and not more and (killed.verb.whole or name in ("train", "stats")) else more
         again = killed.run("new", *more)
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
         found = made(tmp_path / "new", GOES_ON[name])

@@ -49,8 +49,9 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
             assert not stands or "nothing was written" not in line, f"at {at}: {line}, but there are {stands}"
         assert not strays(tmp_path / "here"), f"at {at}: {strays(tmp_path / 'here')}"
         if done.code and not (verb.whole and out.exists()):
-            more = ("--resume_from_checkpoint", "true") if name == "train" and last_whole_checkpoint(out) else ()
-            if any((tmp_path / "here" / one).exists() for one in verb.beside) and name == "esft score":
+            more = ("--resume",) if name == "train" and last_whole_checkpoint(out) else ()
+            stands = any((tmp_path / "here" / one).exists() for one in (verb.out, *verb.beside))
+            if stands and name in ("esft score", "stats", "train") and not more:
                 more = ("--overwrite",)
             again = run("here", *more)
             assert again.code == 0, f"at {at}: {again.output[-3000:]}"

@@ -17,7 +17,7 @@ from tests.support.rows import (
 )
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward
+from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 from moe_runtime.kernels.tiles import Tile
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,6 +33,8 @@ TILES = [
     pytest.param(Tile(16, 16, 16, GROUP_M=2, PERSISTENT=True), torch.bfloat16, id="persistent-bfloat16"),
     pytest.param(Tile(32, 16, 64, GROUP_M=1), torch.float16, id="one block along the sum-float16"),
     pytest.param(Tile(64, 32, 16, GROUP_M=3, TMA=True, PERSISTENT=True), torch.float16, id="both-float16"),
+    pytest.param(Tile(16, 32, 16, TMA=True, JOINED=True), torch.float16, id="gate and up joined-float16"),
+    pytest.param(Tile(16, 256, 32, TMA=True), torch.float32, id="the epilogue in eight pieces-float32"),
 ]
 
 
@@ -134,11 +136,12 @@ def by_map(dw, trained, num_trained=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("which", ["all", "frozen", "compact"])
 @pytest.mark.parametrize("gather", ["x", "dy", None])
-def test_weight_gradient(gather, which, dtype, rows, device):
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "ragged descriptors"])
+def test_weight_gradient(tma, gather, which, dtype, rows, device):
     trained, num_trained = trained_maps(device)[which]
     dy = (of_tokens if gather == "dy" else of_rows)(rows, H, dtype)
     x = (of_tokens if gather == "x" else of_rows)(rows, I, dtype)
-    tile = Tile(16, 32, 16, GROUP_M=2) if gather else Tile(32, 16, 32, GROUP_M=1)
+    tile = Tile(16, 32, 16, GROUP_M=2, TMA=tma) if gather else Tile(32, 16, 32, GROUP_M=1, TMA=tma)
     order = (rows.row_slot, rows.offsets, SLOTS)
     dw = grouped_gemm_backward.weight_backward(dy, x, *order, gather, tile, trained, num_trained)
     assert_rounded_once(dw, by_map(weight_rows(dy, x, rows, gather, len(COUNTS)), trained, num_trained))
@@ -189,16 +192,16 @@ def test_trained_weights_lie_apart(k_last, tma, rows, device):
     def turned(w):
         return w if k_last else w.transpose(1, 2).contiguous()
 
-    trained = grouped_gemm.Trained(place, turned(apart))
+    trained = operands.Trained(place, turned(apart))
     y = grouped_gemm.grouped_gemm_forward(a, turned(stack), None, tiles, k_last, tile, trained)
     assert_rounded_once(y, product_rows(a, whole, None, rows))
-    x, up_trained = of_tokens(rows, I, torch.float32), grouped_gemm.Trained(place, apart)
+    x, up_trained = of_tokens(rows, I, torch.float32), operands.Trained(place, apart)
     _, h = grouped_gemm.up_forward(x, stack, None, rows.row_slot, tiles, SLOTS, "silu", False, False, tile, up_trained)
     assert_rounded_once(h, up_rows(x, whole, None, rows, "silu", False)[1])
     weight, z = weights_of(rows), of_rows(rows, I, torch.float32)
     dout = of_tokens(rows, H, torch.float32)
     args = (dout, stack, None, weight, rows.row_slot, tiles, z, "silu", False, False, tile)
-    dz, *_ = grouped_gemm_backward.dz_backward(*args, grouped_gemm.Trained(place, apart))
+    dz, *_ = grouped_gemm_backward.dz_backward(*args, operands.Trained(place, apart))
     assert_rounded_once(dz, dz_rows(dout, whole, None, weight, z, rows, "silu", False)[0])
 
 

@@ -22,7 +22,7 @@ from tests.support.rows import (
 )
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward
+from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 from moe_runtime.kernels.tiles import Tile
 
 # on a GPU a wrong index is not reported, it ends the process; and far elements take real memory
@@ -163,7 +163,7 @@ def test_experts(e, stride, apart, room):
     whole, trained = near(w), None
     if apart:
         place = torch.arange(e + 1, dtype=torch.int32)
-        trained, w = grouped_gemm.Trained(place, w), torch.full((e + 1, 8, 20), float("nan"), dtype=HALF)
+        trained, w = operands.Trained(place, w), torch.full((e + 1, 8, 20), float("nan"), dtype=HALF)
     _, h = grouped_gemm.up_forward(x, w, None, rows.row_slot, tiles, 1, "gelu", False, False, TILE, trained)
     assert_rounded_once(h, up_rows(x, whole, None, rows, "gelu", False)[1])
     y = grouped_gemm.grouped_gemm_forward(x[:, :8].contiguous(), w, None, tiles, False, TILE, trained)

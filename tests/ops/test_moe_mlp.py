@@ -311,3 +311,12 @@ def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
         moe_mlp(**_bad(**change))
     assert words in str(error.value)
+
+
+def test_gradients_of_stacks_stored_in_x_out_are_not_copied():
+    assert layouts.copies_of_transposed_gradients(moe_mlp, None) == []
+
+
+@pytest.mark.parametrize("form", ["grad", "transposed stacks", "main_grad", "a layer with its router"])
+def test_gradients_are_added_in_place(form):
+    layouts.check_accumulation(form, None)

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from moe_runtime.config import ACTIVATIONS
+from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.ops.test_moe_mlp import check_rows_of_nobody
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import assert_parity, make_case, moe_mismatches, moe_oracle, run
 
 pytest.importorskip("triton")
-from moe_runtime.kernels import tiles
+from moe_runtime.kernels import decode, tiles
 from moe_runtime.kernels.tiles import Tile
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -58,6 +59,13 @@ SHAPES = [  # T, H, I, E, K, routing
 ]
 
 
+@pytest.fixture(autouse=True)
+def steps_of_many_slots(monkeypatch):
+    """The sort, the map and the sum as launches of their own, whatever the number of slots: tests/ops/test_decode_kernel.py
+    compares the fused ones with them."""
+    monkeypatch.setattr(decode, "SMALL", 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T, H, I, E, K, routing", SHAPES)
 def test_parity(T, H, I, E, K, routing, dtype, tolerance, device):
@@ -70,6 +78,7 @@ TILES = [
     pytest.param(Tile(32, 32, 32, TMA=True), id="descriptors"),
     pytest.param(Tile(32, 32, 32, PERSISTENT=True), id="persistent"),
     pytest.param(Tile(16, 16, 32, GROUP_M=1, TMA=True, PERSISTENT=True), id="descriptors, persistent, small"),
+    pytest.param(Tile(32, 16, 32, TMA=True, JOINED=True), id="gate and up joined"),
     pytest.param(Tile(64, 64, 64, GROUP_M=8), id="one tile holds an expert"),
     pytest.param(Tile(16, 64, 16, GROUP_M=1), id="short blocks along the sum"),
     pytest.param(Tile(32, 16, 64, GROUP_M=8, PERSISTENT=True), id="narrow, one block along the sum"),
@@ -289,3 +298,12 @@ def test_trained_weights_in_another_layout_than_the_stacks(layout, tolerance, de
     places, case = [1, -1, 0, -1], make_case(13, 40, 24, 4, 2)
     got = run(case, with_trained_apart(places, layout), device=device)
     assert_parity(got, run(case, of_the_trained(places), torch.float64), tolerance[torch.float32])
+
+
+def test_gradients_of_stacks_stored_in_x_out_are_not_copied(device):
+    assert layouts.copies_of_transposed_gradients(moe_mlp, "triton", device=device) == []
+
+
+@pytest.mark.parametrize("form", ["grad", "transposed stacks", "main_grad", "a layer with its router"])
+def test_gradients_are_added_in_place(form, device):
+    layouts.check_accumulation(form, "triton", device)

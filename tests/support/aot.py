@@ -68,7 +68,11 @@ class Case(NamedTuple):
         """Return the tile, or whatever constants the kernel has in its place."""
         c = self.constants
         if all(name in c for name in BLOCKS):
-            return "x".join(str(c[name]) for name in BLOCKS) + " persistent" * bool(c.get("PERSISTENT"))
+            return (
+                "x".join(str(c[name]) for name in BLOCKS)
+                + " persistent" * bool(c.get("PERSISTENT"))
+                + " joined" * bool(c.get("JOINED"))
+            )
         return " ".join(f"{name}={value}" for name, value in c.items() if name.startswith("BLOCK") or name.endswith("PAD"))
 
 

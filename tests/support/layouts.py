@@ -1,5 +1,79 @@
 """Ways to hold the same tensors of a `Case` in memory; each changes the leaves and the view that undoes the change."""
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_runtime.ops.expert_rows import Experts, accumulate_into_grad
+from moe_runtime.ops.moe_layer import moe_layer
+from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.support.oracle import choose_experts
+
+
+class _Large(TorchDispatchMode):
+    """Names the ops that return a tensor of `size` elements: copies, or with `every` all but views and in-place ops."""
+
+    def __init__(self, size: int, every: bool = False):
+        super().__init__()
+        self.size, self.found, self.every = size, [], every
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        copies = func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and not any(t is arg for arg in args)]
+        if (copies or (self.every and not func.is_view)) and any(t.numel() == self.size for t in made):
+            self.found.append(str(func))
+        return out
+
+
+def copies_of_transposed_gradients(layer, backend: str | None, device: str = "cpu") -> list[str]:
+    """Run layer(x, up, down, weight, idx, backend=) on stacks stored as [E, in, out]; return what copied their gradients."""
+    E, H, I, T = 3, 16, 16, 20
+    x, weight = torch.randn(T, H, device=device), torch.rand(T, 2, device=device)
+    idx = torch.stack([torch.randperm(E)[:2] for _ in range(T)]).to(device)
+    up, down = (torch.randn(size, device=device, requires_grad=True) for size in ((E, H, 2 * I), (E, I, H)))
+    for size in (up.numel(), down.numel()):
+        up.grad = down.grad = None
+        with _Large(size) as copies:
+            layer(x, up.transpose(1, 2), down.transpose(1, 2), weight, idx, backend=backend).sum().backward()
+        if copies.found:
+            return copies.found
+    assert up.grad.stride() == up.stride() and down.grad.stride() == down.stride()
+    return []
+
+
+def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> None:
+    """Three micro-batches with `accumulate_into_grad` give the bits of separate adds, in the same memory and no other."""
+    E, H, I, T = 3, 16, 8, 20
+    torch.manual_seed(0)
+    swapped = form == "transposed stacks"
+    shapes = [(E, H, 2 * I), (E, I, H)] if swapped else [(E, 2 * I, H), (E, H, I)]
+    plain = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    added = [weight.detach().clone().requires_grad_() for weight in plain]
+    accumulate_into_grad(added)
+    if form == "main_grad":
+        for weight in added:
+            weight.main_grad = torch.zeros_like(weight)
+    router = torch.randn(E, H, device=device)
+    batches = [
+        (torch.randn(T, H, device=device), torch.rand(T, 2, device=device), choose_experts(T, E, 2, "skip")) for _ in range(3)
+    ]
+    places = []
+    for x, weight, idx in batches:
+        for up, down in (plain, added):
+            up, down = (w.transpose(1, 2) if swapped else w for w in (up, down))
+            if form == "a layer with its router":
+                out = moe_layer(x, router, Experts(up, down), 2, "softmax_topk", backend=backend).out
+            else:
+                out = moe_mlp(x, up, down, weight, idx.to(device), backend=backend)
+            with _Large(up.numel(), every=True) as large:
+                out.square().sum().backward()
+        places.append([(w.main_grad if form == "main_grad" else w.grad).data_ptr() for w in added])
+    assert large.found == [], "the last backward pass made tensors of a stack's size"
+    assert places[1] == places[2] and (form != "main_grad" or added[0].grad is None)
+    for a, b in zip(plain, added, strict=True):
+        assert a.grad.equal(b.main_grad if form == "main_grad" else b.grad)
+
 
 def stride_zero(case):
     E = case.leaves["up"].shape[0]

@@ -36,11 +36,11 @@ def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") 
 
 
 def tile_map(offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
-    """[3, tiles] int32: expert, first row and end row of each tile, then up to the bound -1 and numbers that nobody reads."""
+    """[3, tiles] int32: expert, first row and end row of each tile; then up to the bound -1, the number of tiles, anything."""
     bounds = offsets.tolist()
     E = len(bounds) - 1
     tiles = [(e, r, bounds[e + 1]) for e in range(first_expert, E) for r in range(bounds[e], bounds[e + 1], BLOCK_M)]
-    tiles += [(-1, -(2**30), 2**30)] * (R // BLOCK_M + min(E, R) - len(tiles))
+    tiles += [(-1, len(tiles), 2**30)] * (R // BLOCK_M + min(E, R) - len(tiles))
     return torch.tensor(tiles, dtype=torch.int32, device=offsets.device).view(-1, 3).t().contiguous()
 
 

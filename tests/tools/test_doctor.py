@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def sound(monkeypatch, tmp_path):
-    """A setup without what the machine of the tests may have: variables, a GPU, a folder of measured configs."""
+    """A setup without what the machine of the tests may have: variables, a GPU, a folder of measured configs.
+
+    PyTorch's backend is asked for, since a CPU without the library is a problem otherwise.
+    """
     for name in (*doctor.VARIABLES, "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "version")
@@ -107,8 +113,16 @@ def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     versions(trl=GONE, matplotlib=GONE)
     report = doctor.report()
     assert report["problems"] == {}
-    assert report["packages"]["trl"].startswith("missing; demo, run, train,")
-    assert report["packages"]["matplotlib"].endswith("need it; pip install 'moe-runtime[plot]'")
+    assert report["packages"]["trl"].startswith("missing; needed by demo, run, train,")
+    assert report["packages"]["matplotlib"].endswith("all tables; pip install 'moe-runtime[plot]'")
+
+
+@pytest.mark.parametrize("count, says", [(1, "1 core, 1 thread"), (2, "2 cores, 2 threads")])
+def test_numbers_agree_with_their_nouns(monkeypatch, count, says):
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert doctor.report()["devices"]["cpu"] == says
+    assert not re.search(r"\b(bench need|1 \w+s\b)", str(doctor.report()))
 
 
 def test_a_gpu_and_a_torch_without_cuda(gpu, monkeypatch):
@@ -182,7 +196,11 @@ def test_a_library_of_other_sources(monkeypatch, library, row):
     monkeypatch.setattr(library, "_found", text)
     assert problems() == {row: text}
     monkeypatch.setattr(library, "_found", "the library is not built; how to")
-    assert problems() == {}
+    monkeypatch.delenv("MOE_RUNTIME_BACKEND")
+    # without a GPU the CPU's is what the experts would run in
+    slow = {row: "experts run in PyTorch, more slowly: the library is not built; how to"} if library is cpp else {}
+    found = {name: text for name, text in problems().items() if name == row}
+    assert found == (slow if not torch.cuda.is_available() else {})
 
 
 def test_one_broken_part_hides_no_other(monkeypatch):

@@ -44,14 +44,14 @@ def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
 
 
 def test_it_does_not_depend_on_the_batches(folder):
-    one, four = (router_report("stock", "data.jsonl", "out", batch_size=n).counts for n in (1, 7))
+    one, four = (router_report("stock", "data.jsonl", "out", batch_size=n, overwrite=True).counts for n in (1, 7))
     assert torch.equal(one, four)
 
 
 def test_stops_at_the_number_of_tokens(folder):
     assert router_report("stock", "data.jsonl", "out", tokens=17).counts.sum() == 17 * 2 * 2
     cut = sum(min(n, 4) for n in lengths())
-    assert router_report("stock", "data.jsonl", "out", max_length=4).counts.sum() == cut * 2 * 2
+    assert router_report("stock", "data.jsonl", "out", max_length=4, overwrite=True).counts.sum() == cut * 2 * 2
 
 
 def test_bad_input_is_named(folder):
@@ -77,10 +77,10 @@ def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
     want = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
     for row in ({"messages": TURNS}, {"prompt": TURNS[:1], "completion": TURNS[1:]}):
         write(row)
-        assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
+        assert router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist() == [2 * want] * 2
     write({"prompt": "3 and 4", "completion": " make 7"})
     want = len(TOKENIZER("3 and 4")["input_ids"]) + len(TOKENIZER.encode(" make 7", add_special_tokens=False)) + 1
-    assert router_report("stock", "rows.jsonl", "out").counts.sum(1).tolist() == [2 * want] * 2
+    assert router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist() == [2 * want] * 2
 
 
 def test_command(folder, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from torch import nn
 from moe_runtime import backends
 from moe_runtime.hf.dropin.gates import gate_of
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import MoE, check_dtype, forward_experts
+from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.expert_rows import Experts
@@ -72,14 +72,15 @@ def patch(model: nn.Module) -> int:
     register()
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     layers = {name: module for name, module in modules.items() if is_experts(module)}
-    ours = sum(isinstance(module, MoE) for module in modules.values())
+    ours = {name: module.experts for name, module in modules.items() if isinstance(module, MoE)}
     if not layers and not ours:
         raise ValueError(
             f"model is {type(model).__name__}, without experts that go through transformers' experts interface; want a MoE "
             "model whose modeling file uses it (docs/families.md lists them)"
         )
-    for name, module in layers.items():
-        check_dtype(module.down_proj.dtype, name)
+    for found, names in ((layers, stack_names), (ours, lambda experts: experts.stacks())):
+        for name, module in found.items():
+            check_floats([getattr(module, stack) for stack in names(module)], name)
     for module in layers.values():
         if module.config._experts_implementation != NAME:
             setattr(module, BEFORE, module.config._experts_implementation)
@@ -94,7 +95,7 @@ def patch(model: nn.Module) -> int:
             f"experts_implementation of {missed[0] or type(model).__name__} is {still!r} still; want {NAME!r}; load the model "
             "through a class of transformers"
         )
-    return len(layers) + ours
+    return len(layers) + len(ours)
 
 
 def unpatch(model: nn.Module) -> None:

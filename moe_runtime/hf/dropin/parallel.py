@@ -24,7 +24,7 @@ from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
-from moe_runtime.modules.moe import Experts
+from moe_runtime.modules.moe import Experts, is_quantized
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
 
 
@@ -106,8 +106,8 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
             problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
-        elif not stack.is_floating_point():
-            problem = f"has {part} in {stack.dtype}; want floats: quantized experts cannot be spread"
+        elif not stack.is_floating_point() or is_quantized(stack):
+            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats: quantized experts cannot be spread"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
 

@@ -66,7 +66,7 @@ def train(
     adam_beta1: float = 0.9, adam_beta2: float = 0.999, bf16: bool = False, gradient_checkpointing: bool = False,
     save_steps: int | None = None, keep_best: bool = False, balance_loss: str | None = None,
     balance_loss_coef: float | None = None, evaluations: int | Sequence[int] = 4, seed: int = 0,
-    callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float], None] | None = None,
+    callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float | None], None] | None = None,
     trainer: Callable[..., MoETrainer] = MoETrainer, collator: Callable | None = None, losses: Callable | None = None,
 ) -> Trained:  # fmt: skip
     """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.

@@ -113,10 +113,10 @@ class Recorder(TrainerCallback):
 
     def __init__(
         self, history: History, take: Callable[[], tuple[float, tuple]], every: int | Collection[int],
-        on_step: Callable[[int, int, float], None] | None, best: Best | None = None,
+        on_step: Callable[[int, int, float | None], None] | None, best: Best | None = None,
     ):  # fmt: skip
         self.history, self.take, self.every, self.on_step, self.best = history, take, every, on_step, best
-        self.loss, self.last = math.nan, ([], [])
+        self.loss, self.last = None, ([], [])
         self.start = self.paused = self.before = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):

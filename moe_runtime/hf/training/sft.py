@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, one_line
@@ -54,6 +57,8 @@ class TrainArguments:
         default="assistant", metadata={"help": "the assistant's turns (of a pair, the completion), or all", "choices": TRAIN_ON}
     )
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
+    resume: bool = field(default=False, metadata={"help": "resume from the newest complete checkpoint in --output_dir"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"})
 
 
 class _TakenBefore(argparse.Action):
@@ -76,6 +81,8 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
     others.add_argument("--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
+    parser.set_defaults(lora_dropout=0.0)  # PEFT refuses any other on the experts of stock models
+    parser.set_defaults(output_dir="")  # transformers would write to ./trainer_output
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
     if not sys.stderr.isatty():
@@ -197,7 +204,8 @@ def train_command(argv: list[str] | None = None) -> Path:
     """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
 
     Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError
-    for a model without tokenizer, for data that cannot be read and for unknown flags.
+    for a model without tokenizer, for data that cannot be read, for unknown flags, and for an output folder that is not
+    empty unless it is to be resumed or overwritten.
     """
     trl = require("trl")
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # TRL loads --chat_template_path so that transformers asks: nobody is asked
@@ -205,13 +213,18 @@ def train_command(argv: list[str] | None = None) -> Path:
     name = ours.model or model.model_name_or_path
     if args.completion_only_loss is False:  # TRL's word for it
         ours.train_on = "all"
-    _check(name, ours, script, args, model, mixture)
-    trainer = _trainer(trl, name, ours, script, args, model, mixture)
     # True, the last checkpoint, can only be spelled on a command line
-    resume = args.resume_from_checkpoint
+    resume = args.resume_from_checkpoint or ours.resume
+    resume = True if str(resume).lower() == "true" else resume or None
+    _check(name, ours, script, args, model, mixture)
+    _check_output(name, ours, args, resume, adapter=model.use_peft)
+    trainer = _trainer(trl, name, ours, script, args, model, mixture)
+    if ours.overwrite and args.should_save:
+        _remove_checkpoints(args.output_dir)
+    trainer.accelerator.wait_for_everyone()
     try:
         with stopping_with_a_checkpoint(trainer), _pace(trainer):
-            result = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+            result = trainer.train(resume_from_checkpoint=resume)
     except KeyboardInterrupt as stop:
         stop.kept = _kept(args.output_dir)
         raise
@@ -220,6 +233,13 @@ def train_command(argv: list[str] | None = None) -> Path:
         f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
         f"mean training loss {result.training_loss:.4f}"
     )
+    guess = math.log(trainer.model.config.get_text_config().vocab_size)
+    if not result.training_loss <= 2 * guess:
+        trainer.accelerator.print(
+            f"warning: a uniform guess has loss {guess:.2f}: the training diverged; lower --learning_rate, which is "
+            f"{args.learning_rate}",
+            file=sys.stderr,
+        )
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=ours.data or script.dataset_name)
     if hasattr(trainer, "end"):  # from transformers 5.18 on
@@ -247,7 +267,7 @@ def _kept(folder: str) -> str:
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
-    return f"{last} is the last checkpoint; rerun with --resume_from_checkpoint true to resume"
+    return f"{last} is the last checkpoint; rerun with --resume to resume"
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
@@ -257,6 +277,8 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
         "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
         "attn_implementation": model.attn_implementation, "dtype": model.dtype,
     } | (args.model_init_kwargs or {})  # fmt: skip
+    if not (model.lora_target_modules or model.lora_target_parameters):
+        model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     try:
         return _sft_trainer()(
@@ -269,7 +291,7 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
 
 
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
-    """Raise ValueError for a model without files or tokenizer, no data, and an output that would replace the model."""
+    """Raise ValueError for a model without files or tokenizer, and no data."""
     path, reason = Path(name or ""), None
     is_id = not (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1)
     if name is None:
@@ -283,8 +305,6 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
             f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
-    elif not model.use_peft and os.path.realpath(args.output_dir) == os.path.realpath(name):
-        reason = f"output_dir is {args.output_dir}, the folder of the model, which would be replaced; want another folder"
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
         reason = "data is None; want a file, a folder or the id of a data set; pass --data"
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
@@ -300,6 +320,39 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         if not is_deepspeed_zero3_enabled():  # which would split the skeleton
             skeleton(config)
         Checkpoint(name)  # which refuses pickles, and what leads out of the folder
+
+
+def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool) -> None:
+    """Raise ValueError unless --output_dir is new, empty, to be overwritten, or holds the checkpoint to resume from.
+
+    An adapter may be written into the folder of its model.
+    """
+    out, source, last = *map(Path, map(os.path.realpath, (args.output_dir, name))), last_whole_checkpoint(args.output_dir)
+    checkpoint = last if resume is True else resume
+    resumes = checkpoint is not None and Path(os.path.realpath(checkpoint)).is_relative_to(out)
+    beside = adapter and source == out and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
+    reason = None
+    if not args.output_dir:
+        reason = "which is no folder; pass --output_dir FOLDER"
+    elif out.exists() and not out.is_dir():
+        reason = "which is a file; pass a new or empty folder"
+    elif resume is not None and ours.overwrite:
+        reason = "to be resumed and to be overwritten; pass either --resume or --overwrite"
+    elif resume is True and last is None:
+        reason = "which has no complete checkpoint; run without --resume"
+    elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
+        reason = f"which {'is' if source == out else 'holds'} {name}, the model to train; pass another folder"
+    elif not (resumes or beside or ours.overwrite) and out.is_dir() and any(out.iterdir()):
+        reason = "which exists; pass a new or empty folder, or --overwrite to replace its model and checkpoints"
+        reason += f", or --resume to continue from {last.name}" if last else ""
+    if reason is not None:
+        raise ValueError(f"output_dir is {args.output_dir or None}, {reason}")
+
+
+def _remove_checkpoints(folder: str) -> None:
+    """Remove the checkpoints of an earlier run, so that none of them is resumed from; its model stays until it is replaced."""
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        shutil.rmtree(path)
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:

@@ -30,7 +30,7 @@ from moe_runtime.hf.dropin import experts as stock
 from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.layers import experts_module, forget_compiled, numbered_layers, plain_name
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import FLOATS
+from moe_runtime.modules.moe import FLOATS, is_quantized
 from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
 
 STATE = "moe_runtime_trainable"  # attribute of a model whose rows train: what it was before
@@ -103,8 +103,8 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
     owners = {id(other.module._parameters.get(name)): n for n, other in layers.items() if n != number for name in other.names}
     for name in layer.names:
         stack, path = layer.module._parameters.get(name), f"{layer.name}.{name}"
-        if stack is None or not stack.is_floating_point():
-            got = "no parameter" if stack is None else str(stack.dtype)
+        if stack is None or not stack.is_floating_point() or is_quantized(stack):
+            got = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
             return f"{path} is {got}; want one of floats, neither quantized nor held by an engine"
         if stack.is_meta and not is_fsdp_enabled():  # whose other ranks load nothing and wait for the first one's weights
             return f"{path} is on the meta device; want weights that stay where they are; load the model without offloading"

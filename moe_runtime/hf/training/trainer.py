@@ -11,6 +11,7 @@ MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
 
 import functools
+import inspect
 import json
 import warnings
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
@@ -54,7 +55,10 @@ class _MoETrainer(WholeSaves):
                 raise ValueError(f"model is {model!r}, balance_loss is {balance_loss!r}; want a loaded model")
             # before transformers' class, since TRL reads the config when it is made
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
-        super().__init__(*args, **kwargs)
+        use_cache = _UseCache()
+        super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
+        self.remove_callback(use_cache)
+        self._passes_use_cache = use_cache.put_back()
         routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
         self._check(routers)
         self._check_place(self.args.output_dir)
@@ -232,7 +236,28 @@ class _MoETrainer(WholeSaves):
 
     def _prepare_inputs(self, inputs):
         self._row_ids = inputs.pop(ROW_ID, None)
-        return super()._prepare_inputs(inputs)
+        inputs = super()._prepare_inputs(inputs)
+        return {"use_cache": self.args.use_cache, **inputs} if self._passes_use_cache else inputs
+
+
+class _UseCache(TrainerCallback):
+    """Remembers the config's use_cache, which Trainer replaces by its own and every folder saved later would have.
+
+    The batches have Trainer's instead.
+    """
+
+    model = None
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.value = getattr(getattr(self.model, "config", None), "use_cache", None)
+
+    def put_back(self) -> bool:
+        """Put it back where there is one, and return whether it was, and the model takes it as an argument."""
+        takes = self.value is not None and "use_cache" in inspect.signature(self.model.forward).parameters
+        if takes:
+            self.model.config.use_cache = self.value
+        return takes
 
 
 def _collate_with_row_ids(collator, rows: list[dict]):

@@ -98,13 +98,14 @@ class ExpertSelection:
 def select_experts(
     scores: ExpertScores, p: float, score: str = "gate", variant: str | None = None, *, shared_experts: bool = False,
     non_expert_modules: bool = False, group_size: int = 1, groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
-    round: int | None = None,
+    round: int | None = None, skip_unused: bool = False,
 ) -> ExpertSelection:  # fmt: skip
     """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
-    `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. An expert without a
-    token is never selected. `groups` of each layer are selected together, by the sum of their scores (App. B); `group_size`
-    makes them by `group_experts` from the pairs that `scores` counted.
+    `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. Where a layer's scores
+    sum to less than `p`, all its experts are selected, as the official code does; `skip_unused` leaves out those with a score
+    of 0, which no token of the sample used. `groups` of each layer are selected together, by the sum of their scores (App. B);
+    `group_size` makes them by `group_experts` from the pairs that `scores` counted.
     """
     check_p(p)
     check_positive("group_size", group_size)
@@ -126,18 +127,18 @@ def select_experts(
             raise ValueError(
                 f"groups of layer {layer} are {shown(of_layer)}; expected each of {routed.start} to {routed.stop - 1} in one"
             )
-        experts[layer] = _take(row, of_layer, p)
+        experts[layer] = _take(row, of_layer, p, skip_unused)
     made = {"score": score, "p": p, "variant": variant}
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     return ExpertSelection(experts=experts, **flags, **made)
 
 
-def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float) -> list[int]:
+def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float, skip_unused: bool) -> list[int]:
     """Return the fewest groups, by descending sum of their scores, that reach p; in a group the best expert first."""
     total = {tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group) for group in groups}
     taken, reached = [], 0.0
     for group in sorted(total, key=lambda group: (-total[group], min(group))):
-        if reached >= p or not total[group]:
+        if reached >= p or (skip_unused and not total[group]):
             break
         taken += group
         reached += total[group]

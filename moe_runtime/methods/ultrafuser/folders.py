@@ -299,6 +299,9 @@ def fuse_folders(
     """
     check_choice("gate", gate, GATES)
     check_out_dir(out, overwrite, specialists if copy else ())
+    bare = [one for one in specialists if os.path.isdir(one) and not Path(one, "tokenizer_config.json").is_file()]
+    if bare:
+        raise ValueError(f"specialist is {str(bare[0])!r}, which has no tokenizer; save the specialists' own into its folder")
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
     fuser = UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)

@@ -18,6 +18,7 @@ TEMPLATES = {
         "### Instruction:\n{prompt}\n\n### Response:"
     ),
 }
+TEXT = "def add(a, b):\n    return a + b  # sums: 12 + 345 = 357\nWhat's the capital of France? The answer is Paris."
 CHAT = "chat"  # the specialist's own chat template
 
 
@@ -34,7 +35,7 @@ def check_template(template: str, tokenizer=None) -> str:
 
 
 def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int) -> None:
-    """Raise ValueError unless the ids below `vocab_size` and the end of an answer are the same in all tokenizers."""
+    """Raise ValueError unless all tokenizers have the same ids below `vocab_size`, end of an answer, and ids of a text."""
     vocabularies = [{i: token for token, i in t.get_vocab().items() if i < vocab_size} for t in tokenizers]
     first = vocabularies[0]
     for name, tokenizer, own in zip(names[1:], tokenizers[1:], vocabularies[1:], strict=True):
@@ -46,6 +47,12 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
             raise ValueError(
                 f"{what} of {name!r} is {theirs!r}, of {names[0]!r} {ours!r}; specialists need one vocabulary and one "
                 "tokenizer.eos_token"
+            )
+        # one vocabulary may be the beginning of another one, with which the same text becomes other ids
+        if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(TEXT, add_special_tokens=False):
+            raise ValueError(
+                f"tokenizers of {name!r} and {names[0]!r} encode the same text differently, with {len(tokenizer)} and "
+                f"{len(tokenizers[0])} tokens; specialists need one vocabulary"
             )
 
 

@@ -60,14 +60,15 @@ def expand_experts(
     `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the
     weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None: a
     uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also after a
-    kill; the others are replaced or removed, and with `overwrite` all.
+    kill; any others are refused, and with `overwrite` all are replaced or removed.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
         raise ValueError(f"count is {count}, experts are {len(paths)}; expected at least as many, and two parents for a child")
     parse_size(max_shard_size)
-    _check_out(out, paths, count)
+    _check_out(out, paths, count, overwrite)
+    earlier = _children_in(out, paths)
     children = []
     # l2 is the same for both
     comparison = {"weights_alone": of == "weight" and metric != "l2", "wide": of == "weight" or metric == "l2"}
@@ -76,18 +77,17 @@ def expand_experts(
             pool.add(path)
         pool.expect(count, progress)
         products = _first_products(pool, out, overwrite)
+        for path in earlier if overwrite else ():
+            shutil.rmtree(path)
         for number in range(len(paths), count):
             table = distances(products, metric)
             pair, mixed = _draw(seed, number, number)
             pair = pair if parents == "random" else farthest_pair(table)
             mix = Mix(pair, mixed if weights is None else tuple(map(float, weights)), drop, rescale, _seed(seed, number))
             folder = out / f"{CHILD}{number}"
-            products = _grow(products, _make(pool, folder, mix, max_shard_size, overwrite))
+            products = _grow(products, _make(pool, folder, mix, max_shard_size))
             pool.add(folder)
             children.append(Child(folder, pair, mix.weights, table[pair].item()))
-    for path in _children_in(out, paths):
-        if int(path.name.removeprefix(CHILD)) not in range(len(paths), count):
-            shutil.rmtree(path)
     found = Expansion([*paths, *(child.folder for child in children)], tuple(children), distances(products, metric))
     _summarize(out, found)
     return found
@@ -103,8 +103,8 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
     check_seed("seed", seed)
 
 
-def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
-    """Raise ValueError if `out` holds what an expansion did not write, or an expert lies where a child would."""
+def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
+    """Raise ValueError if `out` holds what an expansion of so many did not write, or an expert lies where a child would."""
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
     found = None if out.is_dir() or not out.exists() else "a file"
     for path in experts:
@@ -113,6 +113,8 @@ def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
     for path in _children_in(out, experts):
         if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
             found = found or f"a folder whose {path.name} is not an expansion's child"
+        if path.name not in ours and not overwrite:
+            found = found or f"a folder whose {path.name} this call would not make; overwrite=True removes it"
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
         # a killed writer leaves hidden ones, of a file in a folder
@@ -120,6 +122,14 @@ def _check_out(out: Path, experts: Sequence[Path], count: int) -> None:
             found = found or f"a folder that holds {path.name}"
     if found is not None:
         raise ValueError(f"out is {out}, {found}; use a new folder, or one of an earlier expansion")
+
+
+def _other(child: Path) -> ValueError:
+    """Return the error for a child that this call would not make."""
+    return ValueError(
+        f"out is {child.parent}, whose {child.name} was made of other experts or with other options; pass a new folder, or "
+        "overwrite=True"
+    )
 
 
 def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
@@ -171,6 +181,8 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
             products = _values(kept, path, len(pool.experts), len(pool.experts))
             pool.skip(len(pool.experts), child=False)
             return products
+        if made := _children_in(out, [expert.path for expert in pool.experts]):
+            raise _other(made[0])
     products = pool.products()
     if not torch.isfinite(products).all():
         bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
@@ -180,12 +192,12 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     return products
 
 
-def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwrite: bool) -> torch.Tensor:
+def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torch.Tensor:
     """Write a child unless it is there, and return its inner products [n + 1] with the pool and itself."""
     parents = [pool.experts[place] for place in mix.parents]
     kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
-    if (folder / RECORD).is_file() and not overwrite:
+    if (folder / RECORD).is_file():
         kept = _kept(folder / RECORD)
         if (
             read_json(folder / RECORD).get("child") == child
@@ -194,6 +206,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
             products = _values(kept, folder / RECORD, len(pool.experts) + 1)
             pool.skip(len(pool.experts), child=True)
             return products
+        raise _other(folder)
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
     base = str(parents[0].base or pool.base_folder)
     record = {"format": FORMAT, "kind": kind, "base": base, "base_hash": parents[0].record.get("base_hash"), "child": child}
@@ -204,12 +217,12 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str, overwri
         return json.dumps(record | more | {"products": values}, indent=2) + "\n"
 
     if kind == "lora":
-        with atomic_folder(folder, overwrite=True) as tmp:
+        with atomic_folder(folder) as tmp:
             _write_adapter(tmp, parents[0], tensors)
             (tmp / RECORD).write_text(record_text(), encoding="utf-8")
         return products
     expected = sum(spec.nbytes for spec in pool.specs.values()) if kind == "ffn" else None
-    with CheckpointWriter(folder, max_shard_size, overwrite=True, expected_bytes=expected) as writer:
+    with CheckpointWriter(folder, max_shard_size, expected_bytes=expected) as writer:
         writer.copy_file(parents[0].path / "config.json")
         folders.copy_side_files(parents[0].path, writer)
         writer.write_text(RECORD, record_text(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))

@@ -10,6 +10,7 @@ expert's matrices and a shard of the target.
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Prog
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import rows as data
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
-from moe_runtime.io.files import atomic_write_text, check_out_dir, read_json
+from moe_runtime.io.files import atomic_write_text, check_out_dir, check_out_file, read_json
 from moe_runtime.io.prompts import TEMPLATES, TRAIN_ON
 from moe_runtime.methods.upit import assembly, router
 from moe_runtime.methods.upit import buckets as upit_buckets
@@ -53,18 +54,19 @@ def route_folders(
     at_least: int = 500, capacity: int | None = None, tokens: str = "response", buckets: str = "skilled", alpha: float = 0.5,
     detach_h: bool = False, train_ffn: bool = True, max_length: int = LENGTH, prompt: str = "plain",
     train_on: str = "assistant", epochs: float = 4.0, learning_rate: float | None = None, vector_std: float | None = None,
-    vector_learning_rate: float | None = None, seed: int = 0, **training,
+    vector_learning_rate: float | None = None, seed: int = 0, overwrite: bool = False, **training,
 ) -> RoutersReceipt:  # fmt: skip
     """Find the rows that each expert is best at, and tune expert and routing vectors on them, to OUT/expert-<i>.
 
     `rows` is what `io.rows.read_rows` reads; `share` of them, and no fewer than `at_least`, are the seed data. `buckets`
     "random" distributes as many rows at random. `learning_rate` defaults to the paper's, `training` are Tuning's other
-    settings. Experts that the same call has tuned before are not tuned again.
+    settings. Experts that the same call has tuned before are not tuned again; those of another call are refused, and with
+    `overwrite` all are removed first.
     """
     check_choice("buckets", buckets, BUCKETS)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
-    out = Path(out)
+    out = check_out_file(Path(out, SUMMARY), overwrite=True).parent
     tokenizer, kind = _tokenizer(experts, base, prompt)
     tuning = Tuning.from_dict({"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training})
     fit.check_training(**tuning.to_dict())
@@ -76,6 +78,9 @@ def route_folders(
     dealt = upit_buckets.fill_buckets(found, capacity)
     if buckets == "random":
         dealt = upit_buckets.random_buckets([len(bucket) for bucket in dealt], len(picked), seed)
+    with ranks.leading() as main:
+        for path in out.glob(f"expert-*/{router.RECORD}") if main and overwrite else ():
+            shutil.rmtree(path.parent)
     routed = router.init_routers(
         experts, picked, dealt, tokenizer, folder=out, base=base, seed=seed, alpha=alpha, detach_h=detach_h,
         train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **tuning.to_dict(),
@@ -154,7 +159,9 @@ def mixtral_config(config) -> MixtralConfig:
     }
     for name, (value, known) in checks.items():
         if value not in known:
-            raise ValueError(f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}")
+            only = f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}"
+            others = f", xft export --to official, or begin with --gate {GATES[0]}" if name == "gate" else ""
+            raise ValueError(f"{only}; use xft merge for a dense model{others}")
     fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)}
     return MixtralConfig(
         **fields,

@@ -61,7 +61,7 @@ def init_router(
     router_init: str = "skilled", detach_h: bool = False, train_ffn: bool = True, vector_std: float | None = None,
     vector_learning_rate: float | None = None, base: str | Path | None = None, dtype: str | None = None, seed: int = 0,
     index: int = 0, overwrite: bool = False, callbacks: Sequence = (),
-    on_step: Callable[[int, int, float], None] | None = None, **training,
+    on_step: Callable[[int, int, float | None], None] | None = None, **training,
 ) -> RoutedExpert:  # fmt: skip
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 

@@ -13,9 +13,11 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 
 import moe_runtime
 from moe_runtime.hf.dropin import experts, gates
+from moe_runtime.hf.training.trainable import train_rows
 from moe_runtime.modules import moe
 from moe_runtime.ops.activation import Activation
 from tests.hf.tiny import distance, upcycled
+from tests.support.stock_moe import stock
 
 E, H, I, T, K = 5, 24, 17, 13, 3
 
@@ -363,3 +365,43 @@ def test_patch_of_an_upcycled_model_counts_its_own_layers():
     want = model(ids).logits
     assert moe_runtime.patch(model) == 2
     assert torch.equal(model(ids).logits, want)
+
+
+class Packed(torch.Tensor):
+    """A tensor that holds int8 and passes for floats, as torchao's quantized weights do; it knows no operation."""
+
+    @staticmethod
+    def __new__(cls, ints, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, ints.shape, dtype=scale.dtype)
+
+    def __init__(self, ints, scale):
+        self.ints, self.scale = ints, scale
+
+    def __tensor_flatten__(self):
+        return ["ints", "scale"], {}
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{cls.__name__} dispatch: attempting to run unimplemented operator {func}")
+
+
+def packed(weight: torch.Tensor) -> nn.Parameter:
+    scale = weight.detach().abs().amax() / 127
+    return nn.Parameter(Packed((weight.detach() / scale).to(torch.int8), scale), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [pytest.param(upcycled, id="ours"), pytest.param(stock, id="stock")])
+@pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
+def test_tensors_that_only_look_like_floats_are_refused(make, stack):
+    model = make()
+    moe_runtime.patch(model)
+    layer = next(module for module in model.modules() if hasattr(module, stack))
+    setattr(layer, stack, packed(getattr(layer, stack)))
+    match = r"^the experts of \S+ are \S*\.Packed; want float16, bfloat16, float32 or float64: quantized experts have "
+    for call in (lambda: moe_runtime.patch(model), lambda: model(torch.ones(1, 4, dtype=torch.long))):
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(ValueError, match=rf"{stack} is torch.float32 \(Packed\); want one of floats, neither quantized"):
+        train_rows(model, {0: [1]})

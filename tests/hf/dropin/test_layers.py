@@ -1,10 +1,13 @@
 """Stock MoE models on our experts in the stack that users have: checkpointing, compile, autocast, Trainer, TRL, PEFT."""
 
 import copy
+import re
 
 import datasets
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -13,7 +16,7 @@ import moe_runtime
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
-from tests.hf.tiny import distance
+from tests.hf.tiny import distance, upcycled
 from tests.hf.training.test_trainer import COMMON as SETTINGS
 
 datasets.disable_progress_bars()
@@ -203,6 +206,36 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     assert distance(loaded(ids()).logits, logits) < 1e-6
     merged = model.merge_and_unload()
     assert [m for m in merged.modules() if is_experts(m)] and distance(merged(ids()).logits, logits) < 1e-5
+
+
+PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
+
+
+@pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="older PEFT adapts no stack through target_modules")
+@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize("targets", ["all-linear", "projections"])
+def test_what_target_modules_mean_for_the_stacks(kind, targets):
+    """As docs/drop-in.md says."""
+    names = PROJECTIONS[kind] if targets == "projections" else targets
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=names, init_lora_weights=False)
+    torch.manual_seed(1)
+    model = get_peft_model(stock(kind), config)
+    assert moe_runtime.patch(model) == 2
+    trains = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    parts = {re.sub(r".*\.layers\.\d+\.(\w+\.\w+).*", r"\1", name) for name in trains}
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    assert parts == {"mlp.experts"} | (attention | {"mlp.gate"} if targets == "all-linear" else set())
+    torch.manual_seed(1)
+    assert_same(gradients(model), gradients(get_peft_model(stock(kind, "eager"), config)))
+    logits = model.eval()(ids()).logits.detach()
+    assert distance(model.merge_and_unload()(ids()).logits, logits) < 1e-5
+    with pytest.raises(ValueError, match="lora_dropout != 0"):
+        get_peft_model(stock(kind), LoraConfig(r=2, target_modules=names, lora_dropout=0.1))
+
+
+def test_on_an_upcycled_model_all_linear_is_the_attention():
+    model = get_peft_model(upcycled(), LoraConfig(r=2, target_modules="all-linear"))
+    assert all(".self_attn." in name for name, p in model.named_parameters() if p.requires_grad)
 
 
 def test_deepcopy_and_hooks_of_a_whole_model():

@@ -1,5 +1,7 @@
 """moe_runtime.hf.training.fit.train: what a recipe's training asks for, and the losses of single rows."""
 
+import math
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -52,6 +54,12 @@ def train(tokenizer, rows, tmp_path):
         return model, done, watch
 
     return run
+
+
+def test_before_a_loss_is_logged_there_is_none_to_show(train):
+    seen = []
+    train(steps=12, on_step=lambda step, steps, loss: seen.append(loss))
+    assert seen[0] is None and isinstance(seen[-1], float) and all(loss is None or math.isfinite(loss) for loss in seen)
 
 
 def test_one_batch_or_many_small_ones(train):

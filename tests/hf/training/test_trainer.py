@@ -1,5 +1,6 @@
 """hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
 
+import contextlib
 import csv
 import json
 import math
@@ -14,12 +15,17 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_runtime.hf import MoESFTTrainer, MoETrainer, RouterStatsCallback, train_command
 from moe_runtime.hf.dropin.balance import use_balance_loss
+from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from moe_runtime.hf.training import sft
 from moe_runtime.io import console
 from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
+from moe_runtime.methods.xft import folders as xft
+from moe_runtime.ops import moe_layer, moe_mlp
+from moe_runtime.ops.expert_rows import accumulate_into_grad
 from tests.hf import tiny
 from tests.support.dist_launch import forked
 from tests.support.stock_moe import stock
@@ -122,6 +128,24 @@ def test_the_first_loss_is_the_models_own(kind, coef, tmp_path):
     trainer = run(kind, model, tmp_path, [0, 7], max_steps=1)
     got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
     assert got == pytest.approx([want.loss.item(), want.lm_loss.item(), want.aux_loss.item()], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [None, "qwen3_moe", "gpt_oss"])
+def test_gradients_added_in_place_train_the_same_model(name, tmp_path, monkeypatch):
+    """Bit by bit, with gradient clipping and an optimizer that drops the gradients after each step."""
+    trained, added, adding_to = [], [], moe_mlp.adding_to
+    for module in (moe_mlp, moe_layer):
+        monkeypatch.setattr(module, "adding_to", lambda into, *args: added.append(into) or adding_to(into, *args))
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = upcycled() if name is None else stock_moe(name)
+        patch(model)
+        accumulate_into_grad(model.parameters(), enabled)
+        run("trainer", model, tmp_path / str(enabled), max_steps=2, **split)
+        assert bool(added) == enabled
+        trained.append(dict(model.named_parameters()))
+    assert all(weight.equal(trained[1][key]) for key, weight in trained[0].items())
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
@@ -536,6 +560,67 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
     monkeypatch.chdir(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name in ("moe", str(folder / "moe")):
-        with pytest.raises(ValueError, match="^output_dir is moe/, the folder of the model, .*; want another folder"):
+        with pytest.raises(ValueError, match="^output_dir is moe/, which is .*moe, the model to train; pass another folder"):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
+    with pytest.raises(ValueError, match="^output_dir is None, which is no folder; pass --output_dir FOLDER$"):
+        train_command(files)
+    argv = [*files, "--output_dir", "out", "--save_steps", "2"]
+    with pytest.raises(ValueError, match="^output_dir is out, which has no complete checkpoint; run without --resume$"):
+        train_command([*argv, "--resume"])
+    assert not list(tmp_path.iterdir())
+    train_command([*argv, "--max_steps", "4"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    both = ["--resume", "--overwrite"]
+    for more, match in (
+        ((), "which exists; .*, or --overwrite .*, or --resume to continue from checkpoint-4$"),
+        (both, "either"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            train_command([*argv, "--max_steps", "2", *more])
+    inside = ["--model", "out/checkpoint-4", *argv[2:], "--overwrite"]
+    with pytest.raises(ValueError, match="^output_dir is out, which holds out/checkpoint-4, the model to train"):
+        train_command(inside)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    # the earlier run's checkpoint of a later step is gone
+    train_command([*argv, "--max_steps", "2", "--overwrite", "--seed", "7"])
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    seen = []
+    monkeypatch.setattr(sft.console, "bar", lambda *args, **options: contextlib.nullcontext(lambda step, *_: seen.append(step)))
+    train_command([*argv, "--max_steps", "3", "--resume"])
+    assert seen[0] == 2
+
+
+@KINDS
+@pytest.mark.parametrize("value", [True, False])
+def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path):
+    model = upcycled()
+    model.config.use_cache, seen = value, []
+    hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])  # noqa: E731
+    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    trainer = run(kind, model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, eval_set=rows([1, 2]))
+    trainer.evaluate()
+    trainer.save_model(tmp_path / "moe")
+    xft.merge_folder(tmp_path / "moe", tmp_path / "dense")
+    for folder in (tmp_path / "checkpoint-1", tmp_path / "moe", tmp_path / "dense"):
+        assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is value
+    assert set(seen) == {False}  # and no batch keeps one
+
+
+def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, capsys):
+    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
+    argv += ["--max_steps", "3", "--save_strategy", "no"]
+    train_command([*argv, "--output_dir", str(tmp_path / "whole"), "--learning_rate", "1000", "--no_stop_on_nan"])
+    guess = math.log(len(TOKENIZER))
+    said = f"warning: a uniform guess has loss {guess:.2f}: the training diverged; lower --learning_rate, which is 1000.0"
+    assert said in capsys.readouterr().err
+    train_command([*argv, "--output_dir", str(tmp_path), "--overwrite", "--use_peft"])
+    assert "diverged" not in capsys.readouterr().err
+    found = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert found["lora_dropout"] == 0
+    assert {name.rpartition(".")[2] for name in found["target_modules"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -88,11 +88,30 @@ def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
         pytest.param([0.25, 0.25, 0.25, 0.25], 0.5, (0, 1), id="ties to the lower id"),
         pytest.param([0.1, 0.4, 0.3, 0.2], 1e-9, (1,), id="at least one"),
         pytest.param([0.5, 0.0, 0.5, 0.0], 1.0, (0, 2), id="none without a token"),
-        pytest.param([0.05, 0.02, 0.0, 0.01], 0.2, (0, 1, 3), id="never reached"),
+        pytest.param([0.05, 0.02, 0.0, 0.01], 0.2, (0, 1, 3, 2), id="never reached"),
     ],
 )
 def test_the_smallest_set_that_reaches_p(row, p, want):
     assert select_experts(scores_of(row), p).experts == {1: want}
+
+
+@pytest.mark.parametrize("options", [{"round": 4}, {"round": 2}, {}], ids=str)
+def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_does(options):
+    """Rounded scores sum to less than 1 in some layers; unused experts can be left out by an option."""
+    scores, beyond = ExpertScores.from_sums(sums_of("translation")), 0
+    table = scores.scores("gate", **options)
+    for p in (0.1, 0.9, 1.0):
+        got, used = (select_experts(scores, p, skip_unused=skip, **options).experts for skip in (False, True))
+        for layer, row in zip(LAYERS, table.tolist(), strict=True):
+            want, total = [], 0.0
+            for e in sorted(range(64), key=lambda e: -row[e]):
+                if total >= p:
+                    break
+                want.append(e)
+                total += row[e]
+            assert list(got[layer]) == want and list(used[layer]) == [e for e in want if row[e]]
+            beyond += len(want) > len(used[layer])
+    assert beyond or not options
 
 
 @pytest.mark.parametrize("score", ["gate", "token"])
@@ -104,7 +123,7 @@ def test_sets_are_minimal_nested_and_grow_with_p(score):
             assert row[list(experts)].sum() >= p > row[list(experts[:-1])].sum()
             assert experts[: len(before[layer])] == before[layer]
         before = selection.experts
-    everything = select_experts(scores, 1.0, score, "normalized").experts
+    everything = select_experts(scores, 1.0, score, "normalized", skip_unused=True).experts
     used = scores.sums.count > 0
     assert all(set(everything[layer]) == set(used[i].nonzero().flatten().tolist()) for i, layer in enumerate(LAYERS))
 

@@ -252,12 +252,20 @@ def test_after_a_kill_finished_children_are_kept(place, tmp_path, monkeypatch, k
     pytest.param({"count": 4}, 1, id="fewer"),
     pytest.param({"base": "changed"}, 0, id="another base"),
 ])  # fmt: skip
-def test_children_of_another_call_are_made_anew(place, tmp_path, change, kept):
+def test_children_of_another_call_are_replaced_only_if_asked(place, tmp_path, change, kept):
     stirred(place / "base", 4).save_pretrained(tmp_path / "changed")
     settings = {"count": 5, "base": place / "base"}
     expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
     before = written(tmp_path / "out")
     settings |= change | ({"base": tmp_path / "changed"} if "base" in change else {})
+    if not kept or "count" in change:
+        if "overwrite" not in change:
+            with pytest.raises(
+                ValueError, match=r"whose expert-\d (was made of other experts or with other|this call would not make)"
+            ):
+                expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
+            assert written(tmp_path / "out") == before
+        settings["overwrite"], kept = True, 0
     found = expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
     after = written(tmp_path / "out")
     assert len({path.parent for path in before if before[path] == after.get(path)}) == kept

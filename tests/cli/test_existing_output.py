@@ -1,0 +1,181 @@
+"""docs/start.md's table of what each verb does with existing output: every cell is a test."""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_runtime.bench import records
+from moe_runtime.cli.app import app
+from moe_runtime.methods import esft
+from tests.cli.test_verbs import VERBS as TREE
+from tests.faults import inputs
+from tests.faults.machine import strays
+from tests.faults.verbs import VERBS, _verb
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "start.md").read_text().split("## What a command does with existing")[1]
+STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
+LINES = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
+CELLS = {(name, state): word for name, _, *words in LINES for state, word in zip(STATES, words, strict=True)}
+FILES = {name for name, kind, *_ in LINES if kind == "file"}
+ALL = VERBS | {
+    "xft to-mergeable": _verb("xft to-mergeable {in}/moe out"),
+    "xft import-official": _verb("xft import-official {in}/of-export out"),
+    "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
+    "upit export": _verb("upit export {in}/of-assemble out"),
+}
+# what makes a different result; another seed unless it is here
+SHARDS = dict.fromkeys(("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB"))
+CHANGES = SHARDS | {
+    "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
+    "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
+}  # fmt: skip
+LONG = {"demo", "paper", "run", "ultrafuser train", "train", "upit init-routers", "esft train"}  # seconds each
+# what `before` of a verb replaces
+REPLACED = {
+    "demo": {"moe_runtime.experiments.corpora": ["standard_library_files"], "moe_runtime.methods.xft.demo": ["load_recipe"]},
+    "bench": {"moe_runtime.bench.running": ["_pytest"]},
+    "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},
+}
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder, but for locks."""
+    found = (path for path in folder.rglob("*") if path.is_file() and ".locks" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def results(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return what a verb is for, which has no times in it."""
+    return {name: value for name, value in files.items() if name.endswith(".safetensors") or name in ("out", "out.json")}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """The verbs' inputs, and what two of the verbs make of them."""
+    folder, patch = tmp_path_factory.mktemp("existing") / "inputs", pytest.MonkeyPatch()
+    patch.setattr(sys, "argv", ["", str(folder)])
+    inputs.make()
+    patch.undo()
+    for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"])):
+        argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
+        assert CliRunner().invoke(app, argv).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def invoke(given, monkeypatch, tmp_path):
+    """Run a verb in a folder of its own; what its test replaces is put back."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *more: str):
+        for target, attributes in REPLACED.get(name, {}).items():
+            for attribute in attributes:
+                monkeypatch.setattr(f"{target}.{attribute}", getattr(importlib.import_module(target), attribute))
+        if ALL[name].before:
+            module, function = ALL[name].before.split(":")
+            getattr(importlib.import_module(module), function)()
+        return CliRunner().invoke(app, [*ALL[name].arguments(given), *more])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Put a verb's result into a folder; it is made once."""
+    folders = {}
+
+    def make(name: str, invoke, here: Path) -> None:
+        if name in folders:
+            shutil.copytree(folders[name], here, symlinks=True, dirs_exist_ok=True)
+            return
+        done = invoke(name)
+        assert done.exit_code == 0, done.output
+        folders[name] = shutil.copytree(here, tmp_path_factory.mktemp("made") / "here", symlinks=True)
+
+    return make
+
+
+def unfinish(name: str, invoke, monkeypatch) -> None:
+    """Leave of a verb's result what an interruption near its end would."""
+    out = Path(ALL[name].out)
+    if name == "train":
+        (out / "model.safetensors").unlink()
+        shutil.rmtree(out / "checkpoint-4")
+    elif name == "esft train":
+        shutil.rmtree(out)
+        with monkeypatch.context() as patch:
+            patch.setattr(esft, "save_adapter", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert invoke(name).exit_code == 130 and any(Path("out-checkpoints").glob("checkpoint-*"))
+    elif name == "bench":
+        first = records.benchmarks(out)[0]
+        records.Records(out.with_suffix(".jsonl")).write(first["name"], extra_info=first["extra_info"])
+        out.unlink()
+    elif name != "tune":  # whose file is whole after every config
+        shutil.rmtree(max(out.glob("*-*/"), key=lambda path: path.stat().st_mtime_ns))
+
+
+def test_every_verb_has_a_line_and_the_options_that_it_names():
+    silent = {"upit choose", "esft apply", "ultrafuser generate", "doctor"}
+    named = {"paper" if words[0] == "paper" else " ".join(words): command for words, command in TREE.items()}
+    assert {name for name, *_ in LINES} == set(named) - silent and len(LINES) == len(named) - len(silent)
+    assert all(f"`{name}`" in PAGE for name in silent)
+    for name in set(named) - silent - {"train"}:  # whose options are TRL's parser's
+        assert ("overwrite" in {option.name for option in named[name].params}) == (CELLS[name, "overwrite"] != "-"), name
+
+
+def marks(name: str, state: str, word: str):
+    is_slow = name in LONG and (state not in ("wrong kind", "other content") or word != "refuses")
+    return pytest.mark.slow if is_slow else ()
+
+
+@pytest.mark.parametrize(
+    "name, state, word", [pytest.param(*k, w, id="-".join(k), marks=marks(*k, w)) for k, w in CELLS.items() if w != "-"]
+)
+def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
+    out, more = Path(ALL[name].out), CHANGES.get(name, ("--seed", "5")) if state in ("different", "overwrite") else ()
+    is_other = state in ("wrong kind", "other content")
+    note = out if is_other and (name in FILES) == (state == "other content") else out / "note"
+    if is_other:
+        note.parent.mkdir(exist_ok=True)
+        note.write_text("mine")
+    else:
+        finished(name, invoke, tmp_path)
+    want = results(snapshot(tmp_path))
+    if name == "bench" and state in ("same", "overwrite"):  # which always measures the same here
+        out.write_text(out.read_text().replace('"ms": 1.5', '"ms": 9.5'))
+    elif name == "bench" and state == "different":
+        out.write_text(out.read_text().replace("bench_x[b]", "bench_y[b]"))
+    elif state == "unfinished":
+        unfinish(name, invoke, monkeypatch)
+    elif state == "overwrite" and CELLS[name, "other content"] == "refuses" and name not in {*FILES, "upit grow"}:
+        note.write_text("mine")
+    before = snapshot(tmp_path)
+    done = invoke(name, *more, *(("--overwrite",) if state == "overwrite" else ()))
+    after = snapshot(tmp_path)
+    assert not strays(tmp_path)
+    if word == "refuses":
+        said = str(done.exception)
+        assert done.exit_code and "out" in said and "\n" not in said and after == before, done.output
+        if state == "wrong kind" and CELLS[name, "overwrite"] != "-":
+            assert invoke(name, "--overwrite").exit_code and snapshot(tmp_path) == before
+        if state == "unfinished":
+            assert "--resume to continue from checkpoint-2" in said
+            assert invoke(name, "--resume").exit_code == 0 and results(snapshot(tmp_path)) == want
+        return
+    assert done.exit_code == 0, done.output
+    if word == "keeps":
+        assert results(after) == results(before)
+    elif word == "resumes":
+        assert results(after) == want
+    elif word == "replaces":
+        assert after != before and (out / "note").exists() == (name == "train")
+    elif name in FILES:
+        measured = [{part for part in files[str(out)].split(b'"') if part[:6] == b"bench_"} for files in (before, after)]
+        assert after[str(out)] != before[str(out)] and measured[0] <= measured[1]
+    else:
+        assert word == "adds" and after.keys() > before.keys() and results(before).items() <= results(after).items()
+        assert note.exists() == (state == "other content")

@@ -1,0 +1,47 @@
+"""tests/support/reprint.py, which prints the tables of docs/ again; and that the tables of a page are of one base."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_readme import box_table
+from tests.support import reprint
+from tests.support.fences import parse_verb
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [pytest.param(path, id=path.stem) for path in sorted(DOCS.glob("*-tables.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_is_one_that_is_printed_again(page):
+    text = page.read_text()
+    commands = [found[1] for found in reprint.TABLE.finditer(text)]
+    assert len(commands) == text.count("┡") and len(commands) >= 3, "a table without its command"
+    for command in commands:
+        parse_verb(command.split())
+    assert re.search(r"^Printed .*on \d+ November 2026", text, re.MULTILINE)
+    rows = [
+        row for command in commands for row in box_table(page.name, f"moe-runtime {command}") if row.get("method") == "base"
+    ]
+    bases = {row[column].partition(" ")[0] for row in rows for column in row if column in ("all tasks", "held-out loss")}
+    assert len(bases) <= 1, f"tables of {page.name} are of several bases: {bases}"
+    assert bases or "esft" not in page.name
+
+
+def test_a_table_is_replaced_and_the_rest_of_the_page_stays(tmp_path, monkeypatch):
+    box = "┏━━━┓\n┃ a ┃\n┡━━━┩\n│ {} │\n└───┘\n"
+    fence = "`moe-runtime paper xft {0}`\n\n```text\n{1}```\n"
+    text = "# Page\n\n" + fence.format("table1 --seeds 1", "{}") + "\n* one is 1\n\n" + fence.format("budget", "x\n")
+    page = tmp_path / "page.md"
+    page.write_text(text.format(box.format(1)))
+    asked = []
+
+    def app(words, standalone_mode):
+        asked.append(words)
+        print(f"[   0 s] seed 1\n\x1b[3mA title\x1b[0m\n{box.format(2)}3 rows.\nnumbers: out/a.json")
+
+    monkeypatch.setattr(reprint, "app", app)
+    assert reprint.reprint(page, Path("out"), only="table1") == 1
+    assert asked == [["paper", "xft", "table1", "--seeds", "1", "--out", "out"]]
+    assert page.read_text() == text.format(box.format(2) + "3 rows.\n")

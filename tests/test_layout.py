@@ -21,9 +21,10 @@ LIBRARIES = {
 ASIDE = {("moe_runtime.hf.dropin.stats", "matplotlib"): "the picture of a RouterCounter's own counts"}
 # what would change a process that only imports us
 GLOBAL = re.compile(r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)|(sys\.meta_path|DEFAULT_CALLBACKS) \+?= ")
+# totals grow with features only: whoever raises one says in CHANGELOG.md what for
 MAX_FILE, MAX_FUNCTION, ONE_CHAIR = 400, 80, 60
-MAX_MODULES, MAX_LINES, RAISES_PER_THOUSAND = 145, 29_500, 15
-MAX_INTERLEAVED, MAX_BENCH, MAX_TESTS = 12, 4_300, 45_000
+MAX_MODULES, MAX_LINES, RAISES_PER_THOUSAND = 148, 31_300, 15
+MAX_INTERLEAVED, MAX_BENCH, MAX_TESTS = 12, 4_310, 48_000
 
 
 def lines_of(paths) -> int:

@@ -179,7 +179,7 @@ _mine = _Mine()
 def alone_in(folder: str | os.PathLike) -> Iterator[None]:
     """Let nobody else write a file into a folder atomically until the block ends: to read one, change it and write it again."""
     folder, before = Path(os.path.realpath(folder)), _mine.folders
-    with locked(folder):
+    with _locked_for_writers(folder):
         _mine.folders = before | {folder}
         try:
             yield

@@ -62,12 +62,15 @@ class Results:
     def __init__(self, path: Path, device: str):
         self.path, self.device, self.host = path, device, socket.gethostname()
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
-        for marker in list(path.parent.glob(f".{path.name}.trying-*")):
-            with files.locked(marker, wait=False) as free, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                died = json.loads(marker.read_text())
-                if died["host"] == self.host and (free or (free is None and not Path(f"/proc/{died['pid']}").exists())):
-                    self.save_broken(died["key"], died["tile"], "the process died")
-                    marker.unlink()
+        with files.alone_in(path.parent):
+            for marker in list(path.parent.glob(f".{path.name}.trying-*")):
+                with files.locked(marker, wait=False) as free, contextlib.suppress(FileNotFoundError, ValueError):
+                    died = json.loads(marker.read_text() or "{}")  # empty: before it tried anything
+                    is_dead = free or (free is None and not Path(f"/proc/{died.get('pid')}").exists())
+                    if is_dead and died.get("host", self.host) == self.host:
+                        if died:
+                            self.save_broken(died["key"], died["tile"], "the process died")
+                        marker.unlink()
 
     def read(self) -> dict:
         """Return the GPU's part of the file."""
@@ -89,16 +92,15 @@ class Results:
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Leave a marker that stays if the process dies in this block, and only then."""
         text = json.dumps({"key": key, "tile": tile and tile._asdict(), "host": self.host, "pid": os.getpid()})
-        new = self.path.with_name(f".{self.path.name}.new-{self.host}-{os.getpid()}-{time.monotonic_ns()}")
-        marker = new.with_name(new.name.replace(".new-", ".trying-"))
+        marker = self.path.with_name(f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}")
         with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                new.touch()
-                stack.enter_context(files.locked(new))
-                stack.callback(lambda: [file.unlink() for file in (new, marker) if file.exists()])
-                new.write_text(text)
-                new.rename(marker)
+                with files.alone_in(self.path.parent):  # nobody finds it before it is locked
+                    marker.touch()
+                    stack.enter_context(files.locked(marker))
+                    stack.callback(marker.unlink)
+                    marker.write_text(text)
             except OSError as error:
                 raise Unwritten(error.errno, error.strerror, str(self.path)) from error
             yield

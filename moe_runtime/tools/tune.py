@@ -66,8 +66,8 @@ class Results:
             for marker in list(path.parent.glob(f".{path.name}.trying-*")):
                 with files.locked(marker, wait=False) as free, contextlib.suppress(FileNotFoundError, ValueError):
                     died = json.loads(marker.read_text() or "{}")  # empty: before it tried anything
-                    is_dead = free or (free is None and not Path(f"/proc/{died.get('pid')}").exists())
-                    if is_dead and died.get("host", self.host) == self.host:
+                    alive = free is False or (free is None and Path(f"/proc/{died.get('pid')}").exists())
+                    if not alive and died.get("host", self.host) == self.host:
                         if died:
                             self.save_broken(died["key"], died["tile"], "the process died")
                         marker.unlink()
@@ -91,7 +91,6 @@ class Results:
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Leave a marker that stays if the process dies in this block, and only then."""
-        text = json.dumps({"key": key, "tile": tile and tile._asdict(), "host": self.host, "pid": os.getpid()})
         marker = self.path.with_name(f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}")
         with contextlib.ExitStack() as stack:
             try:
@@ -100,7 +99,8 @@ class Results:
                     marker.touch()
                     stack.enter_context(files.locked(marker))
                     stack.callback(marker.unlink)
-                    marker.write_text(text)
+                    trying = {"key": key, "tile": tile and tile._asdict(), "host": self.host, "pid": os.getpid()}
+                    marker.write_text(json.dumps(trying))
             except OSError as error:
                 raise Unwritten(error.errno, error.strerror, str(self.path)) from error
             yield
@@ -254,8 +254,7 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
     want = got = None
     times = time_all({tile: functools.partial(run, tile) for tile in good}, timer, ROUNDS, SECONDS)
     best = min(good, key=times.get)
-    if times[best] > times[pool[0]] * (1 - GAIN):
-        best = pool[0]
+    best = pool[0] if times[best] > times[pool[0]] * (1 - GAIN) else best
     tried = [{"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")} for tile in pool]
     table = {"tile": pool[0]._asdict(), "ms": times[pool[0]]}
     return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}

@@ -6,7 +6,6 @@ With neither it is a wheel of pure Python, and no compiler is looked for. No GPU
 py3-none-<platform>: neither Python nor torch is linked.
 """
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -19,14 +18,6 @@ ROOT = Path(__file__).resolve().parent
 CPU_CSRC = ROOT / "csrc" / "cpu"
 CUDA, CPU = "moe_runtime._lib.libmoert_cuda", "moe_runtime._lib.libmoert_cpu"
 ASKED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name in ("CUDA", "CPU")}
-
-
-def load(path: Path):
-    """Import one file without its package, which needs torch: no build environment has that."""
-    spec = importlib.util.spec_from_file_location(name := f"moert_{path.stem}", path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class BuildLibrary(build_ext):
@@ -68,7 +59,9 @@ extensions = []
 if ASKED["CPU"] not in ("0", "1"):
     raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is {ASKED['CPU']!r}; expected 0 or 1")
 if set(ASKED.values()) != {"0"}:
-    build = load(ROOT / "moe_runtime" / "native" / "build.py")
+    sys.path.insert(0, str(ROOT))
+    from moe_runtime.native import build  # which needs nothing but Python
+
     ARCHS = build.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
     for name, check in (("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)), ("CPU", lambda: build.check_cpu(CPU_CSRC))):
         if ASKED[name] != "0":

@@ -161,25 +161,33 @@ def tuned_path() -> Path:
 
     Raises ValueError where there is no home.
     """
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))  # as XDG says
+    if not base.is_absolute():
         raise ValueError(
             f"HOME is {os.environ.get('HOME')!r}, and this user has no other; want a place for measured configs; set "
-            "XDG_CACHE_HOME to what can be written"
-        ) from error
+            "XDG_CACHE_HOME to the full path of a folder that can be written"
+        )
     return base / "moe_runtime" / "tiles.json"
+
+
+def refused(path: Path) -> str | None:
+    """Return why the file of measured configs is not read: another user could have written it. None if nobody could."""
+    found = path.stat()
+    if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
+        return None
+    how = f"belongs to user {found.st_uid}, its mode is {found.st_mode & 0o777:o}"
+    return f"{path} is refused: it {how}; remove it, or chmod go-w {path} if it is yours"
 
 
 @functools.cache
 def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
     """Return device name -> key -> config from `tuned_path()`; empty without the file or a home. ValueError if it is not ours.
 
-    A folder that may not be looked into, as another user's home in a container, is as none.
+    A folder that may not be looked into, as another user's home in a container, is as none, and a `refused` file too.
     """
     try:
-        path = path or tuned_path()
-        there = path.is_file()
+        there = path.is_file() if path else (path := tuned_path()).is_file() and not refused(path)
     except (OSError, ValueError):
         return {}
     if not there:

@@ -19,6 +19,13 @@ def shown(value: object, width: int = 200) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+def one_line(text: object, width: int = 500) -> str:
+    """Return a text from elsewhere as an error shows it: in one line, control characters escaped, cut where it is long."""
+    words = " ".join(str(text)[: 4 * width].split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
@@ -140,7 +147,7 @@ class MoEConfig:
         if not isinstance(values, Mapping):
             problem = f"is {shown(values)}; want an object"
         elif unknown := sorted(str(key) for key in set(values) - known):
-            problem = f"has no field {', '.join(unknown)[:200]}"
+            problem = f"has no field {one_line(', '.join(unknown), 200)}"
         elif missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]:
             problem = f"lacks {', '.join(missing)}"
         if problem is not None:

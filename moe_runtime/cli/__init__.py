@@ -17,8 +17,9 @@ def main() -> None:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("MOE_RUNTIME_DEBUG"):
             raise
-        message = str(error).replace("overwrite=True", "--overwrite")
-        print(f"error: {message}", file=sys.stderr)
+        from moe_runtime.config import one_line
+
+        print(f"error: {one_line(str(error).replace('overwrite=True', '--overwrite'), 4000)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt as stop:
         print(signals.word_of(stop), file=sys.stderr)

@@ -105,7 +105,7 @@ def assemble(
     balance_loss: Annotated[str, option("switch, cv2 or none.", words=config.BALANCE_LOSSES)] = "switch",
     balance_loss_coef: Annotated[float, option("Weight of the balance loss.")] = 0.01,
     backbone: Annotated[str, option("Other weights: the experts' mean, or the base's.", words="mean base")] = "mean",
-    seed: Seed = 42, overwrite: Overwrite = False,
+    max_shard_size: ShardSize = "2GB", seed: Seed = 42, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Put experts behind a router made of their routing vectors: an MoE model to tune as any other."""
     from moe_runtime.methods.upit.folders import assemble_folders
@@ -113,7 +113,7 @@ def assemble(
     done = with_bar(
         "assembling", assemble_folders, experts or (), out, routers=routers, base=base, top_k=top_k, gate=gate,
         balance_loss=balance_loss, balance_loss_coef=balance_loss_coef, backbone=backbone, seed=seed,
-        overwrite=overwrite,
+        max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     typer.echo(f"wrote {done.path}: {done.config.num_experts} experts, {done.bytes / 1e6:,.1f} MB")
     typer.echo(f"next: moe-runtime train --model {done.path} --data rows.jsonl --output_dir tuned")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.config import shown
+from moe_runtime.config import one_line, shown
 from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
 
 METHODS = Path(__file__).resolve().parents[1] / "methods"
@@ -50,7 +50,7 @@ class Node(BaseModel):
     def _check_keys(cls, values: Any) -> Any:
         unknown = [key for key in values if key not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:
-            raise ValueError(f"{str(unknown[0])[:200]} is no key of a recipe; want some of {', '.join(cls.model_fields)}")
+            raise ValueError(f"{one_line(unknown[0], 200)} is no key of a recipe; want some of {', '.join(cls.model_fields)}")
         return values
 
     def to_dict(self) -> dict:
@@ -80,7 +80,7 @@ class Node(BaseModel):
 def _sentence(error: ValidationError) -> str:
     """Return pydantic's first error as one line: the key, its value, and what would be right."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part)[:200] for part in first["loc"] if part != "[key]")
+    key = ".".join(one_line(part, 200) for part in first["loc"] if part != "[key]")
     if first["type"] == "value_error":  # of our own checks, which name the key within their node
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
     if first["type"] == "missing":
@@ -106,7 +106,7 @@ def read_yaml(path: Path) -> Any:
         finally:
             loader.dispose()
     except (yaml.YAMLError, *_NAKED) as error:
-        why = " ".join(str(error).split())[:500] or type(error).__name__
+        why = one_line(error) or type(error).__name__
         raise ValueError(f"{path} is not valid YAML ({why}); want a recipe") from error
 
 
@@ -121,7 +121,7 @@ def _check_nodes(node: yaml.Node | None) -> None:
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
             twice = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
             if twice is not None:
-                raise ValueError(f"the key {twice[:80]!r} is given twice{node.start_mark}")
+                raise ValueError(f"the key {shown(twice, 80)} is given twice{node.start_mark}")
             stack += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             stack += node.value

@@ -19,11 +19,13 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from moe_runtime.io.files import atomic_folder, check_out_dir, is_plain_name, naming, parse_object, read_json
+from moe_runtime.config import one_line, shown
+from moe_runtime.io.files import atomic_folder, check_names, check_out_dir, is_plain_name, naming, parse_object, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+MAX_DIMS = 64  # torch's own limit
 SHOWN = 8  # keys or files of a kind in an error
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 CONVERT = (
@@ -63,7 +65,7 @@ def parse_size(size: int | str) -> int:
 
 
 def _join(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+    return ", ".join(one_line(name, 200) for name in names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
@@ -87,16 +89,17 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         weights = _join([name for name in found if name.endswith(WEIGHTS)]) or "no weights"
         problem = f"path is {folder}, which holds {weights}; want {SINGLE} or {INDEX}; {CONVERT}"
     elif not isinstance(weight_map := read_json(index).get("weight_map"), dict) or not weight_map:
-        problem = f"weight_map of {index} is {str(weight_map)[:80]}; want an object from key to shard"
+        problem = f"weight_map of {index} is {shown(weight_map, 80)}; want an object from key to shard"
     elif wrong := [k for k, v in weight_map.items() if not is_plain_name(v) or not v.endswith(".safetensors")]:
-        shard = repr(weight_map[wrong[0]])[:200]
-        problem = f"shard of {wrong[0][:200]} in {index} is {shard}; want the plain name of a .safetensors file"
+        shard = shown(weight_map[wrong[0]])
+        problem = f"shard of {one_line(wrong[0])} in {index} is {shard}; want the plain name of a .safetensors file"
     elif missing := [shard for shard in sorted(set(weight_map.values())) if not (folder / shard).is_file()]:
         problem = f"{index} names {_join(missing)}, which are missing; want all shards; get them again"
     elif SINGLE in found and SINGLE not in weight_map.values():
         problem = f"{index} does not name the {SINGLE} beside it; want one of the two; delete the stale one"
     if problem:
         raise ValueError(problem)
+    check_names(weight_map, index)
     return sorted(set(weight_map.values())), weight_map
 
 
@@ -104,7 +107,8 @@ def _parse_tensor(fields: Any) -> tuple[int, int, TensorSpec] | None:
     """Return the first byte, the end and the spec that a header's entry says; None if it is not valid."""
     try:
         (begin, end), spec = fields["data_offsets"], TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]])
-        valid = all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)) and end - begin == spec.nbytes
+        valid = len(spec.shape) <= MAX_DIMS  # whose product takes quadratic time
+        valid = valid and all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)) and end - begin == spec.nbytes
         # torch multiplies the sizes of an empty tensor too
         valid = valid and math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize < 2**63
     except (KeyError, TypeError, ValueError):
@@ -119,6 +123,7 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
         again = "get it again, it is cut off or a git-lfs pointer"
         raise ValueError(f"{file} is {size} bytes with a header of {length}; want a whole safetensors file; {again}")
     header = parse_object(stream.read(length), f"header of {file}")
+    check_names(header, f"header of {file}")
     metadata = header.pop("__metadata__", {})
     parsed = {key: _parse_tensor(fields) for key, fields in header.items()}
     bad = [key for key, entry in parsed.items() if entry is None]
@@ -133,7 +138,7 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
     if bad:
         want = "a known dtype, a shape, and data_offsets that span its bytes and follow the tensor before"
         want = "an object of texts" if bad == ["__metadata__"] else want
-        raise ValueError(f"{bad[0]} in the header of {file} is {str(header[bad[0]])[:200]}; want {want}")
+        raise ValueError(f"{bad[0]} in the header of {file} is {shown(header[bad[0]])}; want {want}")
     if data + position != size:
         raise ValueError(f"{file} is {size} bytes; want {data + position}, as its header says; get the whole file again")
     return metadata, tensors
@@ -205,7 +210,7 @@ class Checkpoint:
 
     def _spec(self, key: str) -> TensorSpec:
         if key not in self._tensors:
-            raise ValueError(f"key is {key!r}; want one of the {len(self._tensors)} keys of {self.path}")
+            raise ValueError(f"key is {shown(key)}; want one of the {len(self._tensors)} keys of {self.path}")
         return self._tensors[key][0]
 
     def _read(self, key: str, spec: TensorSpec, skip: int) -> torch.Tensor:
@@ -235,7 +240,7 @@ def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], 
     }
     faults = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
     if faults:
-        raise ValueError("\n".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
+        raise ValueError("; ".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}) -> None:

@@ -14,14 +14,27 @@ import json
 import os
 import re
 import shutil
+import stat
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.config import shown
+
+MAX_NAME = 1000  # characters of a key in a file; the longest of a model's tensors have a tenth
+
 
 def is_plain_name(name: object) -> bool:
     """Whether `name` is a file name without a folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
+    is_text = isinstance(name, str) and name.isprintable() and len(name) <= 255
+    return is_text and name not in ("", ".", "..") and not re.search(r"[/\\]", name)
+
+
+def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
+    """Raise ValueError for a name in a file that no message could show: escape sequences of a terminal, or endless."""
+    if (bad := next((name for name in names if len(name) > MAX_NAME or not name.isprintable()), None)) is not None:
+        raise ValueError(f"{source} has the name {shown(bad)}; want printable names of at most {MAX_NAME} characters")
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
@@ -39,9 +52,53 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Read one JSON object; raises ValueError naming the file, and the position where it is not JSON."""
     try:
-        return parse_object(Path(path).read_bytes(), str(path))
+        value = parse_object(Path(path).read_bytes(), str(path))
+        check_names(value, path)
+        return value
     except OSError as error:
         raise ValueError(f"path is {path}, which cannot be read ({error.strerror}); want a JSON file") from error
+
+
+def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | None:
+    """Return why another user could have written a file, or into a folder; None if nobody but root could.
+
+    A `shared` folder may be like /tmp: everybody writes, and its sticky bit keeps each from what others have made.
+    """
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} is refused: it belongs to user {found.st_uid}; remove it, or set XDG_CACHE_HOME to a folder of yours"
+    if found.st_mode & 0o022 and not (shared and found.st_mode & stat.S_ISVTX):
+        return f"{path} is refused: other users can write it, its mode is {stat.S_IMODE(found.st_mode):o}; chmod go-w {path}"
+    return None
+
+
+def cache_home() -> Path | None:
+    """Return $XDG_CACHE_HOME, ~/.cache by default, None without a home; a relative one is ignored, as XDG says."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return base if base.is_absolute() else None
+
+
+def distrusted(path: Path) -> str | None:
+    """Return what `distrust` says of a path in `cache_home`, or of a folder from there up to `cache_home`."""
+    base = cache_home()
+    places = (path, *(above for above in path.parents if above.is_relative_to(base)))
+    return next((why for place in places if (why := distrust(place, os.stat(place), shared=place == base))), None)
+
+
+def own_folder(path: Path) -> Path:
+    """Make a folder in `cache_home` and return it; close it, and those above, to other users, whatever the umask.
+
+    Raises ValueError if others can write into it all the same.
+    """
+    if not cache_home().exists():
+        cache_home().mkdir(mode=0o700, parents=True, exist_ok=True)  # as XDG says
+    path.mkdir(parents=True, exist_ok=True)
+    for place in (path, *(above for above in path.parents if above.parent.is_relative_to(cache_home()))):
+        if os.stat(place).st_uid == os.geteuid() and os.stat(place).st_mode & 0o022:
+            place.chmod(stat.S_IMODE(os.stat(place).st_mode) & ~0o022)
+    if why := distrusted(path):
+        raise ValueError(why)
+    return path
 
 
 def _sync(path: Path) -> None:
@@ -87,12 +144,12 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
-    """Lock a folder until the block ends or the process dies; yield False if another one has it, None where locks fail."""
+def locked(path: Path, wait: bool = True) -> Iterator[bool | None]:
+    """Lock a file or folder until the block ends or the process dies; yield False if another has it, None where locks fail."""
     handle, state = None, None
     try:
         try:
-            handle = os.open(folder, os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             state = True
         except BlockingIOError:
@@ -106,9 +163,28 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
 
 
 def _locked_for_writers(folder: Path) -> contextlib.AbstractContextManager:
-    """Lock a folder, unless it is a hidden one of this process, whose lock is held already."""
-    is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name)
-    return contextlib.nullcontext() if is_own else _locked(folder)
+    """Lock a folder, unless it is a hidden one of this process, or `alone_in` has it: their lock is held already."""
+    is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name) or folder in _mine.folders
+    return contextlib.nullcontext() if is_own else locked(folder)
+
+
+class _Mine(threading.local):
+    folders: frozenset[Path] = frozenset()  # that this thread is alone in
+
+
+_mine = _Mine()
+
+
+@contextlib.contextmanager
+def alone_in(folder: str | os.PathLike) -> Iterator[None]:
+    """Let nobody else write a file into a folder atomically until the block ends: to read one, change it and write it again."""
+    folder, before = Path(os.path.realpath(folder)), _mine.folders
+    with _locked_for_writers(folder):
+        _mine.folders = before | {folder}
+        try:
+            yield
+        finally:
+            _mine.folders = before
 
 
 def _remove(folder: Path) -> None:
@@ -126,7 +202,7 @@ def _sweep(path: Path) -> bool:
         match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", left.name)
         if not match or not left.is_dir():
             continue
-        with _locked(left, wait=False) as dead:
+        with locked(left, wait=False) as dead:
             alive |= dead is False
             if dead and match[1] == "old" and not path.exists():
                 os.rename(left, path)
@@ -145,17 +221,29 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
             if _sweep(path) and alone:
                 raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
             tmp.mkdir()
-            stack.enter_context(_locked(tmp))
+            if path.exists():  # nobody else reads meanwhile what he may not read in the end
+                tmp.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
+            stack.enter_context(locked(tmp))
         with naming(path, tmp):
             yield tmp
 
 
+def _keep_mode(new: Path, old: Path) -> None:
+    """Give a file or folder the mode of the one that it replaces, if there is one."""
+    if not new.is_symlink() and (old.is_dir() if new.is_dir() else old.is_file()):
+        new.chmod(stat.S_IMODE(old.stat().st_mode))
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path of the same name in a hidden folder; move the file to `path` when the block ends; OSErrors name `path`."""
+    """Yield a path of the same name in a hidden folder; move the file to `path` when the block ends; OSErrors name `path`.
+
+    A file that is replaced leaves its mode to the new one.
+    """
     path = Path(os.path.realpath(path))
     with _hidden(path) as tmp:
         yield tmp / path.name
+        _keep_mode(tmp / path.name, path)
         _sync(tmp / path.name)
         os.replace(tmp / path.name, path)
         _sync(path.parent)
@@ -230,7 +318,8 @@ def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
 def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
     """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it if the block raises.
 
-    With `overwrite` an old folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted.
+    With `overwrite` an old folder is replaced in one step (two renames where the filesystem cannot exchange) and then deleted;
+    its mode is kept, and that of each file whose name comes again.
     Raises ValueError before anything is written if `path` exists and is not empty, or if nothing can be written beside it.
     """
     path = check_out_dir(path, overwrite)
@@ -243,9 +332,10 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
             raise ValueError(f"out_dir is {path}, {reason}; want a folder in a writable place") from error
         check_out_dir(path, overwrite)  # a killed writer may have left it set aside
         yield tmp
-        for folder, _, names in os.walk(tmp):
+        for folder, _, names in os.walk(tmp, topdown=False):
             for name in (*names, "."):
-                _sync(Path(folder, name))
+                _keep_mode(place := Path(folder, name), path / place.relative_to(tmp))
+                _sync(place)
         _move_in(tmp, path, overwrite)
 
 
@@ -296,6 +386,7 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
                 (folder / name).unlink(missing_ok=True)
         for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
             (folder / name).parent.mkdir(exist_ok=True)
+            _keep_mode(tmp / name, folder / name)
             os.replace(tmp / name, folder / name)
         _sync(folder)
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_runtime.config import check_choice, shown
+from moe_runtime.config import check_choice, one_line, shown
 
 TRAIN_ON = ("assistant", "all")  # tokens of a row that are trained: answers, or all
 # how a row's prompt is put to the model; "chat" is the tokenizer's own template
@@ -107,7 +107,7 @@ def encode_chat(tokenizer, row: Mapping, train_on: str = "assistant", prompt: st
             return found["input_ids"], mask
         reason = f"nothing of {shown(messages)} is an answer"
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300) or type(error).__name__
     remedy = "mark them with {% generation %} and {% endgeneration %}, or train on all tokens: --train-on all"
     raise ValueError(f"{problem}: {reason}; {remedy if found else 'expected roles and contents that it takes'}")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.config import shown
+from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
 from moe_runtime.io.prompts import chat_of, encode_chat, put_prompt
@@ -95,7 +95,7 @@ def _reading(datasets, path: Path, name: str) -> Iterator[None]:
         cause = error if type(error) in (ValueError, BadRow) else error.__cause__ or error
         if isinstance(cause, BadRow):
             raise ValueError(str(cause)) from error
-        reason = str(cause).strip().partition("\n")[0][:500] or type(cause).__name__
+        reason = one_line(str(cause).strip().partition("\n")[0]) or type(cause).__name__
         raise ValueError(f"data is {name!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}") from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before
@@ -134,7 +134,7 @@ def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
         problem = ", which has no rows; want at least one"
         if columns:
             wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
-            problem = f" with the columns {', '.join(columns)}; want {wanted}; rename them"
+            problem = f" with the columns {one_line(', '.join(columns))}; want {wanted}; rename them"
         raise BadRow(f"data is {name!r}{problem}")
     return layout
 

@@ -3,8 +3,7 @@
 cpu    csrc/cpu with g++ or clang++ into libmoert_cpu.so
 cuda   csrc/ with nvcc into libmoert_cuda.so
 
-As a command it builds into the user's cache, where `moe_runtime.native.library` looks. setup.py loads this file by its path to
-build a wheel's libraries, so it imports the standard library only.
+As a command it builds into the user's cache, where `moe_runtime.native.library` looks. setup.py has Python's own library only.
 """
 
 import argparse
@@ -26,6 +25,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from moe_runtime.io.files import cache_home, distrust, own_folder
 
 NAMES = {"cpu": "libmoert_cpu.so", "cuda": "libmoert_cuda.so"}
 SUFFIXES = {"cpu": (".cpp", ".h"), "cuda": (".cu", ".cuh", ".h")}
@@ -92,12 +93,11 @@ def csrc_dir(kind: str) -> Path:
 
 
 def cache_dir(kind: str) -> Path:
-    """Return $XDG_CACHE_HOME/moe_runtime/cpu or cuda, ~/.cache by default. Raises BuildError if there is no home."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if base.parts[0] == "~":
-        home = f"HOME is {os.environ.get('HOME')!r}, and this user has no home folder"
-        raise BuildError(f"{home}; set XDG_CACHE_HOME to a writable folder")
-    return base / "moe_runtime" / kind
+    """Return moe_runtime/cpu or cuda in `cache_home`. Raises BuildError if there is no home."""
+    if (home := cache_home()) is None:
+        what = f"HOME is {os.environ.get('HOME')!r}, and this user has no home folder"
+        raise BuildError(f"{what}; set XDG_CACHE_HOME to the full path of a writable folder")
+    return home / "moe_runtime" / kind
 
 
 def library_path(kind: str, csrc: Path | None = None) -> Path:
@@ -159,7 +159,7 @@ def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bo
     sets = CPU_SETS | {name: flags for name, flags in x86.items() if _accepts(compiler, flags)}
     info = json.dumps({"sources": source_hash("cpu", csrc), "compiler": version, "sets": list(sets)})
     # read from the library itself, so that no second file can disagree
-    if not force and out.is_file() and info.encode() in out.read_bytes():
+    if not force and out.is_file() and not distrust(out, out.stat()) and info.encode() in out.read_bytes():
         return False
     with _link(out, compiler, "cpu") as (tmp, objects):
         jobs = [(csrc / "kernels.cpp", f"{name}.o", (*flags, f"-DMOERT_SET={name}")) for name, flags in sets.items()]
@@ -187,6 +187,7 @@ def _link(out: Path, compiler: list[str], kind: str) -> Iterator[tuple[Path, lis
             *compiler, "-shared", "-s", "-o", made, *objects, f"-Wl,--version-script={exports}", "-Wl,-z,defs",
             "-Wl,--as-needed", f"-Wl,-soname,{NAMES[kind]}",
         ])  # fmt: skip
+        made.chmod(0o755)  # others do not write it, whatever the umask
         os.replace(made, out)
 
 
@@ -258,10 +259,10 @@ def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None
 
     `cache` holds the objects, by the hash of all they depend on. Raises BuildError for what is missing or does not compile.
     """
-    csrc, cache = csrc or csrc_dir("cuda"), cache or cache_dir("cuda") / "objects"
+    csrc, flags = csrc or csrc_dir("cuda"), [*CUDA_FLAGS, "-Xcompiler", CUDA_HOST_FLAGS]
     sources, toolkit, compiler, gencode, names = check_cuda(csrc, archs)
     identity = {"sources": source_hash("cuda", csrc), "nvcc": ".".join(map(str, toolkit.version)), "archs": names}
-    flags = [*CUDA_FLAGS, "-Xcompiler", CUDA_HOST_FLAGS]
+    cache = cache or own_folder(cache_dir("cuda") / "objects")
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
@@ -288,12 +289,13 @@ def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     made = cache / f"{source.stem}-{digest.hexdigest()[:24]}.o"
     report = made.with_suffix(".ptxas")
-    if not (made.exists() and report.exists()):
+    if not (made.exists() and report.exists()) or distrust(made, made.stat()):
         with tempfile.TemporaryDirectory(dir=cache) as tmp:
             include, fresh = Path(tmp) / "stamp.h", Path(tmp) / made.name
             include.write_text(stamp)
             printed = _run([toolkit.nvcc, *flags, "-include", include, "-I", source.parent, "-c", source, "-o", fresh])
             (Path(tmp) / report.name).write_text(printed)
+            fresh.chmod(0o644)
             os.replace(Path(tmp) / report.name, report)
             os.replace(fresh, made)
     for path in (made, report):
@@ -368,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = asked.out
     try:
         find_sources(asked.kind, asked.csrc or csrc_dir(asked.kind))
-        out = out or library_path(asked.kind, asked.csrc)
+        out = out or own_folder(library_path(asked.kind, asked.csrc).parent) / NAMES[asked.kind]
         if asked.kind == "cpu":
             fresh = build_cpu(out, csrc=asked.csrc, force=asked.force)
             if asked.out is None:
@@ -377,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{out}: {'built' if fresh else 'up to date, built'} by {find_compiler()[1]}")
             return 0
         usages = build_cuda(out, csrc=asked.csrc, archs=asked.archs)
-    except (BuildError, OSError) as error:
+    except (BuildError, OSError, ValueError) as error:
         if isinstance(error, OSError):
             place = error.filename2 or error.filename or out or asked.csrc
             remedy = "set XDG_CACHE_HOME or --out to a writable place"

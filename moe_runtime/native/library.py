@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime.io.files import distrust, distrusted
 from moe_runtime.native import build
 
 _TYPES = {
@@ -23,6 +24,7 @@ _TYPES = {
     "double": ctypes.c_double,
 }  # fmt: skip
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+WHEEL = Path(__file__).resolve().parents[1] / "_lib"  # beside this code, and trusted as much
 NO_OPENMP = "none: torch has loaded no OpenMP runtime"
 
 
@@ -60,6 +62,18 @@ class Loaded(NamedTuple):
         return not self.info.get("archs")
 
 
+def _open(path: Path) -> int:
+    """Open a library of the cache; raises OSError, before any of its code runs, if another user could have written it.
+
+    What is loaded is this open file, so that nobody exchanges it meanwhile. It stays open: glibc knows libraries by name.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if why := distrust(path, os.fstat(opened)) or distrusted(path.parent):
+        os.close(opened)
+        raise OSError(why)
+    return opened
+
+
 class Library:
     """One library of csrc/: searched for at the first question, in the wheel and where the build command puts it."""
 
@@ -71,13 +85,14 @@ class Library:
         self.command = f"python -m moe_runtime.native.build {self.kind}"
         self._found: Loaded | str | None = None  # or why there is none
 
-    def bind(self, path: Path, csrc: Path | None = None) -> Loaded:
-        """Load the library at `path` with the types of the header in `csrc`.
+    def bind(self, path: Path, csrc: Path | None = None, opened: int | None = None) -> Loaded:
+        """Load the library at `path`, or the file `opened` there, with the types of the header in `csrc`.
 
         Raises OSError if it does not load or was built from other sources.
         """
-        csrc = csrc or build.csrc_dir(self.kind)
-        text, handle = (csrc / f"{self.prefix}.h").read_text(), ctypes.CDLL(str(path))
+        csrc, file = csrc or build.csrc_dir(self.kind), f"/proc/self/fd/{opened}"
+        file = file if opened is not None and os.path.exists(file) else str(path)
+        text, handle = (csrc / f"{self.prefix}.h").read_text(), ctypes.CDLL(file)
         functions, sources = read_header(text), build.source_hash(self.kind, csrc)
         for name, (result, arguments) in functions.items():
             if hasattr(handle, name):
@@ -97,7 +112,7 @@ class Library:
 
     def places(self) -> list[Path]:
         """Return where the library may be: in the wheel, and in the cache if this user has one."""
-        places = [Path(__file__).resolve().parents[1] / "_lib" / build.NAMES[self.kind]]
+        places = [WHEEL / build.NAMES[self.kind]]
         with contextlib.suppress(OSError, RuntimeError):  # no home, as in containers that run as a number
             places.append(build.library_path(self.kind))
         return places
@@ -118,7 +133,7 @@ class Library:
         for path in self.places():
             try:
                 if path.is_file():  # raises where a folder above it may not be read
-                    return self.bind(path)
+                    return self.bind(path, opened=None if path == WHEEL / path.name else _open(path))
             except (OSError, RuntimeError, ValueError) as error:
                 reasons.append(str(error))
         return "; ".join(reasons) or f"the {self.title} library is not built; {self.command} builds it"
@@ -148,9 +163,9 @@ class CppLibrary(Library):
     ACTS = {name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))}
     IDX_KINDS = {torch.uint8: 1, torch.int8: -1, torch.int16: -2, torch.int32: -4, torch.int64: -8}
 
-    def bind(self, path: Path, csrc: Path | None = None) -> Loaded:
+    def bind(self, path: Path, csrc: Path | None = None, opened: int | None = None) -> Loaded:
         """Load the library at `path`, as `Library.bind` does, and give it the OpenMP runtime that torch works in."""
-        library = super().bind(path, csrc)
+        library = super().bind(path, csrc, opened)
         # two runtimes in one process compete for the cores
         for runtime in _openmp_runtimes():
             if all(hasattr(runtime, name) for name in OPENMP):

@@ -186,16 +186,12 @@ def _devices(torch) -> dict[str, str]:
     return found | {"cuda": f"none: {why or 'torch.cuda.is_available() is False'}"}
 
 
-def _in_home(name: str) -> Path | None:
-    """Return ~/name; None if there is no home."""
-    with contextlib.suppress(RuntimeError):
-        return Path.home() / name
-
-
 def _cache() -> Path | None:
     """Return the folder of measured configs and built libraries; None if there is no home."""
-    base = os.environ.get("XDG_CACHE_HOME") or _in_home(".cache")
-    return None if base is None else Path(base) / "moe_runtime"
+    from moe_runtime.io.files import cache_home
+
+    home = cache_home()
+    return home and home / "moe_runtime"
 
 
 def _launch_configs() -> str:
@@ -213,6 +209,8 @@ def _launch_configs() -> str:
         return f"built in; {error}"
     try:
         count = len(tiles.read_tuned().get(tiles.device_name(device), {}))
+        if path.is_file() and (why := tiles.refused(path)):
+            return f"error: {why}"
     except ValueError as error:
         return f"error: {error}"
     return f"{path}: {count} measured here" if count else f"built in; {path} has none for this device"
@@ -253,9 +251,10 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
         yield from _device_problems(torch)
         yield from _numpy_problems(torch)
     if (text := found["settings"]["launch configs"]).startswith("error: "):
-        yield "launch configs", f"{text.removeprefix('error: ')}; remove it, and moe-runtime tune measures again"
+        text = text.removeprefix("error: ")
+        yield "launch configs", text if " is refused: " in text else f"{text}; remove it, and moe-runtime tune measures again"
     for row in ("cuda library", "cpu library"):
-        if "rebuild it" in found["system"][row]:
+        if any(words in found["system"][row] for words in ("rebuild it", " is refused: ")):
             yield row, found["system"][row].removeprefix("none: ")
     why, is_torch = found["system"]["cpu library"], found["backends"].get("moe_mlp", "").startswith("torch")
     is_left = why.startswith("none: ") and "rebuild it" not in why and " is refused: " not in why
@@ -265,9 +264,12 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
     if failed:
         more = f" (and {len(failed) - 1} ops more)" if len(failed) > 1 else ""
         yield "MOE_RUNTIME_BACKEND", f"{failed[0]}{more}; unset it, or set another one"
-    triton = os.environ.get("TRITON_CACHE_DIR")
+    if (asked := os.environ.get("XDG_CACHE_HOME")) and not Path(asked).is_absolute():
+        text = f"XDG_CACHE_HOME is {asked!r}, which is relative and ignored; want a full path"
+        yield "XDG_CACHE_HOME", f"{text}; export XDG_CACHE_HOME=FOLDER"
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton")
     yield from _cache_problems("cache", _cache(), "XDG_CACHE_HOME")
-    yield from _cache_problems("triton's cache", Path(triton) if triton else _in_home(".triton"), "TRITON_CACHE_DIR")
+    yield from _cache_problems("triton's cache", None if triton[0] == "~" else Path(triton), "TRITON_CACHE_DIR")
 
 
 def _device_problems(torch) -> Iterator[tuple[str, str]]:
@@ -328,12 +330,16 @@ def miscompiled() -> dict[str, str]:
 
 
 def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[tuple[str, str]]:
-    """Yield a folder that cannot be written, where kernels are built or configs are stored."""
+    """Yield a folder that cannot be written, or that others can write, where kernels are built or configs are stored."""
+    from moe_runtime.io.files import distrust
+
     try:
         there = folder and next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         writable = there and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except OSError:  # a folder above it may not even be looked into
         writable = False
-    if not writable:
+    if writable and folder.exists() and (why := distrust(folder, folder.stat())):
+        yield name, why.replace("XDG_CACHE_HOME", variable)
+    elif not writable:
         what = f"is {folder}, which cannot be written" if folder else "has no place: this user has no home"
         yield name, f"{name} {what}; want a writable folder; export {variable}=FOLDER"

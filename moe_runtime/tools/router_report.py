@@ -38,13 +38,7 @@ def router_report(
     rows = read_rows(data, answers=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = ranks.load_tokenizer(source, "model")
-    try:
-        model = ranks.load_model(source, "auto", device, "model")
-    except RuntimeError as error:  # sizes that are not the config's; torch's own where memory is short
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
-            raise
-        reason = str(error).strip().partition("\n")[0][:500]
-        raise ValueError(f"model is {str(source)!r}, which transformers cannot load: {reason}; get it again") from error
+    model = ranks.load_model(source, "auto", device, "model")
     patch(model)
     with bar("routing", "token") as update:
         batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)

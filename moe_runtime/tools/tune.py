@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -23,7 +24,7 @@ from torch.utils import collect_env
 from triton.runtime.jit import KernelInterface
 
 from moe_runtime import backends
-from moe_runtime.config import Layer
+from moe_runtime.config import Layer, one_line
 from moe_runtime.io import files
 from moe_runtime.kernels import dispatch, tiles
 from moe_runtime.kernels.candidates import candidates
@@ -53,17 +54,23 @@ class ContextLost(RuntimeError):
 
 
 class Results:
-    """The file of measured configs, for one GPU: what is done, and what must not be tried again."""
+    """The file of measured configs, for one GPU: what is done, and what must not be tried again.
+
+    What a process tries stands in a marker of a new name, locked as long as it is there: one that nobody locks says who died.
+    """
 
     def __init__(self, path: Path, device: str):
-        self.path, self.device = path, device
-        self.marker = path.with_name(f".{path.name}.trying")
+        self.path, self.device, self.host = path, device, socket.gethostname()
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
-        if self.marker.exists():  # the process that wrote it died
-            with contextlib.suppress(ValueError):
-                died = json.loads(self.marker.read_text())
-                self.save_broken(died["key"], died["tile"], "the process died")
-            self.marker.unlink()
+        with files.alone_in(path.parent):
+            for marker in list(path.parent.glob(f".{path.name}.trying-*")):
+                with files.locked(marker, wait=False) as free, contextlib.suppress(FileNotFoundError, ValueError):
+                    died = json.loads(marker.read_text() or "{}")  # empty: before it tried anything
+                    is_dead = free or (free is None and not Path(f"/proc/{died.get('pid')}").exists())
+                    if is_dead and died.get("host", self.host) == self.host:
+                        if died:
+                            self.save_broken(died["key"], died["tile"], "the process died")
+                        marker.unlink()
 
     def read(self) -> dict:
         """Return the GPU's part of the file."""
@@ -84,26 +91,30 @@ class Results:
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Leave a marker that stays if the process dies in this block, and only then."""
-        try:
+        text = json.dumps({"key": key, "tile": tile and tile._asdict(), "host": self.host, "pid": os.getpid()})
+        marker = self.path.with_name(f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}")
+        with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.marker.write_text(json.dumps({"key": key, "tile": tile and tile._asdict()}))
+                with files.alone_in(self.path.parent):  # nobody finds it before it is locked
+                    marker.touch()
+                    stack.enter_context(files.locked(marker))
+                    stack.callback(marker.unlink)
+                    marker.write_text(text)
             except OSError as error:
                 raise Unwritten(error.errno, error.strerror, str(self.path)) from error
             yield
-        finally:
-            with contextlib.suppress(OSError):  # a folder that may not be written, which the error above names
-                self.marker.unlink(missing_ok=True)
 
     def _load(self) -> dict:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
 
     def _change(self, change: Callable[[dict], object]) -> None:
-        # read again: another process may measure another layer into the same file
-        values = self._load()
-        change(values["devices"].setdefault(self.device, {"tiles": {}}))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.atomic_write_json(self.path, values)
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # read again, as another process may change the file too
+        with files.alone_in(self.path.parent):
+            values = self._load()
+            change(values["devices"].setdefault(self.device, {"tiles": {}}))
+            files.atomic_write_json(self.path, values)
+            self.path.chmod(self.path.stat().st_mode & 0o755)  # whatever the umask, or the kernels would refuse it
 
 
 class EventTimer:
@@ -142,8 +153,7 @@ def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: f
             spent += ms / 1e3
         medians = {name: statistics.median(values) for name, values in times.items()}
         if n == 3:
-            limit = LOSER * min(medians.values())
-            left = [name for i, name in enumerate(left) if i == 0 or medians[name] <= limit]
+            left = [name for i, name in enumerate(left) if i == 0 or medians[name] <= LOSER * min(medians.values())]
         if n >= 5 and spent > seconds:
             break
     return medians
@@ -160,8 +170,7 @@ def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
         b = b.float()
         norms.append(b.square().sum())
         errors.append((a.float() - b).square().sum(1).max())
-    rms = torch.stack(norms).sum() / len(want)
-    return float((torch.stack(errors).max() / rms.clamp_min(1e-30)).sqrt())
+    return float((torch.stack(errors).max() / (torch.stack(norms).sum() / len(want)).clamp_min(1e-30)).sqrt())
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
@@ -198,8 +207,7 @@ def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device)
     if product == "dz":
         dout, w, z = random(T, H), random(E, H, I, scale=H**-0.5), random(R, Z)
         weight = torch.rand(T, K, generator=generator, device=device)
-        form = z, "silu", gated, True
-        return lambda tile: dz_backward(dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], *form, tile)
+        return lambda tile: dz_backward(dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile)
     gather = "x" if product == "dw_up" else "dy"
     dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
     return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
@@ -299,8 +307,7 @@ def _check_context(tile: Tile, note: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {one_line((str(error).strip().splitlines() or [''])[0], 200)}".rstrip(": ")
 
 
 class Step(NamedTuple):
@@ -323,8 +330,7 @@ class Step(NamedTuple):
 def short(tile: Tile) -> str:
     """Return the config in one word or three."""
     blocks = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}, {tile.num_warps} warps, {tile.num_stages} stages"
-    group = f", group {tile.GROUP_M}" * (tile.GROUP_M != 8)
-    return blocks + group + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
+    return blocks + f", group {tile.GROUP_M}" * (tile.GROUP_M != 8) + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
 
 
 def tune(
@@ -360,8 +366,7 @@ def tune(
 
 def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple) -> Step:
     """Measure one problem and save its entry; return `step` with it, or with what failed."""
-    trying = functools.partial(results.trying, problem.key())
-    broken = results.broken(problem.key())
+    trying, broken = functools.partial(results.trying, problem.key()), results.broken(problem.key())
     pool = [tile for tile in candidates(problem) if tile not in broken]
     if tiles.heuristic(problem) not in pool:
         return step._replace(note="the built-in config ended a process before; --again tries it once more")
@@ -392,5 +397,5 @@ def versions() -> dict[str, str]:
     """Return what a measurement depends on beside the GPU, and the day."""
     driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
     commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}  # as bench/gpu.sh sets it
-    found = {"torch": torch.__version__, "triton": triton.__version__, "driver": driver}
-    return commit | found | {"date": time.strftime("%Y-%m-%d")}
+    found = {"torch": torch.__version__, "triton": triton.__version__, "driver": driver, "date": time.strftime("%Y-%m-%d")}
+    return commit | found

@@ -57,7 +57,8 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     assert 0.5 not in values["before"]  # as it is of vectors that begin at 0
     assert values["buckets"] == [4, 4, 4] and all(a > b for a, b in zip(values["after"], values["before"], strict=True))
     assert out.count(" 4 examples, mean sigmoid") == 3
-    said("assemble", "--routers", tmp_path / "routers", "--out", tmp_path / "moe")
+    said("assemble", "--routers", tmp_path / "routers", "--out", tmp_path / "moe", "--max-shard-size", "20KB")
+    assert (tmp_path / "moe/model.safetensors.index.json").is_file()
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     routed = [upit_router.load_routed(tmp_path / f"routers/expert-{i}") for i in range(3)]
     gate = moe.model.layers[0].mlp.gate.weight

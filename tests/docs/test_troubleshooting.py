@@ -1,6 +1,7 @@
 """The messages of docs/troubleshooting.md are those that users get: each is provoked, and compared."""
 
 import importlib
+import json
 import os
 import shlex
 import shutil
@@ -46,6 +47,9 @@ def models(tmp_path_factory):
     for name in ("broken", "pickled", "half"):
         (folder / name).mkdir()
         shutil.copy(folder / "base" / "config.json", folder / name)
+    (folder / "coded").mkdir()
+    auto_map = {"AutoConfig": "configuration.Config"}
+    (folder / "coded" / "config.json").write_text(json.dumps({"model_type": "coded", "auto_map": auto_map}))
     (folder / "broken" / "model.safetensors").write_bytes((folder / "base" / "model.safetensors").read_bytes()[:4000])
     (folder / "pickled" / "pytorch_model.bin").touch()
     index = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'

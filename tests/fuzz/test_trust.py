@@ -4,18 +4,20 @@ import ast
 import json
 import os
 import pickle
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods.xft.official import load_tensors
 from tests.fuzz.attempts import attempt
 from tests.hf import tiny
-from tests.support.stress import STRESS
 
 pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +49,8 @@ def unsafe(source: str) -> list[tuple[int, str]]:
         if name in ("np.load", "numpy.load") and "allow_pickle" in given:
             found.append((node.lineno, f"{name} with allow_pickle"))
         trusted = given.get("trust_remote_code")
-        if isinstance(trusted, ast.Constant) and trusted.value is not False:
+        asks = re.fullmatch(r"(Auto\w+|kind)\.from_(pretrained|config)", name)  # may ask at the terminal
+        if (asks and trusted is None) or (isinstance(trusted, ast.Constant) and trusted.value is not False):
             found.append((node.lineno, "trust_remote_code"))
     return found
 
@@ -55,7 +58,8 @@ def unsafe(source: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     "source",
     ["import pickle", "from dill import loads", "torch.load(f)", "torch.load(f, weights_only=False)", "yaml.load(f)",
-     "exec(text)", "np.load(f, allow_pickle=True)", "A.from_pretrained(f, trust_remote_code=True)"],
+     "exec(text)", "np.load(f, allow_pickle=True)", "A.from_pretrained(f, trust_remote_code=True)",
+     "AutoModelForCausalLM.from_config(c)"],
 )  # fmt: skip
 def test_what_is_unsafe_is_seen(source):
     assert unsafe(source)
@@ -89,21 +93,36 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
 
 
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
+# every verb that reads a model's folder
 VERBS = (
     "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check", "xft to-mergeable {model} {out}", "xft merge {model} {out}",
-    "upit export {model} {out}", "stats {model} --data {data} --out {out}",
-    *["train --model {model} --data {data} --output_dir {out} --max_steps 1"] * STRESS, "xft import-official {model} {out}",
-    "xft export {model} {out} --to official", "esft score {model} --data {data} --out {out}.json",
-    "esft merge {model} {model} {out}", "upit assemble {model} {model} --out {out}",
-    "ultrafuser fuse {model} {model} --name a --name b --out {out}",
+    "xft export {model} {out}", "xft export {model} {out} --to official", "xft import-official {model} {out}",
+    "train --model {model} --data {data} --output_dir {out} --max_steps 1", "stats {model} --data {data} --out {out}",
+    "run {recipe} --out {out}", "esft score {model} --data {data} --out {out}.json",
+    "esft train {model} --config {selection} --data {data} --out {out} --steps 1", "esft apply {model} {model}",
+    "esft merge {model} {model} {out}", "upit grow {model} {model} --base {model} --count 3 --out {out}",
+    "upit init-routers {model} {model} --data {data} --out {out}", "upit assemble {model} {model} --out {out}",
+    "upit export {model} {out}", "ultrafuser fuse {model} {model} --name a --name b --out {out}",
+    "ultrafuser generate {model} --prompt a", "tune --model {model} --out {out}",
 )  # fmt: skip
+# TRL loads this one itself
+TEMPLATE = "train --model {plain} --data {data} --output_dir {out} --max_steps 1 --chat_template_path {model}"
+STEPS = {"steps": 1, "learning_rate": 1e-3, "batch_size": 1}
 
 
 def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
-    """Write a model whose config.json and tokenizer ask for the folder's own code."""
+    """Write a model whose config.json, tokenizer, processor and way to generate ask for the folder's own code."""
     tiny.dense("llama").save_pretrained(folder)
-    for name in ("modeling_evil", "configuration_evil", "tokenization_evil", "modeling_moe_runtime"):
+    (folder / "custom_generate").mkdir()
+    for name in (
+        "modeling_evil", "configuration_evil", "tokenization_evil", "processing_evil", "modeling_moe_runtime",
+        "custom_generate/generate",
+    ):  # fmt: skip
         (folder / f"{name}.py").write_text(EVIL.format(touched=str(touched)))
+    for name in ("processor_config", "preprocessor_config"):
+        kinds = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")
+        values = {"auto_map": {kind: "processing_evil.Evil" for kind in kinds}, "processor_class": "Evil"}
+        (folder / f"{name}.json").write_text(json.dumps(values))
     values = json.loads((folder / "config.json").read_text())
     values |= {"model_type": model_type, "architectures": ["EvilForCausalLM"]}
     values["auto_map"] = {
@@ -116,9 +135,9 @@ def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
-# in one process, as imports take seconds: each verb with the network refused, stdin closed
+# in one process, as imports take seconds: each verb with the network refused, at a terminal where somebody says y
 RUN = """
-import json, os, socket, sys
+import io, json, os, socket, sys
 attempts = []
 def refuse(self, address):
     attempts.append(str(address))
@@ -127,39 +146,63 @@ socket.socket.connect = socket.socket.connect_ex = refuse
 socket.getaddrinfo = lambda *a, **k: refuse(None, a[:2])
 from moe_runtime import cli
 report = []
-for command in json.loads(sys.argv[1]):
+sys.report, commands = sys.argv[1], json.loads(sys.argv[2])
+for command in commands:
     found = len(attempts)
     sys.argv = ["moe-runtime", *command]
-    code, error = 0, ""
+    code, error, sys.stderr = 0, "", io.StringIO()
     try:
         cli.main()
     except SystemExit as stop:
         code = stop.code
     except BaseException as fault:
         code, error = -1, f"{type(fault).__name__}: {fault}"
-    report.append({"command": command[:2], "code": code, "error": error, "network": attempts[found:]})
-os.write(3, json.dumps(report).encode())
+    said, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
+    report.append({"command": command[:3], "code": code, "error": error, "said": said, "network": attempts[found:]})
+open(sys.report, "w").write(json.dumps(report))
 """
 
 
 def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
-    """Run command lines in one process without network; return each one's exit code, naked error and connections tried."""
-    read, write = os.pipe()
+    """Run command lines in one process without network; return each one's exit code, naked error, stderr, connections tried."""
+    report, (keyboard, terminal) = folder / "report.json", os.openpty()
+    os.write(keyboard, b"y\n" * 300)
     env = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "TRITON_INTERPRET")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "CUDA_VISIBLE_DEVICES": ""}
-    code = RUN.replace("os.write(3,", f"os.write({write},")
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, env=env, cwd=folder,
-        stdin=subprocess.DEVNULL, timeout=280, pass_fds=(write,),
+        [sys.executable, "-c", RUN, report, json.dumps(commands)], capture_output=True, text=True, env=env, cwd=folder,
+        stdin=terminal, timeout=280,
     )  # fmt: skip
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    assert text, done.stderr[-3000:]
+    os.close(keyboard)
+    os.close(terminal)
+    assert report.is_file(), done.stderr[-3000:]
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
-    return json.loads(text)
+    return json.loads(report.read_text())
 
 
+def leads_out(folder: Path) -> None:
+    """Let an index name a file beside the folder."""
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder.with_name("secret.safetensors"))
+    index = {"weight_map": dict.fromkeys(names, "../secret.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickled(folder: Path) -> None:
+    """Save the weights as a pickle."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+TYPES = ("evil", "llama", "t5")  # t5 is known to transformers, but not as a causal language model
+BROKEN = {
+    "vocabulary": {"vocab_size": 2**60}, "negative": {"hidden_size": -1}, "text": {"num_hidden_layers": "two"},
+    "nan": {"hidden_size": float("nan")}, "heads": {"num_attention_heads": 7, "head_dim": None},
+    "epsilon": {"rms_norm_eps": "x"}, "act": {"hidden_act": "no\nsuch"},
+    "block": {"model_type": "moe_runtime_llama", "architectures": [], "moe_runtime": {"stage": "moe"}},
+    "weights": {"transformers_weights": "other.safetensors.index.json"},
+}  # fmt: skip
+WEIGHTS = {"leads_out": leads_out, "pickled": pickled}
 # what a user does, one verb on what the one before it wrote
 WAY = (
     "xft upcycle {model} {folder}/moe --num-experts 4 --top-k 2 --check",
@@ -175,24 +218,45 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     folder = tmp_path_factory.mktemp("verbs")
     data, plain, commands = folder / "rows.jsonl", folder / "plain", {}
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    for kind in ("evil", "llama"):
-        evil_folder(folder / kind, folder / "touched", kind)
-        names = {"model": folder / kind, "data": data}
-        commands[kind] = [verb.format(out=folder / f"{kind}{i}", **names) for i, verb in enumerate(VERBS)]
+    (folder / "selection.json").write_text(json.dumps({"experts": {"0": [0]}}))
     tokenizer = train_tokenizer(["a b"], 300)
     tiny.dense("llama", vocab_size=300).save_pretrained(plain)
     tokenizer.save_pretrained(plain)
+    for kind in (*TYPES, *BROKEN, *WEIGHTS):
+        if kind in TYPES:
+            evil_folder(folder / kind, folder / "touched", kind)
+        else:
+            shutil.copytree(plain, folder / kind)
+        if kind in BROKEN:
+            values = json.loads((plain / "config.json").read_text()) | BROKEN[kind]
+            (folder / kind / "config.json").write_text(json.dumps(values))
+        elif kind in WEIGHTS:
+            WEIGHTS[kind](folder / kind)
+        recipe = {"method": "xft", "base_model": str(folder / kind), "experts": {"num_experts": 4, "top_k": 2}}
+        recipe |= {"data": {"train": str(data), "held_out_rows": 1}} | dict.fromkeys(("sft", "tune", "mix"), STEPS)
+        (folder / f"{kind}.yaml").write_text(json.dumps(recipe))  # which is YAML too
+        names = {
+            "model": folder / kind,
+            "data": data,
+            "recipe": folder / f"{kind}.yaml",
+            "selection": folder / "selection.json",
+        }
+        commands[kind] = [verb.format(out=folder / f"{kind}{i}", **names) for i, verb in enumerate(VERBS)]
+        commands[kind] += [TEMPLATE.format(plain=plain, out=folder / f"{kind}-template", **names)] * (kind in TYPES)
     commands["plain"] = [verb.format(model=plain, data=data, folder=folder) for verb in WAY]
     report = iter(run_verbs([one.split() for kind in commands for one in commands[kind]], folder))
     return folder, {kind: [next(report) for _ in commands[kind]] for kind in commands}
 
 
-@pytest.mark.slow
-def test_no_verb_runs_the_code_of_a_folder(ran):
+@pytest.mark.parametrize("kind", [*TYPES, *BROKEN, *WEIGHTS])
+def test_no_verb_runs_the_code_of_a_folder_or_reads_a_broken_one(ran, kind):
     folder, report = ran
     assert not (folder / "touched").exists()
-    assert all(one["code"] == 1 for one in report["evil"]), report["evil"]
-    assert not [one for one in (*report["evil"], *report["llama"]) if one["error"]]
+    for one in report[kind]:
+        lines = one["said"].splitlines()
+        refused = one["code"] == 1 and lines and [line for line in lines if line.startswith("error: ")] == lines[-1:]
+        # of "llama" it is the tokenizer that asks; `grow` adds up what no activation has seen
+        assert refused or (one["code"] == 0 and kind in ("llama", "act")), one
 
 
 def test_no_network_is_needed(ran):

@@ -197,10 +197,10 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path):
     for umask, mode in ((0o022, 0o644), (0o007, 0o660)):
         old = os.umask(umask)
         try:
-            write(tmp_path / "out", ten_tensors(), 800, overwrite=True)
+            out = write(tmp_path / oct(umask), ten_tensors(), 800)
         finally:
             os.umask(old)
-        assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()} == {mode}
+        assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {mode}
 
 
 @pytest.mark.parametrize("tensor, message", [

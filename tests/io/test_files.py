@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 import subprocess
 import tempfile
 import threading
@@ -219,7 +220,7 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.tmp-1-2").mkdir()
-    with files._locked(tmp_path / ".out.tmp-1-2"), pytest.raises(ValueError, match="another process is writing it"):
+    with files.locked(tmp_path / ".out.tmp-1-2"), pytest.raises(ValueError, match="another process is writing it"):
         write(out, ten_tensors(), overwrite=True)
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
@@ -321,3 +322,51 @@ def test_atomic_text_and_json(tmp_path, monkeypatch):
         atomic_write_text(file, "new")
     assert file.read_bytes() == "grüße\n".encode()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a.json", "link", "old"]
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def write_model(path: Path) -> None:
+    with files.atomic_model(path.parent) as beside:
+        checkpoint.write_tensors(beside / path.name, ten_tensors())
+
+
+# how a file is replaced that may be in a folder which is replaced with it
+WRITERS = {
+    "text": lambda path: atomic_write_text(path, "new"),
+    "json": lambda path: atomic_write_json(path, {}),
+    "model": write_model,
+    "folder": lambda path: write(path.parent, ten_tensors(), overwrite=True),
+}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
+@pytest.mark.parametrize("kept", [0o600, 0o640, 0o644, 0o666], ids=oct)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, kept, umask):
+    path, seen = tmp_path / "out" / SINGLE, []
+    path.parent.mkdir()
+    path.write_text("old")
+    path.chmod(kept)
+    path.parent.chmod(kept | (kept & 0o444) >> 2 | 0o100)
+    before, sync = mode(path.parent), files._sync
+    monkeypatch.setattr(files, "_sync", lambda place: [seen.append(mode(place.parent)), sync(place)])
+    old = os.umask(umask)
+    try:
+        WRITERS[writer](path)
+    finally:
+        os.umask(old)
+    assert path.read_bytes() != b"old" and (mode(path), mode(path.parent)) == (kept, before)
+    if kept == 0o600 and writer != "model":  # nobody else has read it in the hidden folder either
+        assert not seen[0] & 0o011
+
+
+def test_a_new_file_gets_the_mode_of_any_and_an_empty_folder_keeps_its_own(tmp_path):
+    atomic_write_text(tmp_path / "new", "")
+    (tmp_path / "plain").touch()
+    assert mode(tmp_path / "new") == mode(tmp_path / "plain")
+    (tmp_path / "empty").mkdir(mode=0o700)
+    write(tmp_path / "empty", ten_tensors())
+    assert mode(tmp_path / "empty") == 0o700

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -145,7 +147,7 @@ def test_a_stopped_run_goes_on_where_it_was(clock, few):
     clock.stop_at = 2 * tuning.ROUNDS + 2  # in the third problem
     with pytest.raises(KeyboardInterrupt):
         tune()
-    assert set(entries()) == set(KEYS[:2]) and not list(tiles.tuned_path().parent.glob(".*"))
+    assert set(entries()) == set(KEYS[:2]) and not markers()
     before = entries()
     clock.stop_at = None
     assert [step.state for step in tune()] == ["kept"] * 2 + ["measured"]
@@ -166,26 +168,74 @@ def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}'])
-def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text):
+@pytest.mark.parametrize("mode", [0o644, 0o666])
+def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text, mode):
     tiles.tuned_path().parent.mkdir(parents=True)
     tiles.tuned_path().write_text(text)
+    tiles.tuned_path().chmod(mode)
     with pytest.raises(ValueError, match="tiles.json is not a file of `moe-runtime tune`"):
         tune()
     assert tiles.tuned_path().read_text() == text
 
 
+def in_process(function: Callable, *args) -> int:
+    """Start a process that calls a function and then dies at once, without a word; return its id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            function(*args)
+        finally:
+            os._exit(9)
+    return pid
+
+
+def markers() -> list[Path]:
+    return list(tiles.tuned_path().parent.glob(".*"))
+
+
 @pytest.mark.parametrize("died_with", [TALL, None], ids=["a config", "compiling"])
 def test_what_ended_a_process_is_not_tried_again(clock, few, died_with):
     results = tuning_file.Results(tiles.tuned_path(), "interpreter")
-    trying = results.trying(KEYS[0], died_with)
-    trying.__enter__()  # and the process is gone
+    os.waitpid(in_process(results.trying(KEYS[0], died_with).__enter__), 0)
+    assert len(markers()) == 1
     clock.ms = {TALL: 1.0}
     steps = tune()
     tried = [[Tile(**tried["tile"]) for tried in step.entry["candidates"]] for step in steps]
     assert (TALL in tried[0]) == (died_with is None) and all(TALL in others for others in tried[1:])
-    assert results.broken(KEYS[0]) == [died_with] and not results.marker.exists()
+    assert results.broken(KEYS[0]) == [died_with] and not markers()
     tune(again=True)
     assert Tile(**entries()[KEYS[0]]["tile"]) == TALL and not results.broken(KEYS[0])
+
+
+def test_what_another_process_is_trying_is_not_a_death(clock, few):
+    results = tuning_file.Results(tiles.tuned_path(), "interpreter")
+    with results.trying(KEYS[0], TALL):
+        text = markers()[0].read_text()
+        assert {"host": socket.gethostname(), "pid": os.getpid()}.items() <= json.loads(text).items()
+        assert [step.state for step in tune()] == ["measured"] * 3 and not results.broken(KEYS[0]) and len(markers()) == 1
+    other = tiles.tuned_path().with_name(".tiles.json.trying-other-1-1")
+    other.write_text(text.replace(socket.gethostname(), "another-machine"))  # whose processes are not seen from here
+    assert [step.state for step in tune()] == ["kept"] * 3 and not results.broken(KEYS[0]) and markers() == [other]
+
+
+def test_processes_that_share_a_file_lose_nothing(clock):
+    begin, ready = os.pipe()
+
+    def work(number: int) -> None:
+        results = tuning_file.Results(tiles.tuned_path(), "interpreter")
+        os.close(ready)
+        os.read(begin, 1)  # all at once
+        for i in range(40):
+            with results.trying(f"{number}|{i}", TALL):
+                results.save(f"{number}|{i}", {"tile": TALL._asdict()})
+            tuning_file.Results(tiles.tuned_path(), "interpreter")  # one more opens it meanwhile
+
+    workers = [in_process(work, number) for number in range(3)]
+    os.close(ready)
+    for pid in workers:
+        os.waitpid(pid, 0)
+    found = json.loads(tiles.tuned_path().read_text())["devices"]["interpreter"]
+    assert len(found["tiles"]) == 120 and "broken" not in found and not markers()
 
 
 def test_a_context_that_is_lost_ends_the_run_and_the_next_one_skips_the_config(clock, monkeypatch):

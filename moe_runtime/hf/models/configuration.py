@@ -143,7 +143,9 @@ def stock_config(config, base: type):
 def moe_config(hf_config) -> MoEConfig:
     """Return the layers' MoEConfig of an upcycled model's config; raises ValueError unless upcycling wrote its block."""
     block = getattr(hf_config, "moe_runtime", None)
-    known = isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES and "config" in block
+    known = isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES
+    needed = {"config", "base_model_type", "base_architecture"}
+    known = known and (needed | ({"soup", "shared_rate"} if block["stage"] == "mergeable" else set())) <= block.keys()
     layers, count = block.get("layers") if known else None, hf_config.num_hidden_layers
     if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
         raise ValueError(

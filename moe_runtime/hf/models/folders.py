@@ -1,5 +1,6 @@
 """Model folders that are read and written without loading the model: configs, sizes, side files, names of tensors.
 
+load                          a config, tokenizer or model of a folder or a Hub id; never runs its code
 read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
 upcycled_config, ...          the config of the model that a conversion makes; write_config
 skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a matrix for each projection
@@ -21,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from moe_runtime.config import Layer, MoEConfig, check_shared_rate, shown
-from moe_runtime.hf.models import families
+from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate, one_line, shown
 from moe_runtime.hf.models.configuration import (
     SHIM,
     become_mergeable,
@@ -37,38 +37,88 @@ from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape, write
 from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.models.swap import check_layers, mlp_error
 from moe_runtime.io import files
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
 
-MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 2**16, 2**20
+MAX_LAYERS, MAX_EXPERTS, MAX_LABELS, MAX_SIZE = 10_000, 2**16, 2**20, 2**31 - 1
 # keys of a config.json for each of which transformers, or this package, makes something; in parts of it too (text_config)
 _COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPERTS, "num_labels": MAX_LABELS}
+_SIZES = r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim|num_\w+_heads"
 
 
 def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
-    """Raise ValueError for a config.json with more layers, experts or labels than any model has: they would fill the memory."""
+    """Raise ValueError for a config.json of sizes that no model has: text, NaN, negative, or more than fills any memory."""
     parts = [values]
     while parts:
         for key, value in parts.pop().items():
             if isinstance(value, Mapping):
                 parts.append(value)
-            most = next((most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)), None)
-            if most is not None and isinstance(value, int) and value > most:
-                raise ValueError(f"{key} is {shown(value)}; want at most {most}, in {source}")
+            is_size = re.fullmatch(_SIZES, key) and not isinstance(value, list | None)
+            most = next((most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)), MAX_SIZE if is_size else None)
+            fits = value == value and (most is None or not isinstance(value, int) or value <= most)
+            if not fits or (is_size and not (isinstance(value, int) and value >= 0)):
+                want = f"want an integer from 0 to {most}" if is_size else "want a number" + f" up to {most}" * bool(most)
+                raise ValueError(f"{shown(key)[1:-1]} is {shown(value)} in {source}; {want}")
 
 
 def check_folder(source: str | os.PathLike) -> None:
     """Call `check_counts` for a folder's config.json; do nothing for an id of the Hub. Raises ValueError if it is not JSON."""
     path = Path(source, "config.json")
     if os.path.isfile(path):
-        check_counts(files.read_json(path), path)
+        values = files.read_json(path)
+        check_counts(values, path)
+        if values.get("transformers_weights") not in (None, SINGLE, INDEX):  # transformers would read it in place of these
+            raise ValueError(f"transformers_weights is {shown(values['transformers_weights'])} in {path}; want {SINGLE}")
+
+
+def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
+    """Return kind.from_pretrained(source) without ever running code of a folder or a Hub id.
+
+    A folder's weights must be those that `Checkpoint` opens: no pickle, nothing outside it. Raises ValueError, with the `name`
+    of the source, for what cannot be loaded. The one way to run a folder's own code is TRL's: `train --trust_remote_code`.
+    """
+    check_folder(source)
+    if kind is AutoModelForCausalLM and os.path.isdir(source):
+        settings["use_safetensors"] = True
+        Checkpoint(source)
+    try:
+        return kind.from_pretrained(source, trust_remote_code=False, **settings)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a config class falls over whatever it meets, tokenizers' Rust raises Exception itself
+        reason = f"which transformers cannot load: {reason_of(error)}; want a folder or an id of the Hub"
+        if "trust_remote_code" in str(error):
+            reason = "which asks for code of its own (auto_map), and none is run; want classes that transformers has"
+        raise ValueError(f"{name} is {str(source)!r}, {reason}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error of another package says, in one line and short enough to be a part of another."""
+    return one_line(error).rstrip(".:") or type(error).__name__
+
+
+def _build(config, cls: type | None = None) -> nn.Module:
+    """Build a config's model on the meta device, of the class `cls` if given; ValueError where transformers cannot."""
+    config = copy.deepcopy(config)
+    try:
+        with torch.device("meta"):
+            if cls is None:
+                return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return cls._from_config(config)
+    except Exception as error:  # a model class raises what it meets: sizes that do not divide, an activation that it lacks
+        where = f" of {config.name_or_path}" if config.name_or_path else ""
+        raise ValueError(
+            f"config.json{where} describes no {config.model_type} model: {reason_of(error)}; want "
+            "a causal language model's, as transformers saved it"
+        ) from error
 
 
 def read_layer(folder: Path) -> Layer:
     """Return the MoE layers' sizes from a model folder's config.json, ours or transformers'; 0 for what a dense one lacks."""
+    check_folder(folder)
     values = files.read_json(Path(folder) / "config.json")
     if isinstance(block := values.get("moe_runtime"), dict):
-        c = MoEConfig.from_dict(block["config"])
+        c = MoEConfig.from_dict(block.get("config"))
         return Layer(c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated)
     values = values.get("text_config") or values
 
@@ -94,17 +144,9 @@ _OF_THESE = (
 
 def read_config(folder: str | Path):
     """Return the transformers config of a model folder; raises ValueError for anything else."""
-    path, cause = Path(folder) / "config.json", None
-    if path.is_file():
-        check_folder(folder)
-        try:
-            return AutoConfig.from_pretrained(folder)
-        except Exception as error:  # a config class checks little, and raises anything
-            why, cause = str(error).strip()[:1000] or type(error).__name__, error
-            reason = f"{path} is not a config that transformers reads: {why}"
-    else:
-        reason = f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model"
-    raise ValueError(reason) from cause
+    if not Path(folder, "config.json").is_file():
+        raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
+    return load(AutoConfig, folder)
 
 
 def config_for_folder(config, **settings) -> MoEConfig:
@@ -147,7 +189,8 @@ def write_config(writer: CheckpointWriter, config) -> None:
 
 def side_files(source: Path) -> list[str]:
     """Return the names of the files that any model made of this folder needs too: tokenizer, generation config, licence, ..."""
-    names = (path.name for path in source.iterdir() if path.is_file())
+    names = [path.name for path in source.iterdir() if path.is_file()]
+    files.check_names(names, source)  # a receipt names them
     hidden = (".", "training_args")
     return sorted(n for n in names if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden))
 
@@ -176,8 +219,7 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
     """
     specs = checkpoint.specs()
     check_depth(config, checkpoint)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model = _build(config)
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
     # the keys as the model has them, where transformers renames between file and model (GPT-NeoX's embed_out)
     own = {key: key for key in specs}
@@ -207,7 +249,7 @@ def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) ->
 
 def probe_logits(source) -> torch.Tensor:
     """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its folder."""
-    model = source if isinstance(source, torch.nn.Module) else AutoModelForCausalLM.from_pretrained(source)
+    model = source if isinstance(source, torch.nn.Module) else load(AutoModelForCausalLM, source)
     config = model.config.get_text_config()
     length = min(32, getattr(config, "max_position_embeddings", None) or 32)
     input_ids = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
@@ -221,10 +263,7 @@ def probe_logits(source) -> torch.Tensor:
 
 def skeleton(config) -> nn.Module:
     """Return the model of a config without memory for its weights: on the meta device, of its config's class."""
-    cls = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):
-        config = copy.deepcopy(config)
-        model = AutoModelForCausalLM.from_config(config) if cls is None else cls._from_config(config)
+    model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
     # what transformers looks up for a model that was not loaded, once rather than for each tensor
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
@@ -285,12 +324,14 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at `stage` if given."""
     config = read_config(source)
     block = getattr(config, "moe_runtime", None)
-    found = None if block is None else block.get("stage")
+    found = block.get("stage") if isinstance(block, dict) else None
     if found is None or stage not in (None, found):
         want = "an upcycled model's folder" if found is None else repr(stage)
         raise ValueError(f"model is {str(source)!r} of model_type {config.model_type!r}, stage {found!r}; want {want}")
-    family = families.FAMILIES[block["base_model_type"]]
-    return config, moe_config(config), {family.path.format(layer): layer for layer in block["layers"]}
+    moe = moe_config(config)
+    check_choice("base_model_type", block["base_model_type"], tuple(FAMILIES))
+    family = FAMILIES[block["base_model_type"]]
+    return config, moe, {family.path.format(layer): layer for layer in block["layers"]}
 
 
 def mixture_of(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.hf.models.configuration import write_legacy_rope
-from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.hf.models.folders import load
 from moe_runtime.io.files import atomic_write_json, read_json
 
 
@@ -80,7 +80,7 @@ def free_memory() -> None:
 
 def load_tokenizer(source: str | Path, name: str = "base_model"):
     """Load a tokenizer that can pad on the right: with EOS, as the official XFT code does, where it has no token for it."""
-    tokenizer = _load(AutoTokenizer, source, name)
+    tokenizer = load(AutoTokenizer, source, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
@@ -89,32 +89,19 @@ def load_tokenizer(source: str | Path, name: str = "base_model"):
 
 def load_model(source: str | Path, dtype: str, device: torch.device | str | None = None, name: str = "base_model"):
     """Load a causal LM in `dtype` ("auto": its own), to `device` if given; ValueError for what transformers cannot load."""
-    model = _load(AutoModelForCausalLM, source, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    model = load(AutoModelForCausalLM, source, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     return model if device is None else model.to(device)
 
 
 def load_config(source: str | Path, name: str = "base_model"):
     """Load a model's config; raises ValueError, with the `name` of the source, for what transformers cannot load."""
-    return _load(AutoConfig, source, name)
+    return load(AutoConfig, source, name)
 
 
 def routing_of(source: str | Path) -> tuple[int | None, int | None]:
     """Return a model's experts per layer and per token as its config says; None where it does not."""
     config = load_config(source)
     return getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
-
-
-def _load(kind: type, source: str | Path, name: str, **settings):
-    try:
-        check_folder(source)
-        return kind.from_pretrained(source, **settings)
-    except (MemoryError, RuntimeError):
-        raise
-    except Exception as error:  # a config class falls over whatever it meets, tokenizers' Rust raises Exception itself
-        reason = str(error).strip().partition("\n")[0].rstrip(".:")[:500] or type(error).__name__
-        raise ValueError(
-            f"{name} is {str(source)!r}, which transformers cannot load: {reason}; want a folder or an id of the Hub"
-        ) from error
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from moe_runtime.config import check_number, check_numbers, shown
+from moe_runtime.config import check_number, check_numbers, one_line, shown
 from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
 from moe_runtime.hf.training.ranks import state
 from moe_runtime.io.files import atomic_file, atomic_write_text, read_json
@@ -80,7 +80,7 @@ class Best:
         try:
             kept, reason = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True), None
         except Exception as error:  # torch.load raises anything for a file that is none of its own
-            kept, reason = {}, str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            kept, reason = {}, one_line(str(error).strip().partition("\n")[0], 200) or type(error).__name__
         for name, weight in self._weights().items() if reason is None else ():
             found = kept["weights"].get(name) if isinstance(kept, dict) and isinstance(kept.get("weights"), dict) else None
             if not torch.is_tensor(found) or found.shape != weight.shape or found.dtype != weight.dtype:

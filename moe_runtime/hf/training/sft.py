@@ -15,18 +15,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.integrations import get_available_reporting_integrations
+from transformers import PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
+from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
-from moe_runtime.config import check_choice
+from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.models import modeling
-from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.hf.models.folders import read_config, skeleton
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
@@ -106,7 +107,7 @@ def _with_config(argv: list[str]) -> list[str]:
         is_fine = isinstance(values, dict) and all(isinstance(name, str) for name in values)
         reason = None if is_fine else f"holds {type(values).__name__}"
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = f"cannot be read: {' '.join(str(error).split())}"
+        reason = f"cannot be read: {one_line(error)}"
     if reason is not None:
         raise ValueError(f"config is {str(path)!r}, which {reason}; want a YAML file of options, a `name: value` each")
     return argv
@@ -207,6 +208,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     empty unless it is to be resumed or overwritten.
     """
     trl = require("trl")
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # TRL loads --chat_template_path so that transformers asks: nobody is asked
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
     if args.completion_only_loss is False:  # TRL's word for it
@@ -313,7 +315,11 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         reason = f"report_to is {missing[0]!r}, which is not installed; install it, or pass {' or '.join([*known, 'none'])}"
     if reason is not None:
         raise ValueError(reason)
-    check_folder(name)
+    if path.exists() and not args.trust_remote_code:
+        config = read_config(name)
+        if not is_deepspeed_zero3_enabled():  # which would split the skeleton
+            skeleton(config)
+        Checkpoint(name)  # which refuses pickles, and what leads out of the folder
 
 
 def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool) -> None:

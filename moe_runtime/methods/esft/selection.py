@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive, shown
+from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive, one_line, shown
 from moe_runtime.hf.dropin.layers import RoutedLayer, numbered_layers
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
@@ -83,7 +83,7 @@ class ExpertSelection:
         try:
             return cls(**values)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
-            raise ValueError(f"{source}: {str(error)[:300]}; expected experts, and some of {', '.join(_KEYS)}") from error
+            raise ValueError(f"{source}: {one_line(error, 300)}; expected experts, and some of {', '.join(_KEYS)}") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `to_dict` as JSON, atomically."""

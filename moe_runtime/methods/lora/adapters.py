@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_runtime.config import check_choice
+from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.models.families import Family
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
@@ -184,7 +184,7 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
     ours = _config(layer, "")
     for key in ("r", "lora_alpha", "use_rslora"):
         if config.get(key) != ours[key]:
-            raise ValueError(f"{key} in {path} is {config.get(key)!r}, of the layers {ours[key]!r}; they must be equal")
+            raise ValueError(f"{key} in {path} is {shown(config.get(key))}, of the layers {ours[key]!r}; they must be equal")
 
 
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
@@ -232,7 +232,7 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
     odd += ["r"] * (not isinstance(rank, int) or rank < 1) + ["lora_alpha"] * (not isinstance(alpha, int | float))
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {config.get(odd[0])!r}; expected peft_type 'LORA' with pairs A, B alone. If "
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}; expected peft_type 'LORA' with pairs A, B alone. If "
             "init_lora_weights changed the base, convert the adapter as it is saved: "
             "path_initial_model_for_weight_conversion of peft's save_pretrained"
         )

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moe_runtime.config import check_choice
+from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import skeleton, to_saved
 from moe_runtime.hf.training import ranks
@@ -151,7 +151,7 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     fits = fits and all(isinstance(one[key], kind) for one in parts for key, kind in texts.items())
     if values.get("format") != FORMAT or not fits or not all(is_plain_name(one["name"]) for one in parts):
         raise ValueError(
-            f"{path} has format {values.get('format')!r} or fields other than expected; expected format {FORMAT} as "
+            f"{path} has format {shown(values.get('format'))} or fields other than expected; expected format {FORMAT} as "
             "ultrafuser.save wrote it, with gate, loss_reduction and specialists; a newer moe_runtime may have written it"
         )
     return values

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from moe_runtime.hf.models.folders import check_folder
+from moe_runtime.hf.models.folders import load
 from moe_runtime.io.files import is_plain_name
 from moe_runtime.methods.ultrafuser.inputs import CHAT, Encoder, check_template, check_tokenizers
 
@@ -41,14 +40,7 @@ def open_model(source, dtype="auto") -> PreTrainedModel:
     """Load a specialist from its folder; a loaded one is returned as it is."""
     if isinstance(source, nn.Module):
         return source
-    try:
-        check_folder(source)
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".:")
-        raise ValueError(
-            f"specialist is {str(source)!r}, which transformers cannot load: {reason}; expected a folder or an id of the Hub"
-        ) from error
+    return load(AutoModelForCausalLM, source, "specialist", dtype=dtype)
 
 
 def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
@@ -59,7 +51,7 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
         # an id of the Hub is asked for if it was given, not for a model that may have come from anywhere
         is_id = not isinstance(one, nn.Module) and not os.path.isabs(path)
         if tokenizer is None and (is_folder or is_id):
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = load(AutoTokenizer, path, "specialist")
         found.append(tokenizer)
     return found
 

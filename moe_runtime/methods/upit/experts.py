@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.config import check_choice
+from moe_runtime.config import check_choice, shown
 from moe_runtime.experiments.stages import files_print, hash_of
 from moe_runtime.hf.models import families, folders
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
@@ -121,8 +121,8 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
         raise ValueError(
-            f"{path / RECORD} has format {record.get('format')!r} and kind {record.get('kind')!r}; expected {FORMAT} and "
-            f"one of {', '.join(KINDS)}"
+            f"{path / RECORD} has format {shown(record.get('format'))} and kind {shown(record.get('kind'))}; expected "
+            f"{FORMAT} and one of {', '.join(KINDS)}"
         )
     kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
     if kind == "delta":

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import MoEConfig, check_positive
+from moe_runtime.config import MoEConfig, check_positive, shown
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
@@ -113,7 +113,7 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
         weight_map = read_json(path / BIN_INDEX).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or any(not is_plain_name(name) or name not in found for name in names):
-            raise ValueError(f"weight_map of {path / BIN_INDEX} names {names}; want files beside it; get all of them")
+            raise ValueError(f"weight_map of {path / BIN_INDEX} names {shown(names)}; want files beside it; get all of them")
     return TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from moe_runtime.config import MoEConfig, check_bool, check_number, check_shared_rate, shown
+from moe_runtime.config import MoEConfig, check_bool, check_number, check_shared_rate, one_line, shown
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import check_counts
@@ -92,7 +92,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
         config = _llama_config(values, stage, rope_theta)
         moe = folders.config_for_folder(config, **settings)
     except (StrictDataclassError, ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"config.json is not a Llama's with num_selects as top_k: {str(error)[:1000]}") from error
+        raise ValueError(f"config.json is not a Llama's with num_selects as top_k: {one_line(error, 1000)}") from error
     new = folders.upcycled_config(config, moe)
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]

@@ -323,18 +323,18 @@ def grouped_gemm_forward(a, weight, bias, tile_map, k_last: bool, tile: Tile, tr
     common = {
         "BIAS": bias is not None, "K_LAST": k_last, "PRECISION": precision(a), "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
         "BLOCK_K": tile.BLOCK_K, "GROUP_M": tile.GROUP_M, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
     }  # fmt: skip
     if tma and tile.PERSISTENT and describable(y):
         stored = create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2])
         with torch.cuda.device_of(a):
             _grouped_gemm_stream_kernel[grid(tile, num_m, N, a.device)](
-                rows, weights[0], stored, bias, tile_map, num_m, N, K, **common
+                rows, weights[0], stored, bias, tile_map, num_m, N, K, **common, enable_fp_fusion=True
             )
         return y
     with torch.cuda.device_of(a):
         _grouped_gemm_fwd_kernel[grid(tile, num_m, N, a.device)](
             rows, *weights, bias, tile_map, y, num_m, N, K, a.stride(0), *strides,
             TRAINED=trained is not None, EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, **common,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y

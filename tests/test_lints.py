@@ -163,7 +163,8 @@ def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
 # (c) a row times a stride is 64 bits wide
 LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")  # strides, and the dims that stand for one in a contiguous tensor
 NARROW = {  # file:function:product -> why it does
-    "combine.py:_sum_slots:t * K": "every caller's t is int64"
+    "combine.py:sum_slots:t * K": "every caller's t is int64",
+    "routing.py:route_rows:t * STRIDE_T": "its first token is int64",
 }
 
 

@@ -298,16 +298,34 @@ REGISTER_A = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
 SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 
 
-def rewritten_operands(sass: str) -> list[str]:
-    """Find registers that are written while an asynchronous product may still read its A from them (triton#11781)."""
+def loops(sass: str) -> tuple[list, list[list]]:
+    """Return a program as (address, instruction, operands), and its loops with products of the tensor cores in them."""
     program = [(int(at, 16), op, [part.strip() for part in rest.split(",")]) for at, op, rest in SASS.findall(sass)]
-    places = {at: i for i, (at, _, _) in enumerate(program)}
-    bodies = [program]
+    places, found = {at: i for i, (at, _, _) in enumerate(program)}, []
     for i, (_, op, rest) in enumerate(program):
         start = places.get(int(rest[-1], 16), i + 1) if op.startswith("BRA") and rest[-1].startswith("0x") else i + 1
         if start <= i and any(op.startswith("HGMMA") for _, op, _ in program[start:i]):
-            bodies.append(program[start : i + 1] * 2)
-    return sorted({line for body in bodies for line in _rewritten(body)})
+            found.append(program[start : i + 1])
+    return program, found
+
+
+def main_loop(case: Case) -> str:
+    """Compile a case for sm_90; return its registers, its stack and the instructions of its shortest loop with products."""
+    compiled = assemble(case, 90)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", Path(file.name)))
+        body = min(loops(_cuobjdump("-sass", Path(file.name)))[1], key=len)
+    kinds = collections.Counter(op if op.startswith("HGMMA") else op.split(".")[0] for _, op, _ in body)
+    shown = ("HGMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDS", "STSM", "BAR", "FENCE")
+    parts = [f"{count} {op}" for op, count in kinds.items() if op.startswith(shown)]
+    return f"{usage[1]} registers, {usage[2]} bytes of stack, {len(body)} instructions: {', '.join(parts)}"
+
+
+def rewritten_operands(sass: str) -> list[str]:
+    """Find registers that are written while an asynchronous product may still read its A from them (triton#11781)."""
+    program, bodies = loops(sass)
+    return sorted({line for body in (program, *(body * 2 for body in bodies)) for line in _rewritten(body)})
 
 
 def _rewritten(body: list) -> list[str]:

@@ -2,13 +2,14 @@
 
 python -m tests.support.aot_table                   # writes it anew
 python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of these patterns finds
+python -m tests.support.aot_table --loops           # prints the main loops of the grouped products on sm_90
 """
 
 import importlib.metadata
 import re
 import sys
 
-from tests.support.aot import AMD, ROOT, Case, Report, all_cases, compile_all, complaints, jobs
+from tests.support.aot import AMD, ROOT, Case, Report, all_cases, compile_all, complaints, jobs, main_loop
 
 PATH = ROOT / "docs" / "kernels.md"
 GPUS = {
@@ -67,6 +68,20 @@ The tables below have one line for each launch config of `kernels/tiles.py` and 
 line says otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; up's has BLOCK_N columns of gate and as many of up. Registers are
 per thread, shared memory per block. `rows an expert` is the mean from which the config holds. GPT-OSS-20B's
 lines are the same configs for its experts: gate and up in turns and clamped, biases, weights stored in x out.
+
+On Hopper one step of a sum is 64 long. What it takes, in instructions of the SASS for sm_90 with Triton 3.6.0 / 3.7.1 / 3.9.0
+(2026-11-22; `python -m tests.support.aot_table --loops` prints them for the Triton in use):
+
+| kernel | earlier form | instructions | present form | instructions |
+|---|---|---|---|---|
+| up | two products of 64x128, two blocks of the weight | 150 / 155 / 159 | one of 64x256, one block | 112 / 120 / 121 |
+| dz | 128x128 | 108 / 114 / 117 | 128x256, its epilogue in 8 pieces: 242 / 242 / 240 registers | 105 / 112 / 113 |
+| dW of up | both operands by pointer | 354 / 269 / 270 | dz by ragged TMA | 315 / 242 / 241 |
+| dW of down | both operands by pointer | 293 / 261 / 261 | weight * h by ragged TMA | 201 / 176 / 173 |
+| dW, rows in order | both operands by pointer | 226 / 233 / 230 | both by ragged TMA | 93 / 94 / 95 |
+| down, dx, short sums | a program per tile | 88 / 88 / 89 | one loop over a program's tiles, epilogue included: 162 registers | 488 / 497 / 563 |
+
+The earlier forms are candidates of `moe-runtime tune`.
 """
 COLUMNS = "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
 AMD_HEAD = f"""
@@ -122,6 +137,12 @@ def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
 
 def main(words: list[str]) -> None:
     cases = all_cases()
+    if words == ["--loops"]:
+        for case in cases:
+            wanted = "grouped_gemm" in case.kernel and "wgmma" in case.expect and 90 in case.capabilities
+            if wanted and case.constants["BLOCK_M"] == 128:
+                print(f"{case.kernel} {case.note} {case.title()}: {main_loop(case)}", flush=True)
+        return
     work = listed(cases)
     if words:
         work = [(i, t) for i, t in jobs(cases) if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)]

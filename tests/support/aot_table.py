@@ -79,7 +79,7 @@ On Hopper one step of a sum is 64 long. What it takes, in instructions of the SA
 | dW of up | both operands by pointer | 354 / 269 / 270 | dz by ragged TMA | 315 / 242 / 241 |
 | dW of down | both operands by pointer | 293 / 261 / 261 | weight * h by ragged TMA | 201 / 176 / 173 |
 | dW, rows in order | both operands by pointer | 226 / 233 / 230 | both by ragged TMA | 93 / 94 / 95 |
-| down, dx, short sums | a program per tile | 88 / 88 / 89 | one loop over a program's tiles, epilogue included: 162 registers | 488 / 497 / 563 |
+| down, dx, short sums | a program per tile | 88 / 88 / 89 | one loop over its tiles, 162 registers | 488 / 497 / 563 |
 
 The earlier forms are candidates of `moe-runtime tune`.
 """

@@ -53,7 +53,8 @@ def test_compiles_to_what_it_should(reports, job):
 def test_amd_compiles_no_fewer_than_it_did(reports):
     fails = {CASES[i].kernel: report.error for (i, target), report in reports.items() if target == AMD and report.error}
     assert fails.keys() <= AMD_FAILS, fails
-    assert {CASES[i].kernel for i, target in JOBS if target == AMD} == set(aot.kernels())
+    hopper = {"grouped_gemm._grouped_gemm_stream_kernel"}  # reads and writes by descriptor alone
+    assert {CASES[i].kernel for i, target in JOBS if target == AMD} == set(aot.kernels()) - hopper
 
 
 def test_a_few_compile():

@@ -1,7 +1,7 @@
 """What the machine can do at most, measured in the same process: FLOP/s of matrix products, bytes/s of a copy.
 
-A GPU's are a product of 8192^3 and a copy of 4 GiB. A CPU's are the best of a few products, as no size is the best on every
-machine, and a copy of several times its last cache.
+A GPU's are a product of 8192^3 and a copy of 4 GiB. A CPU's are the better of multiply-adds on registers alone (csrc/cpu) and a
+few products, and a copy of several times its last cache.
 """
 
 import functools
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.bench.machine import CUDA
+from moe_runtime.native.library import cpp
 
 ROUNDS = 5
 PRODUCTS = ((1024, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 1024))
@@ -27,7 +28,20 @@ def ceilings(dtype: torch.dtype, tiny: bool = False) -> dict[str, float]:
 def _measured(dtype: torch.dtype, tiny: bool) -> dict[str, float]:
     if CUDA:
         return _of_gpu(dtype)
-    return {"TFLOP/s": max(_product(*size, dtype) for size in (TINY if tiny else PRODUCTS)), "GB/s": _copy(tiny)}
+    products = max(_product(*size, dtype) for size in (TINY if tiny else PRODUCTS))
+    return {"TFLOP/s": max(products, _peak(dtype, tiny)), "GB/s": _copy(tiny)}
+
+
+def _peak(dtype: torch.dtype, tiny: bool) -> float:
+    """TFLOP/s of multiply-adds on registers; 0 without the library or the dtype."""
+    library = cpp.find()
+    if isinstance(library, str) or dtype not in cpp.DTYPES:
+        return 0.0
+    threads = torch.get_num_threads()
+    rounds, steps = 8 * threads, 1 << (8 if tiny else 16)
+    sink = torch.empty(rounds)
+    arguments = (cpp.DTYPES[dtype], rounds, steps, sink.data_ptr(), threads)
+    return library.handle.moert_cpu_peak(*arguments) / _median(lambda: library.handle.moert_cpu_peak(*arguments)) / 1e12
 
 
 def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:

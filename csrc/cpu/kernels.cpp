@@ -12,6 +12,7 @@ namespace {
 using moert::Backward;
 using moert::Combine;
 using moert::Forward;
+using moert::Peak;
 
 template <class T, int ACT>
 void activate_rows(const Forward& f, int64_t begin, int64_t end) {
@@ -111,6 +112,43 @@ void combine(const Combine& c, int64_t begin, int64_t end) {
     }
 }
 
+// acc * a + b, which no compiler takes out of a loop
+template <class T, int DEPTH = Step<T>::DEPTH>
+struct Chain {
+    typedef vf Elements;
+    static Elements repeat(float x) { return all(x); }
+    static vf next(vf acc, Elements a, Elements b) { return acc * a + b; }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Chain<bf16, 2> {
+    typedef Step<bf16>::Elements Elements;
+    static Elements repeat(float x) {
+        bf16 some[2 * LANES];
+        for (int i = 0; i < 2 * LANES; i += LANES) store(some + i, all(x));
+        return Step<bf16>::get(some);
+    }
+    static vf next(vf acc, Elements a, Elements b) { return Step<bf16>::add(acc, a, b); }
+};
+#endif
+
+template <class T>
+void peak(const Peak& p, int64_t begin, int64_t end) {
+    const typename Chain<T>::Elements a = Chain<T>::repeat(p.scale), b = Chain<T>::repeat(p.shift);
+    for (int64_t r = begin; r < end; r++) {
+        vf acc[Peak::SUMS];
+        for (int n = 0; n < Peak::SUMS; n++) acc[n] = all((float)n);
+        for (int64_t s = 0; s < p.steps; s++)
+            for (int n = 0; n < Peak::SUMS; n++) acc[n] = Chain<T>::next(acc[n], a, b);
+        float total = 0;
+        for (int n = 0; n < Peak::SUMS; n++) total += sum(acc[n]);
+        p.sink[r] = total;
+    }
+}
+
+template <class T>
+constexpr int64_t PEAK_FLOPS = 2 * LANES * Step<T>::DEPTH;
+
 }  // namespace
 
 namespace moert {
@@ -122,5 +160,7 @@ extern const Kernels MOERT_SET = {
     {experts_down<float>, experts_down<bf16>},
     {merge<float>, merge<bf16>},
     {merge_gradient<float>, merge_gradient<bf16>},
+    {peak<float>, peak<bf16>},
+    {PEAK_FLOPS<float>, PEAK_FLOPS<bf16>},
 };
 }

@@ -72,6 +72,14 @@ struct MergeGradient {
     float* parts;
 };
 
+// Rounds of SUMS independent sums, each of `steps` products, from registers alone.
+struct Peak {
+    static constexpr int SUMS = 12;  // more than the products that a core has in flight
+    int64_t steps;
+    float scale, shift;  // a sum stays finite
+    float* sink;         // [rounds]
+};
+
 struct Kernels {
     // indexed by dtype / 2: float32, bfloat16
     void (*activate[2])(const Forward&, int64_t begin, int64_t end);
@@ -84,6 +92,8 @@ struct Kernels {
     // of blocks
     void (*merge[2])(const Merge&, int64_t begin, int64_t end);
     void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);
+    void (*peak[2])(const Peak&, int64_t begin, int64_t end);
+    int64_t peak_flops[2];  // of one step of one sum
 };
 
 extern const Kernels generic;

@@ -304,3 +304,10 @@ void moert_cpu_merge_gradient(
         dalpha[e] = (float)total;
     }
 }
+
+double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads) {
+    const moert::Peak p = {steps, 0.5f, 0.25f, sink};
+    const double sums = (double)rounds * steps * moert::Peak::SUMS;
+    parallel(variant->kernels->peak[dtype / 2], p, rounds, 64 * sums, threads);
+    return sums * variant->kernels->peak_flops[dtype / 2];
+}

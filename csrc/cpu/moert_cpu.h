@@ -67,3 +67,7 @@ MOERT_API int64_t moert_cpu_merge_gradient_bytes(int64_t E, int64_t P);
 MOERT_API void moert_cpu_merge_gradient(
     int dtype, int dout_dtype, const void* dout, const void* weight, int64_t stride_e, int64_t E, int64_t P, void* scratch,
     float* dalpha, int threads);
+
+// What registers alone allow: `rounds` rounds of sums of `steps` products each. Returns their floating-point operations; `sink` [rounds]
+// keeps the compiler from leaving them out.
+MOERT_API double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads);

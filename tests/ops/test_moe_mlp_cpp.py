@@ -412,3 +412,15 @@ def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
     monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 1 << 20)
     got = run(case, layer(backend="cpp"))
     assert all(torch.allclose(got[name], want[name], rtol=1e-4, atol=1e-5) for name in want)
+
+
+def test_peak_counts_what_it_computes(variant, _library):
+    """The ceiling of the benchmarks: as many sums as it says, none of them left out by the compiler."""
+    lanes = {"generic": 4, "avx2": 8}.get(_library.variant, 16)
+    for dtype, depth in ((torch.float32, 1), (torch.bfloat16, 1 + (_library.variant == "avx512_bf16"))):
+        sink = torch.full((6,), float("nan"))
+        flops = _library.handle.moert_cpu_peak(cpp.DTYPES[dtype], 6, 10, sink.data_ptr(), 2)
+        assert flops == 6 * 10 * 12 * 2 * lanes * depth
+        # ten times x / 2 + 1 / 4 from n on, or in bfloat16's own instruction n + 10 * 2 * 1 / 8
+        sums = [n + 2.5 if depth == 2 else 0.5 + (n - 0.5) / 1024 for n in range(12)]
+        torch.testing.assert_close(sink, torch.full((6,), lanes * sum(sums)))

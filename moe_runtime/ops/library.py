@@ -13,6 +13,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch._library.autograd import supports_tensorlist
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_leaves
 
 from moe_runtime import backends
@@ -63,7 +64,7 @@ def _autograd(op: torch._ops.OpOverload, backward, setup_context):
             ctx.needs_input_grad = needs
 
     def apply(cls, *args):
-        call = super(torch.autograd.Function, cls).apply
+        call = super(_SingleLevelFunction, cls).apply
         if not torch._C._are_functorch_transforms_active():
             return call(*unwrap_dead_wrappers(args))
         # Function.apply would start at the outermost transform again; here torch.func.grad has come down to its own level
@@ -71,7 +72,7 @@ def _autograd(op: torch._ops.OpOverload, backward, setup_context):
             return call(*args)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(through), "apply": classmethod(apply)}
-    node = type(f"{op._opname}_node", (torch.autograd.Function,), methods)
+    node = type(f"{op._opname}_node", (_SingleLevelFunction,), methods)
     if any("List[Tensor]" in str(a.type) for a in (*op._schema.arguments, *op._schema.returns)):
         node = supports_tensorlist(node)
 

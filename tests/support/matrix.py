@@ -38,7 +38,7 @@ UNUSED = ("build", "mkdocs-material", "pre-commit", "ruff")
 SELECTION = (
     "tests/test_config.py", "tests/kernels/test_interpreter.py", "tests/io/test_checkpoint.py",
     "tests/io/test_checkpoint_refusals.py", "tests/io/test_checkpoint_sigkill.py", "tests/io/test_files.py",
-    "tests/io/test_rows.py",
+    "tests/io/test_rows.py", "tests/ops/test_library.py",
     "tests/ops/test_moe_layer.py::test_parity", "tests/ops/test_moe_layer.py::test_compiles_without_a_graph_break",
     "tests/hf/dropin/test_layers.py::test_trainers_come_to_eagers_losses_and_weights",
     "tests/hf/dropin/test_layers.py::test_generate_takes_any_number_of_tokens",

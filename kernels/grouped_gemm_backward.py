@@ -289,11 +289,10 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
                     num_trained=None, first: int = 0, into=None):  # fmt: skip
     """dw[e] = sum over e's rows of dy[r]^T x[r]: [E, N, K] in x's dtype; zero for an expert without rows.
 
-    `into`, contiguous and of any floating dtype, is added to in place and returned, rounded once.
-
     `gather` ("dy", "x", or None: `row_slot` is not read) names the operand that is [T, .] and not in expert order. `trained`
     [E] int32 (-1: frozen) leaves frozen experts zero or, with `num_trained`, gives [num_trained, N, K] in the order that
-    `trained` says, with zeros where it names nobody. Experts below `first` stay unwritten.
+    `trained` says, with zeros where it names nobody. Experts below `first` stay unwritten. `into`, contiguous and of any
+    floating dtype, is added to in place and returned; what has no rows, or is frozen, stays as it is there.
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
     # which rows are nobody's is known on the device alone

@@ -199,8 +199,8 @@ def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = Tru
     """Let the backward pass add to the `.grad` of the stacks [E, ., .] among `parameters` in place, or to their `main_grad`.
 
     From the second micro-batch on, no gradient of a stack's size is made and added: with float32 gradients the result has
-    the same bits. Autograd sees no gradient then, and runs no hook: not for DDP or FSDP, which reduce in hooks. What is
-    compiled by torch.compile, or differentiated with create_graph=True, gets its gradient as ever.
+    the same bits. Autograd sees no gradient then, and runs no hook: not for DDP or FSDP, which reduce in hooks, nor for
+    torch.autograd.grad. What is compiled by torch.compile, or differentiated with create_graph=True, gets its gradient as ever.
     """
     for parameter in parameters:
         if parameter.dim() == 3:

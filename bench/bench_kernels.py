@@ -63,7 +63,7 @@ def bench_product(interleaved, shape, product):
         run, baselines = tune.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
     (floor, dense), (grouped, other) = baselines.items()
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
-    bytes, notes = 2 * (R * (N + K) + shape.E * N * K), {"moe_runtime": tune.short(tile)}  # rows, result and weights once
+    bytes, notes = 2 * (R * (N + K) + shape.E * N * K), {"moe_runtime": tile.short()}  # rows, result and weights once
     variants = {floor: dense, "moe_runtime": lambda: run(tile), grouped: other}
     interleaved(variants, flops=2 * R * N * K, bytes=bytes, tokens=shape.T, dtype=DTYPE, notes=notes)
 

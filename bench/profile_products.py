@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         run(tile)
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
-        print(f"{name}, {T} tokens, {product}: {tune.short(tile)}", flush=True)
+        print(f"{name}, {T} tokens, {product}: {tile.short()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,12 @@ class Tile(NamedTuple):
     PERSISTENT: bool = False  # as many programs as fit on the GPU, each takes one tile after another
     JOINED: bool = False  # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
 
+    def short(self) -> str:
+        """Return the config in a few words."""
+        blocks = f"{self.BLOCK_M}x{self.BLOCK_N}x{self.BLOCK_K}, {self.num_warps} warps, {self.num_stages} stages"
+        flags = ", TMA" * self.TMA + ", persistent" * self.PERSISTENT + ", joined" * self.JOINED
+        return blocks + f", group {self.GROUP_M}" * (self.GROUP_M != 8) + flags
+
 
 class Problem(NamedTuple):
     """What a config is looked up by. `rows` is the mean number of rows per expert, rounded down to a power of two."""

@@ -323,13 +323,7 @@ class Step(NamedTuple):
         if self.entry is None:
             return f"{self.title}: {self.state}" + (f", {self.note}" if self.note else "")
         ms, table = self.entry["ms"], self.entry["table"]["ms"]
-        return f"{self.title}: {short(Tile(**self.entry['tile']))}, {ms:.3f} ms; built in {table:.3f} ms ({self.state})"
-
-
-def short(tile: Tile) -> str:
-    """Return the config in one word or three."""
-    blocks = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}, {tile.num_warps} warps, {tile.num_stages} stages"
-    return blocks + f", group {tile.GROUP_M}" * (tile.GROUP_M != 8) + ", TMA" * tile.TMA + ", persistent" * tile.PERSISTENT
+        return f"{self.title}: {Tile(**self.entry['tile']).short()}, {ms:.3f} ms; built in {table:.3f} ms ({self.state})"
 
 
 def tune(

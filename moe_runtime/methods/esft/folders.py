@@ -4,7 +4,6 @@ The result is what `esft.apply` and save_pretrained would write, for models that
 tensor of the base, one shard of the target, and the adapter. The target is written atomically.
 """
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +14,9 @@ from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import SHIM
 from moe_runtime.hf.models.folders import SHARD, Conversion, Progress, skeleton, to_saved
+from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import (
     SAMPLED,
@@ -31,8 +31,6 @@ from moe_runtime.methods.esft.adapters import (
 )
 from moe_runtime.modules.moe import FLOATS
 
-_FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
-
 
 class MergeReceipt(NamedTuple):
     """What `merge_folder` wrote."""
@@ -43,15 +41,6 @@ class MergeReceipt(NamedTuple):
     side_files: list[str]  # config, tokenizer and the like, copied
     experts: int  # replaced, over all layers
     changed: int  # tensors of the folder that the adapter changed
-
-
-class _Rows(NamedTuple):
-    """From which rows of a stack of the model a tensor of the folder is made."""
-
-    change: Change
-    ids: tuple[int, ...]
-    saved: str | None  # the tensor's name where there is one row; None where it is as the model has it
-    stacked: bool  # within a stack of all experts, or one expert's tensor
 
 
 def merge_folder(
@@ -94,7 +83,7 @@ def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_w
     """Check an adapter against its base's folder and return what it changes there."""
     if adapter.base is not None:
         check_base(adapter.base, described := describe(model), adapter.source)
-    plan = _Plan(model, adapter, checkpoint.specs(), str(checkpoint.path))
+    plan = _Plan(model, adapter, checkpoint)
     if adapter.base is not None and check_weights:
         weights = _sample(model, adapter, checkpoint) | _sample_experts(plan, checkpoint)
         check_base(adapter.base, described | {"weights": weights}, adapter.source)
@@ -120,10 +109,10 @@ def _sample_experts(plan: "_Plan", checkpoint: Checkpoint) -> dict[str, list[flo
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
-            change = Change(f"{path}.{name}", stack, (e,), number, layout)
             # a row of numbers shows where the folder has its weights
             row = torch.arange(stack[0].numel(), dtype=torch.int32).view(stack.shape[1:])
-            saved = {key: plan.saved_row(rows, row) for key, rows in plan.rows_of(change).items()}
+            found = saved_rows(plan.model, f"{path}.{name}", stack, (e,), checkpoint)
+            saved = {key: (rows.stacked, rows.row(plan.model, row)) for key, rows in found.items()}
             for part, matrix in split_row(layout, name, row).items():
                 if f"{path}.{e}.{part}" in plan.adapter.base.get("weights", {}):
                     places = matrix[matrix.shape[0] // 2].flatten()[:SAMPLED].tolist()
@@ -144,17 +133,18 @@ def _weight(checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]],
 class _Plan:
     """Which tensors of a folder an adapter changes, and to what."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter, specs: dict[str, TensorSpec], source: str):
-        self.model, self.adapter, self.specs, self.source = model, adapter, specs, source
-        self.rows: dict[str, _Rows] = {}
+    def __init__(self, model: nn.Module, adapter: Adapter, checkpoint: Checkpoint):
+        self.model, self.adapter, self.specs = model, adapter, checkpoint.specs()
+        self.rows: dict[str, tuple[Change, SavedRows]] = {}
         changes = list(changes_of(model, adapter))
         for change in changes:
             if change.ids is not None:
-                self.rows |= self.rows_of(change)
-        self.others = self._others([change.name for change in changes if change.ids is None])
+                found = saved_rows(model, change.name, change.parameter, change.ids, checkpoint)
+                self.rows |= {key: (change, rows) for key, rows in found.items()}
+        self.others = saved_tensors(model, {c.name: adapter.others[c.name] for c in changes if c.ids is None}, checkpoint)
         for key in (*self.rows, *self.others):
-            if specs[key].dtype not in FLOATS:
-                raise ValueError(f"{key} in {source} is {specs[key].dtype}; expected weights of a floating dtype")
+            if self.specs[key].dtype not in FLOATS:
+                raise ValueError(f"{key} in {checkpoint.path} is {self.specs[key].dtype}; expected weights of a floating dtype")
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.others)
@@ -165,60 +155,14 @@ class _Plan:
             return self.others[key].to(self.specs[key].dtype)
         if key not in self.rows:
             return checkpoint.get(key)
-        rows = self.rows[key]
+        change, rows = self.rows[key]
         if not rows.stacked:
-            return self._row(rows, rows.ids[0]).to(self.specs[key].dtype)
+            return self._row(change, rows, rows.ids[0]).to(self.specs[key].dtype)
         tensor = checkpoint.get(key)
         for e in rows.ids:
-            tensor[e] = self._row(rows, e)
+            tensor[e] = self._row(change, rows, e)
         return tensor
 
-    def _row(self, rows: _Rows, expert: int) -> torch.Tensor:
+    def _row(self, change: Change, rows: SavedRows, expert: int) -> torch.Tensor:
         """Return one expert's values as the folder has them."""
-        return self.saved_row(rows, rows.change.values(self.adapter, expert)[0])[1]
-
-    def saved_row(self, rows: _Rows, row: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        """Return whether the folder has a row of the model's stack within a stack, and the row as the folder has it."""
-        row = row[None]
-        saved = row if rows.saved is None else to_saved(self.model, {rows.change.name: row})[rows.saved]
-        return rows.stacked, saved[0] if rows.stacked else saved
-
-    def rows_of(self, change: Change) -> dict[str, _Rows]:
-        """Find the tensors of the folder that hold the rows of a stack."""
-        name, stack, ids, *_ = change
-        found, shapes = {}, {}
-        one = torch.empty(1, *stack.shape[1:], device="meta")
-        for saved, tensor in to_saved(self.model, {name: one}).items():
-            stacked = _FIRST.search(saved) is None
-            keys = {saved: ids} if stacked else {_FIRST.sub(rf"\g<1>{e}\g<2>", saved): (e,) for e in ids}
-            found |= {key: _Rows(change, own, saved, stacked) for key, own in keys.items()}
-            shapes |= dict.fromkeys(keys, (stack.shape[0], *tensor.shape[1:]) if stacked else tuple(tensor.shape))
-        whole = {name: tuple(stack.shape)}
-        return {name: _Rows(change, ids, None, True)} if self._choose(shapes, whole) is whole else found
-
-    def _others(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return the folder's tensors for parameters that belong to no expert."""
-        if not names:
-            return {}
-        own = {name: self.adapter.others[name] for name in names}
-        saved = to_saved(self.model, own)
-        shapes, whole = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own))
-        found = own if self._choose(shapes, whole) is whole else saved
-        # a folder may hold both names of one weight
-        for pair in getattr(self.model, "all_tied_weights_keys", {}).items():
-            for name, twin in (pair, pair[::-1]):
-                if name in found and twin in self.specs:
-                    found.setdefault(twin, found[name])
-        return found
-
-    def _choose(self, saved: dict[str, tuple], whole: dict[str, tuple]) -> dict[str, tuple]:
-        """Return which of two sets of names and shapes the folder has: as transformers saves, or as the model is."""
-        for shapes in (saved, whole):
-            if all(key in self.specs and self.specs[key].shape == shape for key, shape in shapes.items()):
-                return shapes
-        key = next(key for key, shape in saved.items() if key not in self.specs or self.specs[key].shape != shape)
-        there = f"has it as {list(self.specs[key].shape)}" if key in self.specs else "lacks it"
-        raise ValueError(
-            f"{self.source} should have {key} {list(saved[key])}, and {there}; expected a folder written by "
-            "transformers' save_pretrained, or that model from the Hub"
-        )
+        return rows.row(self.model, change.values(self.adapter, expert)[0])

@@ -1,0 +1,62 @@
+"""Which axes PEFT gave to LoRA on a stack of experts, by the version that wrote the file.
+
+    today       lora_A.weight [E r, in], row e r + j;  lora_B.weight [out, r E], column j E + e;  delta_e = s B_e A_e
+    reversed    lora_A.weight [E r, out],              lora_B.weight [in, r E];                   delta_e = s A_e^T B_e^T
+
+| written by | stacks [E, out, in] | stacks [E, in, out] |
+|---|---|---|
+| PEFT before 0.19 | reversed | today |
+| 0.19 | reversed | reversed |
+| 0.20 and later | today | today |
+
+`peft_version` in adapter_config.json names the version from 0.18 on. PEFT 0.20 and later does not look at it: it refuses a
+reversed pair of other sizes, and takes that of a square stack for today's, which is the transposed change.
+"""
+
+import torch
+from packaging.version import InvalidVersion, Version
+from torch import nn
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def is_reversed(version: str | None, transposed: bool) -> bool | None:
+    """Return whether PEFT of this version writes reversed pairs for stacks of this layout; None if that cannot be said."""
+    try:
+        found = Version((version or "").partition("@")[0])
+    except InvalidVersion:
+        return None
+    if found.is_prerelease and found.release[:2] in ((0, 19), (0, 20)):
+        return None  # built while the axes changed
+    return found < Version("0.20") and (not transposed or found >= Version("0.19"))
+
+
+def unpack(a: torch.Tensor, b: torch.Tensor, num_experts: int, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a file's pair by expert: A [E, r, in] and B [E, out, r], views; `reverse` for a reversed pair."""
+    a = a.view(num_experts, -1, a.shape[1])
+    b = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    return (b.transpose(1, 2), a.transpose(1, 2)) if reverse else (a, b)
+
+
+def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lora_A.weight [E r, in] and lora_B.weight [out, r E] of A [E, r, in] and B [E, out, r], as PEFT writes them."""
+    return a.reshape(-1, a.shape[2]).contiguous(), b.permute(1, 2, 0).reshape(b.shape[1], -1).contiguous()
+
+
+def warn_of_reversed(model: nn.Module) -> None:
+    """Warn of adapters of `model` that an old PEFT wrote and that it has taken for today's, where a stack is square."""
+    for name, wrapper in model.named_modules():
+        if type(wrapper).__name__ != "ParamWrapper" or getattr(wrapper, "num_experts", 1) == 1:
+            continue
+        for adapter, a in wrapper.lora_A.items():
+            config = next((m.peft_config[adapter] for m in model.modules() if adapter in getattr(m, "peft_config", ())), None)
+            version = getattr(config, "peft_version", None)
+            is_square = a.in_features == wrapper.lora_B[adapter].out_features
+            if is_square and is_reversed(version, getattr(wrapper.get_base_layer(), "is_transposed", False)):
+                logger.warning(
+                    f"The config of adapter {adapter!r} says peft_version {version}, which saved LoRA on expert stacks with "
+                    f"other axes. If its weights were loaded from that folder, {wrapper.parameter_name} of {name} and all other "
+                    "square stacks have the transposed change: `moe-runtime lora convert` the folder, and load the result."
+                )
+                return

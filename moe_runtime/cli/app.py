@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime import __version__
-from moe_runtime.cli import esft, tables, tools, ultrafuser, upit, xft
+from moe_runtime.cli import esft, lora, tables, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, group, one_gpu, option, recipes, verb
 from moe_runtime.io.rows import require
 
@@ -80,5 +80,5 @@ def train(context: typer.Context):
 
 
 app.registered_commands += tools.app.registered_commands
-for part in (xft, esft, upit, ultrafuser, tables):
+for part in (xft, esft, upit, ultrafuser, lora, tables):
     app.add_typer(part.app)

@@ -16,6 +16,7 @@ from torch import nn
 
 from moe_runtime import backends
 from moe_runtime.hf.dropin.gates import gate_of
+from moe_runtime.hf.dropin.peft_files import warn_of_reversed
 from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
@@ -95,6 +96,7 @@ def patch(model: nn.Module) -> int:
             f"experts_implementation of {missed[0] or type(model).__name__} is {still!r} still; want {NAME!r}; load the model "
             "through a class of transformers"
         )
+    warn_of_reversed(model)
     return len(layers) + len(ours)
 
 

@@ -56,7 +56,7 @@ def warn_of_reversed(model: nn.Module) -> None:
             if is_square and is_reversed(version, getattr(wrapper.get_base_layer(), "is_transposed", False)):
                 logger.warning(
                     f"The config of adapter {adapter!r} says peft_version {version}, which saved LoRA on expert stacks with "
-                    f"other axes. If its weights were loaded from that folder, {wrapper.parameter_name} of {name} and all other "
+                    f"other axes. If its weights were loaded from that folder, {wrapper.parameter_name} of {name} and other "
                     "square stacks have the transposed change: `moe-runtime lora convert` the folder, and load the result."
                 )
                 return

@@ -1,0 +1,321 @@
+"""PEFT's adapters of MoE models, from disk to disk: read for their base, converted to today's files, merged tensor by tensor.
+
+    read_peft       a folder -> A, B and scaling by the name of the parameter that they change, whichever PEFT wrote it
+    convert_folder  files of PEFT 0.18 and 0.19 -> those that PEFT 0.20 and later read (`moe_runtime.hf.dropin.peft_files`)
+    merge_folder    base and adapter -> a model folder, W_e + s B_e A_e, in the base's names, layouts and dtypes
+
+A key does not name its parameter: PEFT wraps an experts module once for each parameter of it that `target_parameters` names, in
+the module's order, the first innermost, and a wrapper's pair is at `.base_layer` once for each wrapper around it. So a pair of
+`...experts.lora_A.weight` is down_proj's, or gate_up_proj's where that is the only one.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moe_runtime.config import shown
+from moe_runtime.hf.dropin.peft_files import is_reversed, pack, unpack
+from moe_runtime.hf.models import folders
+from moe_runtime.hf.models.configuration import SHIM
+from moe_runtime.hf.models.folders import SHARD, Conversion, Progress, skeleton, to_saved
+from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, write_tensors
+from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
+from moe_runtime.methods.lora.adapters import CONFIG, HALVES, INITIAL, PLAIN, PREFIX, WEIGHTS, read_tensors
+from moe_runtime.modules.moe import FLOATS
+
+WRITES = "0.21.0"  # the peft_version of the files that are written here
+# settings of PLAIN that are read here
+READ = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
+
+
+class Pair(NamedTuple):
+    """The change s B A of a parameter; of a stack, of each expert."""
+
+    a: torch.Tensor  # [E, r, in]; of a matrix [r, in]
+    b: torch.Tensor  # [E, out, r]; of a matrix [out, r]
+    scaling: float
+    transposed: bool = False  # whether the stack is [E, in, out]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether each expert has a pair."""
+        return self.a.dim() == 3
+
+    @property
+    def rank(self) -> int:
+        """Return r, which is per expert."""
+        return self.a.shape[-2]
+
+    def delta(self, expert: int | None = None) -> torch.Tensor:
+        """Return what is added to the parameter, or to the row `expert` of a stack; in float32 at least."""
+        wide = torch.promote_types(self.a.dtype, torch.float32)
+        a, b = (half.to(wide) if expert is None else half[expert].to(wide) for half in (self.a, self.b))
+        change = (b @ a).mul_(self.scaling)
+        return change.transpose(-2, -1) if self.transposed else change
+
+
+@dataclass(frozen=True, eq=False)
+class PeftAdapter:
+    """An adapter's folder: `pairs` and, of modules_to_save, `whole` tensors, by the names of the base's parameters."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    pairs: Mapping[str, Pair]
+    whole: Mapping[str, torch.Tensor]
+    keys: Mapping[str, str]  # what precedes lora_A.weight in the file, by parameter
+    is_reversed: bool  # the file's pairs of stacks; here all are today's
+
+
+def is_peft(folder: object) -> bool:
+    """Whether a folder holds an adapter that PEFT reads."""
+    return isinstance(folder, str | Path) and Path(folder, CONFIG).is_file()
+
+
+def base_skeleton(base: str | Path) -> nn.Module:
+    """Return the model that a folder's config.json describes, on the meta device."""
+    return skeleton(folders.read_config(base))
+
+
+def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
+    """Read an adapter of `model`, a whole one or a skeleton; ValueError for what is more than LoRA, or not of this model.
+
+    Pairs of stacks may have the axes of any PEFT: sizes tell, where a stack is not square, and `peft_version` otherwise.
+    """
+    path = Path(folder) / CONFIG
+    config, tensors = read_json(path), read_tensors(folder)
+    _check_config(config, path)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    firsts = [key for key in tensors if key.endswith(HALVES[0])]
+    halves, keys, odd = {}, {}, None
+    for key in firsts:
+        place = key.removesuffix(HALVES[0])
+        name = _parameter_of(model, config, place.removeprefix(PREFIX))
+        a, b = tensors.pop(key), tensors.pop(place + HALVES[1], None)
+        if name is None or b is None or not key.startswith(PREFIX) or a.dim() != 2 or b.dim() != 2:
+            odd = odd or key
+        halves[name], keys[name] = (a, b), place
+    whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    odd = odd or next((key for key, t in whole.items() if key not in parameters or parameters[key].shape != t.shape), None)
+    if odd or not halves:
+        raise ValueError(
+            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}; expected lora_A.weight and lora_B.weight of linear layers and "
+            f"of the parameters that target_parameters of {path} names, in a model like the base, a {type(model).__name__}"
+        )
+    stacks = {name for name in halves if parameters[name].dim() == 3}
+    layouts = {name: getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False) for name in stacks}
+    reverse = _reversed(folder, config, {name: (parameters[name], layouts[name], *halves[name]) for name in stacks})
+    pairs = {}
+    for name, (a, b) in halves.items():
+        shape, flipped = parameters[name].shape, layouts.get(name, False)
+        if name in stacks:
+            a, b = unpack(a, b, shape[0], reverse)
+            shape = (shape[2], shape[1]) if flipped else shape[1:]
+        rank, scaling = _rank(config, name)
+        if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
+            raise ValueError(
+                f"{keys[name]} in {Path(folder) / WEIGHTS} has rank {a.shape[-2]} and {b.shape[-1]} for a matrix "
+                f"{[b.shape[-2], a.shape[-1]]}; expected rank {rank} and {list(shape)}, which {name} of the base has"
+            )
+        pairs[name] = Pair(a, b, scaling, flipped)
+    return PeftAdapter(Path(folder), config, pairs, whole, keys, reverse)
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> None:
+    odd = [name for name in PLAIN if name not in READ and config.get(name) not in (None, False, "none", [], {})]
+    odd += ["peft_type"] * (config.get("peft_type") != "LORA")
+    odd += ["init_lora_weights"] * (config.get("init_lora_weights") not in INITIAL)
+    odd += [name for name in ("r", "lora_alpha") if not isinstance(config.get(name), int | float) or config[name] <= 0]
+    if odd:
+        raise ValueError(
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}; expected peft_type 'LORA' with pairs A, B and whole modules"
+        )
+
+
+def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:
+    """Return the name of the parameter that a pair at `place` changes; None where there is none."""
+    path = place
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    if isinstance(module, nn.Linear):
+        return f"{path}.weight" if path == place else None
+    targets = config.get("target_parameters") or []
+    names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+    chain = [name for name in names if any(name == target or name.endswith(f".{target}") for target in targets)]
+    outer = place.count(".base_layer") - path.count(".base_layer")
+    return chain[-1 - outer] if outer < len(chain) else None
+
+
+def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """Return the rank of a target, and the scaling."""
+
+    def pattern(of: str, default):
+        patterns = config.get(of) or {}
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})(\.weight)?$", name)), default)
+
+    rank, alpha = pattern("rank_pattern", config["r"]), pattern("alpha_pattern", config["lora_alpha"])
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _reversed(folder: str | Path, config: Mapping[str, Any], stacks: Mapping[str, tuple]) -> bool:
+    """Return whether the file's pairs of stacks are reversed: by their sizes and, where all are square, by the version."""
+    fits, version, why = set(), config.get("peft_version"), None
+    for stack, transposed, a, b in stacks.values():
+        E, *sizes = stack.shape
+        size, out = sizes if transposed else sizes[::-1]
+        if size != out and a.shape[0] % E == 0:
+            fits.add((b.shape[0], a.shape[1]) == (size, out))
+    found = fits or {is_reversed(version, transposed) for _, transposed, *_ in stacks.values()}
+    if len(found) > 1:
+        why = "some of its stacks have the axes of one PEFT, some of another"
+    elif found == {None}:
+        why = f"all stacks are square, and peft_version is {shown(version)}"
+    elif single := [
+        name for name, (stack, transposed, *_) in stacks.items() if len(stack) == 1 and (transposed or True in found)
+    ]:
+        why = f"{single[0]} has one expert, for which PEFT multiplies the pair the other way around"
+    if why:
+        raise ValueError(
+            f"{folder} has pairs of expert stacks whose meaning is unclear: {why}; save it with peft 0.20 or later"
+        )
+    return True in found
+
+
+class ConvertReceipt(NamedTuple):
+    """What `convert_folder` wrote."""
+
+    path: Path
+    stacks: int  # whose pairs have new axes
+    peft_version: str | None  # of the source
+
+
+def convert_folder(folder: str | Path, base: str | Path, out: str | Path, *, overwrite: bool = False) -> ConvertReceipt:
+    """Write an adapter of the model in folder `base` whose stacks have an old PEFT's axes as PEFT 0.20 and later do, to `out`.
+
+    The change of every weight stays the same to the bit. Raises ValueError for an adapter that has today's axes.
+    """
+    check_out_dir(out, overwrite, [folder, base])
+    adapter = read_peft(folder, base_skeleton(base))
+    version = adapter.config.get("peft_version")
+    if not adapter.is_reversed:
+        raise ValueError(f"{folder} (peft_version {version}) has the axes that PEFT 0.20 and later read; use it as it is")
+    tensors = read_tensors(folder)
+    stacks = {name: pair for name, pair in adapter.pairs.items() if pair.is_stack}
+    for name, pair in stacks.items():
+        tensors |= {adapter.keys[name] + half: new for half, new in zip(HALVES, pack(pair.a, pair.b), strict=True)}
+    write_adapter(out, tensors, {**adapter.config, "peft_version": WRITES}, copied_from=Path(folder), overwrite=overwrite)
+    return ConvertReceipt(Path(out), len(stacks), version)
+
+
+def write_adapter(
+    out: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, copied_from: Path, overwrite: bool
+) -> None:
+    """Write an adapter's folder atomically, with the tokenizer and the like of another."""
+    with atomic_folder(out, overwrite) as tmp:
+        write_tensors(tmp / WEIGHTS, {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
+        atomic_write_json(tmp / CONFIG, dict(config))
+        for name in folders.side_files(copied_from):
+            (tmp / name).write_bytes((copied_from / name).read_bytes())
+
+
+class MergeReceipt(NamedTuple):
+    """What `merge_folder` wrote."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    side_files: list[str]  # config, tokenizer and the like, copied
+    experts: int  # changed, over all layers
+    changed: int  # tensors of the folder that the adapter changed
+
+
+def merge_folder(
+    base: str | Path, adapter: str | Path, out: str | Path, *, max_shard_size: int | str = SHARD, overwrite: bool = False,
+    progress: Progress | None = None,
+) -> MergeReceipt:  # fmt: skip
+    """Write the model folder `base` with PEFT's `adapter` merged into it to the folder `out`.
+
+    Summed in float32 and rounded once to the base's dtype. Holds one tensor of the base, one shard, and the adapter. Experts
+    whose B is zero stay as they are, bit for bit.
+    """
+    check_out_dir(out, overwrite, [base, adapter])
+    config = folders.read_config(base)
+    checkpoint = Checkpoint(base)
+    folders.check_depth(config, checkpoint)
+    plan = _Plan(skeleton(config), adapter, checkpoint)
+    total = sum(spec.nbytes for spec in checkpoint.specs().values())
+    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
+        names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
+        for name in names:
+            writer.copy_file(Path(base) / name)
+        names += folders.copy_side_files(Path(base), writer)
+        job = Conversion(checkpoint, writer, progress)
+        for key in checkpoint.keys():
+            job.add(key, plan.tensor(key))
+            job.read(key)
+    return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, plan.changed)
+
+
+class _Plan:
+    """Which tensors of a folder a PEFT adapter changes, and to what."""
+
+    def __init__(self, model: nn.Module, adapter: str | Path, checkpoint: Checkpoint):
+        self.model, self.checkpoint = model, checkpoint
+        self.adapter = read_peft(adapter, model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.rows: dict[str, tuple[Pair, SavedRows]] = {}
+        self.matrices: dict[str, str] = {}  # parameters by the folder's names
+        changed = set()
+        for name, pair in self.adapter.pairs.items():
+            if pair.is_stack:
+                ids = tuple(e for e, b in enumerate(pair.b) if b.any())
+                changed |= {(name.rpartition(".")[0], e) for e in ids}
+                found = saved_rows(model, name, parameters[name], ids, checkpoint)
+                self.rows |= {key: (pair, rows) for key, rows in found.items()}
+            else:
+                self.matrices |= dict.fromkeys(saved_tensors(model, {name: parameters[name]}, checkpoint), name)
+        self.whole = saved_tensors(model, self.adapter.whole, checkpoint)
+        self.experts, self.changed = len(changed), len(self.rows) + len(self.matrices) + len(self.whole)
+        self._check(parameters)
+
+    def _check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError for a tied weight, which PEFT would change in one of its places, and for quantized ones."""
+        tied = {name for pair in getattr(self.model, "all_tied_weights_keys", {}).items() for name in pair}
+        odd = next((f"{name}, which is tied to another weight" for name in self.adapter.pairs if name in tied), None)
+        for key in (*self.rows, *self.matrices, *self.whole):
+            dtype = self.checkpoint.specs()[key].dtype
+            odd = odd or (f"{key}, which is {dtype} in {self.checkpoint.path}" if dtype not in FLOATS else None)
+        if odd:
+            raise ValueError(f"{self.adapter.folder} changes {odd}; expected weights of a floating dtype that are their own")
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return what the tensor `key` of the folder becomes."""
+        tensor = self.checkpoint.get(key)
+        if key in self.whole:
+            return self.whole[key].to(tensor.dtype)
+        if key in self.matrices:
+            name = self.matrices[key]
+            change = self.adapter.pairs[name].delta()
+            return _sum(tensor, change if key == name else to_saved(self.model, {name: change})[key])
+        if key not in self.rows:
+            return tensor
+        pair, rows = self.rows[key]
+        if not rows.stacked:
+            return _sum(tensor, rows.row(self.model, pair.delta(rows.ids[0])))
+        for e in rows.ids:
+            tensor[e] = _sum(tensor[e], rows.row(self.model, pair.delta(e)))
+        return tensor
+
+
+def _sum(weight: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    return (weight.to(torch.promote_types(weight.dtype, change.dtype)) + change).to(weight.dtype)

@@ -155,12 +155,11 @@ def _experts(model: nn.Module, path: str, layer: Mapping[str, Pair], engine: str
             experts = stack.rpartition(".")[0]
             for half, tensor in zip("AB", pack(pair.a, pair.b), strict=True):
                 yield keys.stacks[name].format(experts=experts, half=half), tensor
-        elif keys.own_names and not layout.interleaved:
-            experts = next(iter(saved)).rpartition(".")[0]
+        elif keys.own_names and not layout.interleaved and list(saved) == [f"{path}.{name}"]:
             projections = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
             for e, b in enumerate(pair.b):
                 for projection, half in zip(projections, b.chunk(len(projections)), strict=True):
-                    yield from _of_expert(keys, experts, e, projection, pair, half)
+                    yield from _of_expert(keys, path, e, projection, pair, half)
         else:
             raise ValueError(
                 f"model_type is {model.config.model_type!r}, whose folders hold experts as {next(iter(saved))}, and {engine} "

@@ -101,7 +101,9 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         if name is None or b is None or not key.startswith(PREFIX) or a.dim() != 2 or b.dim() != 2:
             odd = odd or key
         halves[name], keys[name] = (a, b), place
-    whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    # of a head that has a pair PEFT saves the frozen weight too
+    frozen = {f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight" for name in halves if name is not None}
+    whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key not in frozen}
     odd = odd or next((key for key, t in whole.items() if key not in parameters or parameters[key].shape != t.shape), None)
     if odd or not halves:
         raise ValueError(

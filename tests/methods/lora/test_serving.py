@@ -13,6 +13,7 @@ from moe_runtime.methods.lora.serving import ENGINES, export_adapter
 from tests.support.peft_adapter import BOTH, adapted, deltas
 from tests.support.stock_moe import batch, stock
 
+STACKS = ("gate_up_proj", "down_proj")
 # transformers' names of the two stacks' parts, by the checkpoint's
 PARTS = {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1, "down_proj": None, "w2": None}
 
@@ -31,7 +32,7 @@ def read_back(folder, engine: str, paths: dict[str, str], num_experts=8, slowest
     scaling, found = config["lora_alpha"] / config["r"], {}
 
     def pattern(template):
-        names = {"experts": "(?P<experts>.+)", "e": r"(?P<e>\d+)", "projection": r"(?P<projection>\w+)", "half": "A"}
+        names = {"experts": r"(?P<experts>.+\.experts)", "e": r"(?P<e>\d+)", "projection": r"(?P<projection>\w+)", "half": "A"}
         return re.escape(template).replace(r"\{", "{").replace(r"\}", "}").format(**names)
 
     for key in [key for key in tensors if "lora_A" in key]:
@@ -65,9 +66,10 @@ def read_back(folder, engine: str, paths: dict[str, str], num_experts=8, slowest
     pytest.param("vllm", "gpt_oss", {}, id="vllm, stacks"),
     pytest.param("vllm", "deepseek_v2", {"modules": ("kv_a_proj_with_mqa",)}, id="vllm, a dense layer first"),
     pytest.param("sglang", "qwen3_moe", {"modules": ("q_proj", "v_proj")}, id="sglang"),
-    pytest.param("sglang", "granitemoe", {"parameters": ("gate_up_proj", "down_proj"), "modules": ("o_proj",)}, id="sglang, of stacks"),
+    pytest.param("sglang", "qwen3_5_moe_text", {"modules": ("o_proj",)}, id="sglang, of stacks"),
+    pytest.param("vllm", "qwen3_5_moe_text", {"modules": ("o_proj",)}, id="vllm, stacks with gate first"),
     pytest.param(
-        "vllm", "qwen3_moe", {"rank_pattern": {"mlp.experts.gate_up_proj": 6}, "alpha_pattern": {"q_proj": 9}, "use_rslora": True},
+        "vllm", "qwen3_moe", {"rank_pattern": {BOTH[0]: 6}, "alpha_pattern": {"q_proj": 9}, "use_rslora": True},
         id="ranks and scalings that differ",
     ),
     pytest.param("vllm", "qwen3_moe", {"parameters": BOTH[:1]}, id="vllm, zeros for down"),
@@ -78,9 +80,7 @@ def test_read_back_by_the_names_it_is_pefts_change(tmp_path, engine, family, set
     want = {name: d.transpose(1, 2) if family == "gpt_oss" and d.dim() == 3 else d for name, d in deltas(made).items()}
     receipt = export_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "out", engine)
     mine = {name.rpartition(".")[0] for name, d in want.items() if d.dim() == 3}
-    theirs = {
-        path.replace(".mlp.", ".block_sparse_moe.") if family in ("mixtral", "granitemoe") else path: path for path in mine
-    }
+    theirs = {path.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else path: path for path in mine}
     found = read_back(tmp_path / "out", engine, theirs | {path: path for path in mine})
     assert receipt.layers == len(mine) and receipt.version == ENGINES[engine].version
     for name in set(receipt.filled):
@@ -110,7 +110,7 @@ def test_stock_peft_reads_what_is_written_for_vllm(tmp_path, family):
 
 
 @pytest.mark.parametrize("engine, family, settings, match", [
-    ("vllm", "granitemoe", {"parameters": ("gate_up_proj", "down_proj")}, "model_type is 'granitemoe', whose folders hold"),
+    ("vllm", "granitemoe", {"parameters": STACKS}, "model_type is 'granitemoe', whose folders hold"),
     ("vllm", "qwen3_moe", {"parameters": (*BOTH, "mlp.gate.weight")}, "mlp.gate.weight, which is neither a linear layer"),
     ("sglang", "gpt_oss", {"modules": ("q_proj", "v_proj")}, "model_type is 'gpt_oss', whose folders hold"),
     ("vllm", "gpt_oss", {"parameters": (*BOTH, "down_proj_bias")}, "down_proj_bias, which is neither"),

@@ -117,7 +117,10 @@ def train(
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False,
     save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
     shared_experts: Annotated[bool | None, option("Train the shared experts too.")] = None,
-    non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None, seed: Seed = 0,
+    non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None,
+    lora: Annotated[bool, option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora")] = False,
+    rank: Annotated[int | None, option("With --lora: rank of each expert's matrices; 8 unless given.")] = None,
+    alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank; 16 unless given.")] = None, seed: Seed = 0,
     overwrite: Overwrite = False,
 ):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
@@ -126,12 +129,17 @@ def train(
     """
     one_gpu()
     require("datasets")
+    if not lora and (rank, alpha) != (None, None):
+        raise ValueError(f"rank is {rank}, alpha is {alpha}, without --lora; pass --lora, or neither of them")
+    if lora:
+        require("peft")
     from dataclasses import replace
 
     from moe_runtime.config import check_choice
     from moe_runtime.experiments.recipe import DTYPES
     from moe_runtime.hf.training import fit
     from moe_runtime.methods.esft.adapters import load_selection
+    from moe_runtime.methods.esft.lora import ALPHA, RANK
     from moe_runtime.methods.esft.recipe import Tuning
     from moe_runtime.methods.esft.runs import train_folder
 
@@ -150,6 +158,7 @@ def train(
         receipt = train_folder(
             model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
             train_on=train_on, dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
+            lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha) if lora else None,
         )  # fmt: skip
     if console.is_main():
         share = receipt.trained_parameters / receipt.total_parameters

@@ -3,6 +3,7 @@
     score_experts   how much a task uses each expert, from the router's weights              Sec. 3.2, Eq. (6) and (7)
     select_experts  the smallest set of each layer whose scores reach p                      Sec. 3.2, Eq. (8)
     train_only      the selected experts become parameters of their own, all else is frozen  Sec. 3.3, Table 3
+    train_lora      or PEFT's LoRA of the selected experts alone, over stacks that stay frozen; save_lora writes it
     (tune)          with any trainer
     save_adapter    the selected experts in a folder, at any time while they train
     apply, remove   puts an adapter into a base and takes it out; `merge` writes base and adapter as one folder
@@ -29,7 +30,6 @@ from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.io.files import check_out_dir, read_json
 from moe_runtime.methods.esft.adapters import (
     Adapter,
-    apply,
     base_of,
     check_base,
     check_is_base,
@@ -40,14 +40,15 @@ from moe_runtime.methods.esft.adapters import (
 )
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
+from moe_runtime.methods.esft.lora import apply, save_lora, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, random_experts, select_experts
 
 __all__ = [
     "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
-    "drop", "fold", "load_adapter", "load_trained", "merge", "random_experts", "remove", "save_adapter", "score_experts",
-    "select_experts", "train_only",
+    "drop", "fold", "load_adapter", "load_trained", "merge", "random_experts", "remove", "save_adapter", "save_lora",
+    "score_experts", "select_experts", "train_lora", "train_only",
 ]  # fmt: skip
 
 

@@ -5,7 +5,6 @@ tensor of the base, one shard of the target, and the adapter. The target is writ
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,18 +28,10 @@ from moe_runtime.methods.esft.adapters import (
     sample_weights,
     sampled_experts,
 )
+from moe_runtime.methods.esft.lora import read_lora
+from moe_runtime.methods.lora import stacks
+from moe_runtime.methods.lora.stacks import MergeReceipt
 from moe_runtime.modules.moe import FLOATS
-
-
-class MergeReceipt(NamedTuple):
-    """What `merge_folder` wrote."""
-
-    path: Path
-    tensors: int
-    bytes: int
-    side_files: list[str]  # config, tokenizer and the like, copied
-    experts: int  # replaced, over all layers
-    changed: int  # tensors of the folder that the adapter changed
 
 
 def merge_folder(
@@ -49,6 +40,9 @@ def merge_folder(
 ) -> MergeReceipt:  # fmt: skip
     """Write the model folder `base` with the experts of `adapter` to the folder `out`, in base's names, layouts and dtypes."""
     check_out_dir(out, overwrite, [base, adapter])
+    if stacks.is_peft(adapter):
+        check_fit(base, adapter, check_weights=check_weights)
+        return stacks.merge_folder(base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite, progress=progress)
     adapter = as_adapter(adapter)
     config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
@@ -71,26 +65,27 @@ def merge_folder(
 
 def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights: bool = True) -> int:
     """Return how many tensors of the folder `base` an adapter changes; raises ValueError as `merge_folder` does."""
-    adapter = as_adapter(adapter)
+    is_lora = stacks.is_peft(adapter)
+    adapter = read_lora(adapter) if is_lora else as_adapter(adapter)
     config = folders.read_config(base)
     with Checkpoint(base) as checkpoint:
         folders.check_depth(config, checkpoint)
         model = skeleton(config)
-        return len(_planned(model, adapter, checkpoint, check_weights))
+        return len(_planned(model, adapter, checkpoint, check_weights, is_lora))
 
 
-def _planned(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint, check_weights: bool) -> "_Plan":
-    """Check an adapter against its base's folder and return what it changes there."""
+def _planned(model: nn.Module, adapter, checkpoint: Checkpoint, check_weights: bool, is_lora: bool = False):
+    """Check an adapter, or a LoraAdapter, against its base's folder and return what it changes there."""
     if adapter.base is not None:
         check_base(adapter.base, described := describe(model), adapter.source)
-    plan = _Plan(model, adapter, checkpoint)
+    plan = stacks.Plan(model, adapter.source, checkpoint) if is_lora else _Plan(model, adapter, checkpoint)
     if adapter.base is not None and check_weights:
-        weights = _sample(model, adapter, checkpoint) | _sample_experts(plan, checkpoint)
+        weights = _sample(model, adapter, checkpoint) | _sample_experts(model, adapter, checkpoint)
         check_base(adapter.base, described | {"weights": weights}, adapter.source)
     return plan
 
 
-def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
+def _sample(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
     """Read from the folder the weights that the adapter records of its base, where it has them as the model does."""
     parameters, specs, keys = dict(model.named_parameters()), checkpoint.specs(), {}
     for name in adapter.base.get("weights", {}):
@@ -101,20 +96,20 @@ def _sample(model: nn.Module, adapter: Adapter, checkpoint: Checkpoint) -> dict[
     return sample_weights(read, lambda name: checkpoint.get_rows(keys[name], read[name].shape[0] // 2))
 
 
-def _sample_experts(plan: "_Plan", checkpoint: Checkpoint) -> dict[str, list[float]]:
+def _sample_experts(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
     """Read from the folder what `base.expert_matrices` and `sample_weights` read from a model."""
-    layers, sample = numbered_layers(plan.model), {}
-    for number, e in sampled_experts(plan.model, plan.adapter.selection.experts).items():
-        module, path = experts_module(plan.model, layers[number]), experts_path(layers[number])
+    layers, sample = numbered_layers(model), {}
+    for number, e in sampled_experts(model, adapter.selection.experts).items():
+        module, path = experts_module(model, layers[number]), experts_path(layers[number])
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
             # a row of numbers shows where the folder has its weights
             row = torch.arange(stack[0].numel(), dtype=torch.int32).view(stack.shape[1:])
-            found = saved_rows(plan.model, f"{path}.{name}", stack, (e,), checkpoint)
-            saved = {key: (rows.stacked, rows.row(plan.model, row)) for key, rows in found.items()}
+            found = saved_rows(model, f"{path}.{name}", stack, (e,), checkpoint)
+            saved = {key: (rows.stacked, rows.row(model, row)) for key, rows in found.items()}
             for part, matrix in split_row(layout, name, row).items():
-                if f"{path}.{e}.{part}" in plan.adapter.base.get("weights", {}):
+                if f"{path}.{e}.{part}" in adapter.base.get("weights", {}):
                     places = matrix[matrix.shape[0] // 2].flatten()[:SAMPLED].tolist()
                     values = [_weight(checkpoint, saved, e, place) for place in places]
                     sample[f"{path}.{e}.{part}"] = values

@@ -27,8 +27,10 @@ from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft.folders import check_fit
+from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
 from moe_runtime.methods.esft.recipe import Tuning, join
 from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, sample_batches
+from moe_runtime.methods.lora.stacks import is_peft
 
 VALIDATION = 0.02  # of the rows, where there are no others (the released code's)
 DROP_BOS = 0.2
@@ -97,18 +99,22 @@ class TrainingReceipt(NamedTuple):
 def train_folder(
     source: str | Path, selection: esft.ExpertSelection | str | Path, rows: str | Path, out: str | Path, training: Tuning, *,
     held_out: str | Path | None = None, max_length: int = LENGTH, packed: bool = True, prompt: str = "plain",
-    train_on: str = "assistant", dtype: str | None = None, seed: int = 0, overwrite: bool = False, on_step=None,
+    train_on: str = "assistant", dtype: str | None = None, lora: tuple[int, float] | None = None, seed: int = 0,
+    overwrite: bool = False, on_step=None,
 ) -> TrainingReceipt:  # fmt: skip
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
     `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
-    steps away. The loss is taken on `held_out` rows, else on one in fifty of `rows`. With training.save_steps checkpoints go to
-    `out`-checkpoints, from which the same call goes on, and which go away at the end. Every process of a run calls.
+    steps away. `lora`, a rank and alpha, trains LoRA of those experts in their place. The loss is taken on `held_out` rows, else
+    on one in fifty of `rows`. With training.save_steps checkpoints go to `out`-checkpoints, from which the same call goes on,
+    and which go away at the end. Every process of a run calls.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
     if not isinstance(selection, esft.ExpertSelection):
         selection = load_selection(selection)
+    if lora is not None:
+        check_lora(selection, *lora)
     trained_files.check_place(out)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
@@ -117,12 +123,17 @@ def train_folder(
     settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
     settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
     settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt, train_on]}
+    settings |= {"lora": list(lora)} if lora else {}
     _check_checkpoints(checkpoints, settings)
     model, tokenizer = _load(source)
     train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt, train_on)
     if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
         dtype = "float32"
-    receipt = esft.train_only(model, selection, dtype=None if dtype is None else getattr(torch, dtype))
+    trained_dtype = None if dtype is None else getattr(torch, dtype)
+    if lora is None:
+        receipt = esft.train_only(model, selection, dtype=trained_dtype)
+    else:
+        model, receipt = esft.train_lora(model, selection, *lora, dtype=trained_dtype, seed=seed)
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
     with ranks.leading() as main:
@@ -134,8 +145,12 @@ def train_folder(
         model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
         **training.to_dict(),
     )  # fmt: skip
-    with ranks.leading():
-        esft.save_adapter(model, out, overwrite=overwrite)
+    weights = None if lora is None else done.state_dict()
+    with ranks.leading() as main:
+        if lora is None:
+            esft.save_adapter(model, out, overwrite=overwrite)
+        elif main:
+            esft.save_lora(model, out, state_dict=weights, overwrite=overwrite)
     _remove_checkpoints(checkpoints)
     return TrainingReceipt(
         path=out,
@@ -152,7 +167,7 @@ def train_folder(
 class CheckReceipt(NamedTuple):
     """What `check_folder` found."""
 
-    adapter: Adapter
+    adapter: Adapter | LoraAdapter
     tensors: int  # of the folder that the adapter changes
     base_loss: float | None = None  # of the rows
     loss: float | None = None
@@ -168,14 +183,14 @@ def check_folder(
     With `rows`, what `data.read_rows` takes, also the mean loss per label token of the first `limit`, without and with
     the adapter. Raises ValueError where the two do not belong together.
     """
-    adapter = as_adapter(adapter)
     changed = check_fit(source, adapter, check_weights=check_weights)
+    folder, adapter = adapter, read_lora(adapter) if is_peft(adapter) else as_adapter(adapter)
     if rows is None:
         return CheckReceipt(adapter, changed)
     model, tokenizer = _load(source)
     tokens = data.tokenize_pairs(tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt)
     without = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
-    esft.apply(model, adapter, check_weights=check_weights)
+    esft.apply(model, folder, check_weights=check_weights)
     loss = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
     return CheckReceipt(adapter, changed, without, loss, len(tokens))
 

@@ -42,6 +42,14 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
     return adapted
 
 
+def add_parameter_lora(model: nn.Module, parameters: Sequence[str], rank: int, alpha: float, seed: int = 0) -> nn.Module:
+    """Return `model` with low-rank matrices that alone train, for each expert of the stacks of these whole names."""
+    config = require("peft").LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=[], target_parameters=list(parameters), task_type="CAUSAL_LM"
+    )
+    return _adapted(model, config, seed)
+
+
 def add_mlp_lora(
     model: nn.Module, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] | None = None, seed: int = 0
 ) -> nn.Module:

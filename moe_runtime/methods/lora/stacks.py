@@ -254,7 +254,7 @@ def merge_folder(
     config = folders.read_config(base)
     checkpoint = Checkpoint(base)
     folders.check_depth(config, checkpoint)
-    plan = _Plan(skeleton(config), adapter, checkpoint)
+    plan = Plan(skeleton(config), adapter, checkpoint)
     total = sum(spec.nbytes for spec in checkpoint.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
         names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
@@ -268,7 +268,7 @@ def merge_folder(
     return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, plan.changed)
 
 
-class _Plan:
+class Plan:
     """Which tensors of a folder a PEFT adapter changes, and to what."""
 
     def __init__(self, model: nn.Module, adapter: str | Path, checkpoint: Checkpoint):
@@ -277,8 +277,10 @@ class _Plan:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.rows: dict[str, tuple[Pair, SavedRows]] = {}
         self.matrices: dict[str, str] = {}  # parameters by the folder's names
-        changed = set()
-        for name, pair in self.adapter.pairs.items():
+        tied, changed = {name for both in getattr(model, "all_tied_weights_keys", {}).items() for name in both}, set()
+        # PEFT would change one place of a tied weight
+        odd = next((f"{name}, which is tied to another weight" for name in self.adapter.pairs if name in tied), None)
+        for name, pair in self.adapter.pairs.items() if odd is None else ():
             if pair.is_stack:
                 ids = tuple(e for e, b in enumerate(pair.b) if b.any())
                 changed |= {(name.rpartition(".")[0], e) for e in ids}
@@ -286,19 +288,13 @@ class _Plan:
                 self.rows |= {key: (pair, rows) for key, rows in found.items()}
             else:
                 self.matrices |= dict.fromkeys(saved_tensors(model, {name: parameters[name]}, checkpoint), name)
-        self.whole = saved_tensors(model, self.adapter.whole, checkpoint)
+        self.whole = saved_tensors(model, self.adapter.whole, checkpoint) if odd is None else {}
         self.experts, self.changed = len(changed), len(self.rows) + len(self.matrices) + len(self.whole)
-        self._check(parameters)
-
-    def _check(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError for a tied weight, which PEFT would change in one of its places, and for quantized ones."""
-        tied = {name for pair in getattr(self.model, "all_tied_weights_keys", {}).items() for name in pair}
-        odd = next((f"{name}, which is tied to another weight" for name in self.adapter.pairs if name in tied), None)
         for key in (*self.rows, *self.matrices, *self.whole):
-            dtype = self.checkpoint.specs()[key].dtype
-            odd = odd or (f"{key}, which is {dtype} in {self.checkpoint.path}" if dtype not in FLOATS else None)
+            dtype = checkpoint.specs()[key].dtype
+            odd = odd or (f"{key}, which is {dtype} in {checkpoint.path}" if dtype not in FLOATS else None)
         if odd:
-            raise ValueError(f"{self.adapter.folder} changes {odd}; expected weights of a floating dtype that are their own")
+            raise ValueError(f"{adapter} changes {odd}; expected weights of a floating dtype that are their own")
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return what the tensor `key` of the folder becomes."""

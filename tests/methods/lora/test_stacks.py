@@ -179,7 +179,7 @@ def test_merged_is_what_peft_merges(tmp_path, family, dtype, settings):
         torch.testing.assert_close(ours[name], tensor, msg=name, **tolerance)
 
 
-def test_tied_weights_and_quantized_ones_are_refused(tmp_path):
+def test_tied_weights_are_refused(tmp_path):
     adapted(tmp_path, model=stock(tie_word_embeddings=True), modules=("lm_head",))
     with pytest.raises(ValueError, match="lm_head.weight, which is tied to another weight"):
         stacks.merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")

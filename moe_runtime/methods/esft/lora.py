@@ -1,0 +1,183 @@
+"""ESFT's selection as a mask on LoRA: low-rank matrices for the selected experts of frozen stacks, in PEFT's own files.
+
+    train_lora   LoRA on the stacks of the selection's layers; only the selected experts' matrices train
+    save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the selection and the base
+    read_lora    that selection and base; `apply` puts such an adapter, or ESFT's own, into a model
+
+PEFT's files have A [r, in] and B [out, r] for every expert of a stack. Those of the other experts are zero, both, and stay zero
+without any mask: dA = s (dy B)^T x and dB = s dy^T (x A^T) vanish where B and A do, and no optimizer moves a zero by a gradient
+of zero or by weight decay. So any trainer and engine that PEFT's own files work with can train, load and merge these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_runtime.config import check_number, check_positive
+from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
+from moe_runtime.hf.training import trained_files
+from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
+from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
+from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
+from moe_runtime.methods.esft import adapters
+from moe_runtime.methods.esft.adapters import Adapter, base_of, check_is_base, from_config, to_config
+from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_selection
+from moe_runtime.methods.lora.adapters import HALVES, read_tensors
+from moe_runtime.methods.lora.baseline import add_parameter_lora
+from moe_runtime.methods.lora.baseline import save_lora as save_peft
+from moe_runtime.methods.lora.stacks import is_peft, read_peft
+
+RANK, ALPHA = 8, 16.0  # the paper has no LoRA on selected experts; these are methods.lora's
+TRAINING = "moe_runtime_esft_lora"  # attribute of a model: expert_cfg.json
+
+
+def train_lora(
+    model: nn.Module, selection: ExpertSelection, rank: int = RANK, alpha: float = ALPHA, dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> tuple[nn.Module, TrainableReceipt]:  # fmt: skip
+    """Return `model` in PEFT's wrapper, where only LoRA of the experts of `selection` trains, and a receipt.
+
+    The rank is each expert's; `dtype` is that of the matrices, by default the model's but float32 for half precision. Raises
+    ValueError for experts that the model lacks, and for a selection that trains more than routed experts.
+    """
+    check_unwrapped(model)
+    check_is_base(model)
+    check_selection(model, selection)
+    check_lora(selection, rank, alpha)
+    names, layers, total = {module: name for name, module in model.named_modules()}, numbered_layers(model), _numbers(model)
+    config, parameters = to_config(selection, base_of(model, selection.experts)), []
+    for layer in (layers[number] for number, ids in selection.experts.items() if ids):
+        module = experts_module(model, layer)
+        parameters += [f"{names[module]}.{name}" for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
+    adapted = add_parameter_lora(model, parameters, rank, alpha, seed)
+    rows = 0
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype or torch.promote_types(parameter.dtype, torch.float32))
+            experts = selection.experts[_layer_of(name)]
+            matrices = _by_expert(parameter.data, name, layers[_layer_of(name)].num_experts)
+            others = [e for e in range(len(matrices)) if e not in experts]
+            matrices[others] = 0
+            rows += len(experts) * matrices[0].numel()
+    setattr(adapted, TRAINING, config)
+    return adapted, TrainableReceipt(
+        experts=selection.experts, shared_experts=(), row_parameters=rows, trainable_parameters=rows, total_parameters=total
+    )
+
+
+def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
+    """Raise ValueError for a rank and alpha that LoRA cannot have, and a selection of more, or less, than routed experts."""
+    check_positive("rank", rank)
+    check_number("alpha", alpha, positive=True)
+    flag = next((name for name in FLAGS if getattr(selection, name)), None)
+    if flag or not selection.num_experts:
+        what = f"{flag} is True" if flag else "selection has no experts"
+        raise ValueError(f"{what}; LoRA is for selected routed experts alone: select some, and turn {' and '.join(FLAGS)} off")
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the layer that a matrix of LoRA belongs to: the first in its path, as of routed layers."""
+    return next(int(part) for part in plain_name(name).split(".") if part.isdecimal())
+
+
+def _by_expert(matrix: torch.Tensor, name: str, num_experts: int) -> torch.Tensor:
+    """Return a view of lora_A [E r, in] or lora_B [out, r E] as [E, ...]."""
+    if ".lora_A." in name:
+        return matrix.view(num_experts, -1, matrix.shape[1])
+    return matrix.view(matrix.shape[0], -1, num_experts).permute(2, 0, 1)
+
+
+def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None = None, overwrite: bool = False) -> Path:
+    """Write what a model of `train_lora` has learned, atomically; `state_dict` stands for the weights of a split model.
+
+    Raises ValueError if matrices of an expert that is not selected are not zero: a training that overflowed.
+    """
+    config = getattr(model, TRAINING, None)
+    if config is None:
+        raise ValueError(
+            f"model is {type(model).__name__}, which trains no LoRA of selected experts; call esft.train_lora first"
+        )
+    check_out_dir(folder, overwrite)
+    selection, base = from_config(config, "model")
+    with atomic_folder(folder, overwrite) as tmp:
+        save_peft(model, tmp, state_dict)
+        for key, tensor in read_tensors(tmp).items():
+            number = _layer_of(key)
+            matrices = _by_expert(tensor, key, numbered_layers(model)[number].num_experts)
+            moved = [e for e, one in enumerate(matrices) if e not in selection.experts[number] and not (one == 0).all()]
+            if moved:
+                raise ValueError(
+                    f"{key} of expert {moved[0]}, which is not selected, is not zero any more: the training overflowed to "
+                    "infinity or NaN; use a smaller learning rate or bfloat16"
+                )
+        atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, base))
+    return Path(folder)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoraAdapter:
+    """What a folder of `save_lora` says of itself, and the size of the selected experts' matrices."""
+
+    selection: ExpertSelection
+    base: Mapping[str, Any] | None
+    source: str
+    num_parameters: int
+    nbytes: int
+    others: Mapping[str, torch.Tensor]  # none
+
+
+def read_lora(folder: str | Path) -> LoraAdapter:
+    """Read the selection and the base of a folder; raises ValueError for an adapter that `save_lora` has not written."""
+    path = Path(folder) / trained_files.CONFIG
+    selection, base = from_config(read_json(path), str(path))
+    experts = {str(number): len(of) for number, of in (base or {}).get("experts", {}).items()}
+    count = size = 0
+    for key, tensor in read_tensors(folder).items():
+        ids = selection.experts.get(_layer_of(key), ()) if key.endswith(HALVES) and experts else ()
+        E = (base or {})["experts"][str(_layer_of(key))]["down_proj"][0] if ids else 1
+        count += len(ids) * tensor.numel() // E
+        size += len(ids) * tensor.numel() // E * tensor.element_size()
+    return LoraAdapter(selection=selection, base=base, source=str(folder), num_parameters=count, nbytes=size, others={})
+
+
+@torch.no_grad()
+def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
+    """Return the selected experts with their LoRA in them, W_e + s B_e A_e, as ESFT's own adapter of `model`."""
+    found, pairs, tensors = read_lora(folder), read_peft(folder, model).pairs, {}
+    layers = numbered_layers(model)
+    check_selection(layers, found.selection)
+    for number, ids in found.selection.experts.items():
+        module, path = experts_module(model, layers[number]), experts_path(layers[number])
+        layout = layout_of(module)
+        for stack in stack_parts(layout):
+            for e in ids:
+                row, pair = getattr(module, stack)[e], pairs.get(f"{path}.{stack}")
+                row = (
+                    row
+                    if pair is None
+                    else row.to(torch.float32 if row.itemsize < 4 else row.dtype) + pair.delta(e).to(row.device)
+                )
+                tensors |= {f"{path}.{e}.{part}": view for part, view in split_row(layout, stack, row).items()}
+    return Adapter(selection=found.selection, tensors=tensors, base=found.base, source=str(folder))
+
+
+def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
+    """Put an adapter into `model`, in place, rounded to its dtype; the rows it replaces are kept on the CPU for `remove`.
+
+    `adapter` may be a folder of `save_lora` too, whose matrices are added to the experts. Any experts implementation runs the
+    result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a base with other weights than the
+    adapter's.
+    """
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if is_peft(adapter):
+        check_is_base(model)
+        adapter = whole_experts(model, adapter)
+    return adapters.apply(model, adapter, check_weights=check_weights)

@@ -1,0 +1,209 @@
+"""methods/esft/lora.py: LoRA of the selected experts alone, in PEFT's files; merged, applied and resumed."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.hf.dropin import experts
+from moe_runtime.methods import esft
+from moe_runtime.methods.esft import runs as esft_runs
+from moe_runtime.methods.esft.lora import _by_expert, read_lora
+from moe_runtime.methods.lora.baseline import load_lora
+from tests.methods.esft.test_runs import Killed, home, train_alone  # noqa: F401
+from tests.support.esft_adapter import same
+from tests.support.stock_moe import batch, stock
+
+CHOSEN = esft.ExpertSelection(experts={0: (5, 2), 1: (7,)})
+
+
+def adapted(family="qwen3_moe", selection=CHOSEN, model=None, **settings):
+    model = stock(family) if model is None else model
+    experts.patch(model)
+    return esft.train_lora(model, selection, **{"rank": 3, "alpha": 6.0, **settings})
+
+
+def matrices(model) -> dict[str, torch.Tensor]:
+    """Every matrix of LoRA by expert [E, ...], by name."""
+    found = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    return {name: _by_expert(p.detach().clone(), name, 8) for name, p in found.items()}
+
+
+def layer_of(name: str) -> int:
+    return int(name.split(".layers.")[1].partition(".")[0])
+
+
+def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
+    trained = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2, **settings)
+    for step in range(steps):
+        trained.zero_grad()
+        model(**batch(rows=4, length=32, seed=step)).loss.backward()
+        trained.step()
+
+
+@pytest.mark.parametrize("family, optimizer, settings", [
+    pytest.param("qwen3_moe", torch.optim.AdamW, {"weight_decay": 0.1}, id="AdamW"),
+    pytest.param("gpt_oss", torch.optim.AdamW, {"weight_decay": 0.1}, id="transposed stacks"),
+    pytest.param("qwen3_moe", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD"),
+    pytest.param("qwen3_moe", torch.optim.Adagrad, {}, id="Adagrad"),
+])  # fmt: skip
+def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, settings):
+    model, receipt = adapted(family)
+    start, frozen = matrices(model), {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert len(start) == 8 and trained == sum(m.numel() for m in start.values())  # two stacks of two layers
+    share = sum(len(CHOSEN.experts[layer_of(name)]) * m[0].numel() for name, m in start.items())
+    assert receipt.trainable_parameters == receipt.row_parameters == share < receipt.total_parameters
+    train(model, optimizer=optimizer, **settings)
+    for name, after in matrices(model).items():
+        ids = CHOSEN.experts[layer_of(name)]
+        for e in range(8):
+            if e in ids:
+                assert (after[e] != start[name][e]).double().mean() > 0.9, (name, e)
+            else:
+                zero = torch.zeros_like(after[e])
+                assert torch.equal(after[e].view(torch.int32), zero.view(torch.int32)), (name, e)  # not -0.0 either
+    for name, parameter in model.named_parameters():
+        assert name not in frozen or torch.equal(parameter, frozen[name]), name
+
+
+def test_the_equation_is_that_of_a_mask_on_whole_lora():
+    """The gradients of the selected experts are those of LoRA on all experts, the others' zero."""
+    model, _ = adapted(model=stock().double())
+    name = "base_model.model.model.layers.0.mlp.experts.lora_B.default.weight"
+    generator = torch.Generator().manual_seed(4)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            for e in CHOSEN.experts[layer_of(key)]:
+                rows = _by_expert(parameter.data, key, 8)
+                rows[e] = torch.randn(rows[e].shape, generator=generator, dtype=torch.float64)
+    model(**batch()).loss.backward()
+    grads = {key: _by_expert(p.grad.clone(), key, 8) for key, p in model.named_parameters() if p.requires_grad}
+    assert grads[name][5].any() and not any(grads[name][e].any() for e in range(8) if e not in (5, 2))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_A" in key:  # of the others: their B is zero, so the function stays
+                rows = _by_expert(parameter, key, 8)
+                for e in range(8):
+                    if e not in CHOSEN.experts[layer_of(key)]:
+                        rows[e] = torch.randn(rows[e].shape, generator=generator, dtype=torch.float64)
+    model.zero_grad()
+    model(**batch()).loss.backward()
+    for key, parameter in model.named_parameters():
+        for e in CHOSEN.experts[layer_of(key)] if parameter.requires_grad else ():
+            torch.testing.assert_close(_by_expert(parameter.grad, key, 8)[e], grads[key][e], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_saved_it_is_pefts_adapter_and_merged_it_is_the_same_model(tmp_path, family):
+    model = stock(family)
+    model.save_pretrained(tmp_path / "base")
+    model, _ = adapted(family, model=model)
+    train(model)
+    esft.save_lora(model, tmp_path / "law")
+    assert {path.name for path in (tmp_path / "law").iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "expert_cfg.json", "README.md",
+    }  # fmt: skip
+    want = model.eval()(**batch()).logits
+    load = AutoModelForCausalLM.from_pretrained
+    again = load_lora(load(tmp_path / "base"), tmp_path / "law").eval()
+    torch.testing.assert_close(again(**batch()).logits, want, rtol=1e-4, atol=1e-5)
+    receipt = esft.merge(tmp_path / "base", tmp_path / "law", tmp_path / "merged")
+    assert receipt.experts == 3
+    merged, base = load(tmp_path / "merged").eval(), load(tmp_path / "base").eval()
+    torch.testing.assert_close(merged(**batch()).logits, want, rtol=1e-4, atol=1e-5)
+    for (name, a), b in zip(merged.named_parameters(), base.parameters(), strict=True):
+        ids = CHOSEN.experts[layer_of(name)] if ".experts." in name and a.dim() == 3 else ()
+        moved = [e for e in range(len(a)) if not torch.equal(a[e], b[e])]
+        assert moved == sorted(ids), name
+    before = {name: p.detach().clone() for name, p in base.named_parameters()}
+    esft.apply(base, tmp_path / "law")
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), merged.parameters(), strict=True))
+    esft.remove(base)
+    assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
+    found = read_lora(tmp_path / "law")
+    assert found.selection == CHOSEN and found.nbytes == 4 * found.num_parameters
+
+
+def test_another_base_is_refused(tmp_path):
+    model = stock()
+    model.save_pretrained(tmp_path / "base")
+    model, _ = adapted(model=model)
+    esft.save_lora(model, tmp_path / "law")
+    other = stock()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.5)
+    other.save_pretrained(tmp_path / "other")
+    for call in (
+        lambda: esft.merge(tmp_path / "other", tmp_path / "law", tmp_path / "out"), lambda: esft.apply(other, tmp_path / "law"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="law is for a base with other"):
+            call()
+    assert not (tmp_path / "out").exists()
+    esft.merge(tmp_path / "other", tmp_path / "law", tmp_path / "out", check_weights=False)
+
+
+def test_an_overflow_is_not_saved(tmp_path):
+    model, _ = adapted()
+    name, parameter = next((name, p) for name, p in model.named_parameters() if "lora_B" in name)
+    _by_expert(parameter.data, name, 8)[4] = math.nan
+    with pytest.raises(ValueError, match="lora_B.weight of expert 4, which is not selected, is not zero any more"):
+        esft.save_lora(model, tmp_path / "law")
+    assert not (tmp_path / "law").exists()
+
+
+@pytest.mark.parametrize("selection, settings, match", [
+    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0; the model routes to ids 0 to 7"),
+    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4; the model routes to layers 0, 1"),
+    (replace(CHOSEN, experts={}), {}, "selection has no experts; LoRA is for selected routed experts alone"),
+    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True; LoRA is for"),
+    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True; LoRA is for"),
+    (CHOSEN, {"rank": 0}, "rank is 0"),
+    (CHOSEN, {"alpha": -1.0}, "alpha is -1.0"),
+])  # fmt: skip
+def test_what_cannot_train_is_refused_and_the_model_is_unchanged(selection, settings, match):
+    model = stock()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=match):
+        adapted(selection=selection, model=model, **settings)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+SETTINGS = {"steps": 4, "lora": (2, 4.0), "learning_rate": 1e-2}
+
+
+def weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_a_folder_is_trained_and_a_killed_training_resumes(home, tmp_path, monkeypatch):  # noqa: F811
+    whole = train_alone(home, tmp_path / "whole", save_steps=2, **SETTINGS)
+    selection = esft.ExpertSelection.load(home / "config.json")
+    assert whole.loss < whole.loss_before and whole.trained_parameters < whole.total_parameters
+    config = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0) and read_lora(tmp_path / "whole").selection == selection
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(esft, "save_lora", lambda *_, **__: (_ for _ in ()).throw(Killed))
+        train_alone(home, tmp_path / "out", save_steps=2, **SETTINGS)
+    with pytest.raises(ValueError, match="checkpoints of another training, whose lora differs"):
+        train_alone(home, tmp_path / "out", save_steps=2, **SETTINGS | {"lora": (3, 4.0)})
+    with pytest.raises(ValueError, match="checkpoints of another training"):
+        train_alone(home, tmp_path / "out", save_steps=2, steps=4, learning_rate=1e-2)
+    train_alone(home, tmp_path / "out", save_steps=2, **SETTINGS)
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    with pytest.raises(ValueError, match="exists"):
+        train_alone(home, tmp_path / "out", **SETTINGS)
+    found = esft_runs.check_folder(home / "base", tmp_path / "out", home / "rows.jsonl", limit=4, max_length=32)
+    assert found.adapter.selection == selection and found.loss < found.base_loss and found.tensors
+    receipt = esft.merge(home / "base", tmp_path / "out", tmp_path / "merged")
+    assert receipt.experts == selection.num_experts and receipt.changed == found.tensors
+    shutil.copytree(tmp_path / "out", tmp_path / "stock")
+    (tmp_path / "stock" / "expert_cfg.json").unlink()
+    with pytest.raises(ValueError, match="expert_cfg.json, which cannot be read"):
+        esft.merge(home / "base", tmp_path / "stock", tmp_path / "again")

@@ -14,10 +14,14 @@ Adapter = Annotated[Path, argument("Folder of the adapter, as PEFT saved it.")]
 @verb(app, "olmoe old-adapter adapter", Kept("{out}"))
 def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False):
     """Write an adapter on expert stacks that PEFT 0.18 or 0.19 saved as PEFT 0.20 and later read it."""
-    from moe_runtime.methods.lora.stacks import convert_folder
+    from moe_runtime.methods.lora.stacks import WRITES, convert_folder
 
     receipt = convert_folder(adapter, base, out, overwrite=overwrite)
-    typer.echo(f"wrote {out}: {receipt.stacks} stacks of peft_version {receipt.peft_version} with today's axes")
+    said = "no version, so before 0.18" if receipt.peft_version is None else receipt.peft_version
+    typer.echo(
+        f"{adapter}: peft_version {said}, A and B of {receipt.stacks} stacks over the wrong axes for PEFT 0.20 and later"
+    )
+    typer.echo(f"wrote {out}: the same change of every weight, as PEFT {WRITES} writes it")
     return receipt
 
 
@@ -35,17 +39,17 @@ def export(
     check_choice("to", to, (*ENGINES, "merged"))
     if to == "merged":
         receipt = with_bar("merging", merge_folder, base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite)
-        typer.echo(
-            f"wrote {out}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB, {receipt.changed} of them changed by "
-            f"{adapter}, {receipt.experts} experts; and {', '.join(receipt.side_files)}"
-        )
+        typer.echo(f"{adapter} changes {receipt.experts} experts, {receipt.changed} of {receipt.tensors} tensors in all")
+        typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB; and {', '.join(receipt.side_files)}")
         return receipt
     receipt = export_adapter(adapter, base, out, to, overwrite=overwrite)
-    typer.echo(
-        f"wrote {out}: {receipt.tensors} tensors of rank {receipt.rank}, {receipt.bytes / 1e6:,.1f} MB, by the names of "
-        f"{to} {receipt.version}; {receipt.layers} layers with experts"
-        + (f", zeros for {len(receipt.filled)} stacks such as {receipt.filled[0]}" if receipt.filled else "")
-    )
-    if to == "vllm":
-        typer.echo(f"next: vllm serve {base} --enable-lora --max-lora-rank {receipt.rank} --lora-modules NAME={out}")
+    if receipt.filled:
+        typer.echo(f"{adapter} leaves {len(receipt.filled)} stacks alone, such as {receipt.filled[0]}; they have zeros")
+    typer.echo(f"{receipt.tensors} tensors of rank {receipt.rank} by the names of {to} {receipt.version}, read {receipt.read}")
+    typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB, {receipt.layers} layers with LoRA on experts")
+    serve = {
+        "vllm": f"vllm serve {base} --enable-lora --max-lora-rank {receipt.rank} --lora-modules NAME={out}",
+        "sglang": f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={out}",
+    }
+    typer.echo(f"next: {serve[to]}")
     return receipt

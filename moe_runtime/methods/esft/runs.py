@@ -105,9 +105,9 @@ def train_folder(
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
     `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
-    steps away. `lora`, a rank and alpha, trains LoRA of those experts in their place. The loss is taken on `held_out` rows, else
-    on one in fifty of `rows`. With training.save_steps checkpoints go to `out`-checkpoints, from which the same call goes on,
-    and which go away at the end. Every process of a run calls.
+    steps away. `lora`, a rank and alpha, trains LoRA of those experts instead. The loss is taken on `held_out` rows, else on
+    one in fifty of `rows`. With training.save_steps checkpoints go to `out`-checkpoints, from which the same call goes on, and
+    which go away at the end. Every process of a run calls.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
@@ -240,7 +240,7 @@ def _check_checkpoints(folder: Path, settings: Mapping) -> None:
         if is_ours and last_checkpoint(folder) is None:
             return
         kept = read_json(folder / SETTINGS) if is_ours else {}
-        different = [name for name in settings if kept.get(name) != _as_json(settings[name])]
+        different = [name for name in settings | kept if kept.get(name) != _as_json(settings.get(name))]
         if different:
             raise ValueError(
                 f"{folder} has checkpoints of another training, whose {different[0]} differs; want the same call, to go on; or "

@@ -58,6 +58,7 @@ class ExportReceipt(NamedTuple):
     path: Path
     engine: str
     version: str  # of the engine whose names these are
+    read: str  # the date when they were read
     layers: int  # with pairs of experts
     tensors: int
     bytes: int
@@ -102,7 +103,7 @@ def export_adapter(
     )
     write_adapter(out, tensors, config, copied_from=Path(adapter), overwrite=overwrite)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return ExportReceipt(Path(out), engine, keys.version, len(paths), len(tensors), size, rank, filled)
+    return ExportReceipt(Path(out), engine, keys.version, keys.read, len(paths), len(tensors), size, rank, filled)
 
 
 def _check(model: nn.Module, adapter: PeftAdapter, engine: str) -> None:

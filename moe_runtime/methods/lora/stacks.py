@@ -265,7 +265,7 @@ def merge_folder(
         for key in checkpoint.keys():
             job.add(key, plan.tensor(key))
             job.read(key)
-    return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, plan.changed)
+    return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, len(plan))
 
 
 class Plan:
@@ -289,12 +289,15 @@ class Plan:
             else:
                 self.matrices |= dict.fromkeys(saved_tensors(model, {name: parameters[name]}, checkpoint), name)
         self.whole = saved_tensors(model, self.adapter.whole, checkpoint) if odd is None else {}
-        self.experts, self.changed = len(changed), len(self.rows) + len(self.matrices) + len(self.whole)
+        self.experts = len(changed)
         for key in (*self.rows, *self.matrices, *self.whole):
             dtype = checkpoint.specs()[key].dtype
             odd = odd or (f"{key}, which is {dtype} in {checkpoint.path}" if dtype not in FLOATS else None)
         if odd:
             raise ValueError(f"{adapter} changes {odd}; expected weights of a floating dtype that are their own")
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.matrices) + len(self.whole)
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return what the tensor `key` of the folder becomes."""

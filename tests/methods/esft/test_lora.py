@@ -1,22 +1,16 @@
 """methods/esft/lora.py: LoRA of the selected experts alone, in PEFT's files; merged, applied and resumed."""
 
-import json
 import math
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin import experts
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.lora import _by_expert, read_lora
 from moe_runtime.methods.lora.baseline import load_lora
-from tests.methods.esft.test_runs import Killed, home, train_alone  # noqa: F401
-from tests.support.esft_adapter import same
 from tests.support.stock_moe import batch, stock
 
 CHOSEN = esft.ExpertSelection(experts={0: (5, 2), 1: (7,)})
@@ -173,37 +167,3 @@ def test_what_cannot_train_is_refused_and_the_model_is_unchanged(selection, sett
     with pytest.raises(ValueError, match=match):
         adapted(selection=selection, model=model, **settings)
     assert [name for name, _ in model.named_parameters()] == names
-
-
-SETTINGS = {"steps": 4, "lora": (2, 4.0), "learning_rate": 1e-2}
-
-
-def weights(folder):
-    return load_file(folder / "adapter_model.safetensors")
-
-
-def test_a_folder_is_trained_and_a_killed_training_resumes(home, tmp_path, monkeypatch):  # noqa: F811
-    whole = train_alone(home, tmp_path / "whole", save_steps=2, **SETTINGS)
-    selection = esft.ExpertSelection.load(home / "config.json")
-    assert whole.loss < whole.loss_before and whole.trained_parameters < whole.total_parameters
-    config = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (2, 4.0) and read_lora(tmp_path / "whole").selection == selection
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(esft, "save_lora", lambda *_, **__: (_ for _ in ()).throw(Killed))
-        train_alone(home, tmp_path / "out", save_steps=2, **SETTINGS)
-    with pytest.raises(ValueError, match="checkpoints of another training, whose lora differs"):
-        train_alone(home, tmp_path / "out", save_steps=2, **SETTINGS | {"lora": (3, 4.0)})
-    with pytest.raises(ValueError, match="checkpoints of another training"):
-        train_alone(home, tmp_path / "out", save_steps=2, steps=4, learning_rate=1e-2)
-    train_alone(home, tmp_path / "out", save_steps=2, **SETTINGS)
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
-    with pytest.raises(ValueError, match="exists"):
-        train_alone(home, tmp_path / "out", **SETTINGS)
-    found = esft_runs.check_folder(home / "base", tmp_path / "out", home / "rows.jsonl", limit=4, max_length=32)
-    assert found.adapter.selection == selection and found.loss < found.base_loss and found.tensors
-    receipt = esft.merge(home / "base", tmp_path / "out", tmp_path / "merged")
-    assert receipt.experts == selection.num_experts and receipt.changed == found.tensors
-    shutil.copytree(tmp_path / "out", tmp_path / "stock")
-    (tmp_path / "stock" / "expert_cfg.json").unlink()
-    with pytest.raises(ValueError, match="expert_cfg.json, which cannot be read"):
-        esft.merge(home / "base", tmp_path / "stock", tmp_path / "again")

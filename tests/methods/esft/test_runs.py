@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
+from moe_runtime.methods.esft.lora import read_lora
 from moe_runtime.methods.esft.recipe import Tuning
 from tests.support.esft_adapter import same
 from tests.support.stock_moe import stock
@@ -139,3 +141,36 @@ def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path):
             home / "base", tmp_path / "rows.jsonl", tmp_path / "out.json", n_tokens=300, max_length=24, packed=packed
         )
         assert scores.n_tokens == want
+
+
+LORA = {"steps": 4, "lora": (2, 4.0), "learning_rate": 1e-2}
+
+
+def test_lora_of_the_selected_experts_is_trained_checked_and_merged(home, tmp_path):
+    done = train_alone(home, tmp_path / "law", **LORA)
+    selection = esft.ExpertSelection.load(home / "config.json")
+    assert done.loss < done.loss_before and done.trained_parameters < done.total_parameters
+    config = json.loads((tmp_path / "law" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0) and read_lora(tmp_path / "law").selection == selection
+    with pytest.raises(ValueError, match="exists"):
+        train_alone(home, tmp_path / "law", **LORA)
+    found = esft_runs.check_folder(home / "base", tmp_path / "law", home / "rows.jsonl", limit=4, max_length=32)
+    assert found.adapter.selection == selection and found.loss < found.base_loss
+    receipt = esft.merge(home / "base", tmp_path / "law", tmp_path / "merged")
+    assert receipt.experts == selection.num_experts and receipt.changed == found.tensors
+    (tmp_path / "law" / "expert_cfg.json").unlink()
+    with pytest.raises(ValueError, match="expert_cfg.json, which cannot be read"):
+        esft.merge(home / "base", tmp_path / "law", tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
+    train_alone(home, tmp_path / "whole", save_steps=2, **LORA)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(esft, "save_lora", lambda *_, **__: (_ for _ in ()).throw(Killed))
+        train_alone(home, tmp_path / "out", save_steps=2, **LORA)
+    for changed in ({"lora": (3, 4.0)}, {"lora": None}):
+        with pytest.raises(ValueError, match="checkpoints of another training, whose lora differs"):
+            train_alone(home, tmp_path / "out", save_steps=2, **LORA | changed)
+    train_alone(home, tmp_path / "out", save_steps=2, **LORA)
+    assert same(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole")))

@@ -7,7 +7,13 @@ import typer
 
 from moe_runtime.cli.verbs import Kept, Overwrite, ShardSize, Source, Target, argument, group, option, verb, with_bar
 
-app = group("lora", "LoRA adapters on experts: convert, export, merge.", "export olmoe adapter adapter-vllm --to vllm")
+LORA = "LoRA adapters on experts: convert old ones, and write them as they are served."
+app = group("lora", LORA, "export olmoe adapter adapter-vllm --to vllm")
+# what serves the files of each engine
+SERVE = {
+    "vllm": "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME={out}",
+    "sglang": "python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={out}",
+}
 Adapter = Annotated[Path, argument("Folder of the adapter, as PEFT saved it.")]
 
 
@@ -28,7 +34,7 @@ def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = 
 @verb(app, "olmoe adapter adapter-vllm --to vllm", Kept("{out}"))
 def export(
     base: Source, adapter: Adapter, out: Target,
-    to: Annotated[str, option("vllm, sglang, or merged: a whole model.", words="vllm sglang merged")],
+    to: Annotated[str, option("vllm, sglang, or merged: a whole model.", words=(*SERVE, "merged"))],
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
     """Write an adapter as vLLM or SGLang reads it, or a copy of the base with it merged, tensor by tensor."""
@@ -47,9 +53,5 @@ def export(
         typer.echo(f"{adapter} leaves {len(receipt.filled)} stacks alone, such as {receipt.filled[0]}; they have zeros")
     typer.echo(f"{receipt.tensors} tensors of rank {receipt.rank} by the names of {to} {receipt.version}, read {receipt.read}")
     typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB, {receipt.layers} layers with LoRA on experts")
-    serve = {
-        "vllm": f"vllm serve {base} --enable-lora --max-lora-rank {receipt.rank} --lora-modules NAME={out}",
-        "sglang": f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={out}",
-    }
-    typer.echo(f"next: {serve[to]}")
+    typer.echo(f"next: {SERVE[to].format(base=base, rank=receipt.rank, out=out)}")
     return receipt

@@ -17,6 +17,7 @@ from tests.cli.test_verbs import VERBS as TREE
 from tests.faults import inputs
 from tests.faults.machine import strays
 from tests.faults.verbs import VERBS, _verb
+from tests.support import peft_adapter
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "start.md").read_text().split("## What a command does with existing")[1]
 STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
@@ -28,12 +29,15 @@ ALL = VERBS | {
     "xft import-official": _verb("xft import-official {in}/of-export out"),
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
     "upit export": _verb("upit export {in}/of-assemble out"),
+    "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
+    "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to vllm"),
 }
 # what makes a different result; another seed unless it is here
 SHARDS = dict.fromkeys(("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB"))
 CHANGES = SHARDS | {
     "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
     "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
+    "lora convert": (), "lora export": ("--to", "merged"),
 }  # fmt: skip
 LONG = {"demo", "paper", "run", "ultrafuser train", "train", "upit init-routers", "esft train"}  # seconds each
 # what `before` of a verb replaces
@@ -62,6 +66,8 @@ def given(tmp_path_factory):
     patch.setattr(sys, "argv", ["", str(folder)])
     inputs.make()
     patch.undo()
+    peft_adapter.adapted(folder / "lora")
+    peft_adapter.as_written_by("0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False)
     for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"])):
         argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
         assert CliRunner().invoke(app, argv).exit_code == 0

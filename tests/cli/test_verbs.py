@@ -34,16 +34,16 @@ def walk(command, words=()) -> dict[tuple[str, ...], object]:
 
 ALL = walk(TREE)
 VERBS = {words: command for words, command in ALL.items() if not hasattr(command, "commands")}
-METHODS = ("xft", "esft", "upit", "ultrafuser")
+METHODS = ("xft", "esft", "upit", "ultrafuser")  # and lora, which has no paper of its own here
 NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in ALL]
 
 
 def test_the_tree():
     """The same shape for every method; at the top what belongs to none."""
     top = {words[0] for words in ALL if len(words) == 1}
-    assert top == {"demo", "run", "train", "stats", "bench", "tune", "doctor", "paper", *METHODS}
+    assert top == {"demo", "run", "train", "stats", "bench", "tune", "doctor", "paper", "lora", *METHODS}
     assert {words for words in ALL if words not in VERBS} == {
-        (), ("paper",), *((method,) for method in METHODS), *(("paper", method) for method in METHODS)
+        (), ("paper",), ("lora",), *((method,) for method in METHODS), *(("paper", method) for method in METHODS)
     }  # fmt: skip
 
 

@@ -73,17 +73,17 @@ def _lora_mlp_backward(dout, z, low, need_x, needs, x, gate, up, down, gate_bias
 
 def _pairs(R: int, arguments, needs=None) -> int:
     """Count the products of rank r: one with each half, in the backward pass its gradient's too."""
-    halves = [prod(half) // half[0] for half in arguments[12:16] if half is not None]
+    halves = [prod(half) // half[0] for half in arguments[10:14] if half is not None]
     return 2 * R * sum(halves) if needs is None else 2 * R * (sum(halves) + sum(n for n, need in zip(halves, needs) if need))
 
 
 def _frozen_mlp(x, topk_weight, topk_idx, *arguments, **_) -> int:
-    up, down = arguments[3], arguments[8]
+    up, down = arguments[3], arguments[7]
     return 2 * prod(topk_idx) * (prod(up[1:]) + prod(down[1:])) + _pairs(prod(topk_idx), arguments)
 
 
 def _frozen_mlp_backward(dout, x, topk_weight, *arguments, **_) -> int:
-    R, up, down, needs = prod(topk_weight), arguments[3], arguments[8], arguments[-2]
+    R, up, down, needs = prod(topk_weight), arguments[3], arguments[7], arguments[-2]
     return 2 * R * (prod(up[1:]) * needs[0] + prod(down[1:])) + _pairs(R, arguments, needs[4:])
 
 

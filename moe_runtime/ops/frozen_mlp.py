@@ -20,7 +20,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.ops import frozen_mlp_torch
 from moe_runtime.ops.frozen_mlp_torch import in_order_of
-from moe_runtime.ops.frozen_rows import SCHEMA, FrozenExperts, FrozenGradients, Pair, weight_of
+from moe_runtime.ops.frozen_rows import SCHEMA, FrozenExperts, FrozenGradients, Pair, Stack, weight_of
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.moe_mlp import check_slots
 
@@ -174,7 +174,8 @@ def _autograd(ctx, dout, *_):
     x, topk_weight, *kept, expert_offsets, row_slot = ctx.saved_tensors[:7]
     rest = iter(ctx.saved_tensors[7:])
     arguments = [a.take(rest) if isinstance(a, _Saved) else a for a in ctx.arguments]
-    places = [0, 1, *range(13, 19)]  # of x, topk_weight, biases and pairs among the op's arguments
+    first = 3 + 2 * len(Stack._fields)
+    places = [0, 1, *range(first, first + 6)]  # of x, topk_weight, biases and pairs among the op's arguments
     needs = [bool(ctx.needs_input_grad[at]) for at in places]
     grads = torch.ops.moe_runtime.frozen_mlp_backward(
         dout, x, topk_weight, *arguments, *kept, expert_offsets, row_slot, needs, ctx.backend

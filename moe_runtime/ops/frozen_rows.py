@@ -11,7 +11,7 @@ import torch
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.workspace import scratch
 
-_STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape, bool {0}_transposed"
+_STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape"
 # a `FrozenExperts` as the ops take it
 SCHEMA = (
     f"{_STACK.format('up')}, {_STACK.format('down')}, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, "
@@ -26,7 +26,6 @@ class Stack(NamedTuple):
     scales: Sequence[torch.Tensor] = ()
     format: str = ""  # "" for a dense stack
     shape: Sequence[int] = ()  # E, out, in
-    transposed: bool = False  # the packed elements are in the order of [E, in, out], as GPT-OSS's
 
     @classmethod
     def dense(cls, weight: torch.Tensor) -> "Stack":
@@ -35,7 +34,7 @@ class Stack(NamedTuple):
 
     def pack(self) -> tuple:
         """Return the op arguments of this stack."""
-        return self.data, list(self.scales), self.format, list(self.shape), self.transposed
+        return self.data, list(self.scales), self.format, list(self.shape)
 
 
 class Pair(NamedTuple):

@@ -16,9 +16,6 @@ reversed pair of other sizes, and takes that of a square stack for today's, whic
 import torch
 from packaging.version import InvalidVersion, Version
 from torch import nn
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
 
 
 def is_reversed(version: str | None, transposed: bool) -> bool | None:
@@ -44,19 +41,11 @@ def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a.reshape(-1, a.shape[2]).contiguous(), b.permute(1, 2, 0).reshape(b.shape[1], -1).contiguous()
 
 
-def warn_of_reversed(model: nn.Module) -> None:
-    """Warn of adapters of `model` that an old PEFT wrote and that it has taken for today's, where a stack is square."""
+def transposed_stack(model: nn.Module, adapter: str, version: str) -> str | None:
+    """Return a square stack of `model` whose pair PEFT has taken for today's, if a file of this version was loaded."""
     for name, wrapper in model.named_modules():
-        if type(wrapper).__name__ != "ParamWrapper" or getattr(wrapper, "num_experts", 1) == 1:
-            continue
-        for adapter, a in wrapper.lora_A.items():
-            config = next((m.peft_config[adapter] for m in model.modules() if adapter in getattr(m, "peft_config", ())), None)
-            version = getattr(config, "peft_version", None)
-            is_square = a.in_features == wrapper.lora_B[adapter].out_features
+        if type(wrapper).__name__ == "ParamWrapper" and wrapper.num_experts > 1 and adapter in wrapper.lora_A:
+            is_square = wrapper.lora_A[adapter].in_features == wrapper.lora_B[adapter].out_features
             if is_square and is_reversed(version, getattr(wrapper.get_base_layer(), "is_transposed", False)):
-                logger.warning(
-                    f"The config of adapter {adapter!r} says peft_version {version}, which saved LoRA on expert stacks with "
-                    f"other axes. If its weights were loaded from that folder, {wrapper.parameter_name} of {name} and other "
-                    "square stacks have the transposed change: `moe-runtime lora convert` the folder, and load the result."
-                )
-                return
+                return f"{wrapper.parameter_name} of {name}"
+    return None

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import check_number, check_positive
+from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
@@ -26,7 +27,7 @@ from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.esft.adapters import Adapter, base_of, check_is_base, from_config, to_config
 from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_selection
-from moe_runtime.methods.lora.adapters import HALVES, read_tensors
+from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora
 from moe_runtime.methods.lora.baseline import save_lora as save_peft
 from moe_runtime.methods.lora.stacks import is_peft, read_peft
@@ -54,15 +55,16 @@ def train_lora(
         module = experts_module(model, layer)
         parameters += [f"{names[module]}.{name}" for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
     adapted = add_parameter_lora(model, parameters, rank, alpha, seed)
+    experts.patch(adapted)
     rows = 0
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype or torch.promote_types(parameter.dtype, torch.float32))
-            experts = selection.experts[_layer_of(name)]
+            ids = selection.experts[_layer_of(name)]
             matrices = _by_expert(parameter.data, name, layers[_layer_of(name)].num_experts)
-            others = [e for e in range(len(matrices)) if e not in experts]
+            others = [e for e in range(len(matrices)) if e not in ids]
             matrices[others] = 0
-            rows += len(experts) * matrices[0].numel()
+            rows += len(ids) * matrices[0].numel()
     setattr(adapted, TRAINING, config)
     return adapted, TrainableReceipt(
         experts=selection.experts, shared_experts=(), row_parameters=rows, trainable_parameters=rows, total_parameters=total
@@ -138,13 +140,12 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     """Read the selection and the base of a folder; raises ValueError for an adapter that `save_lora` has not written."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
-    experts = {str(number): len(of) for number, of in (base or {}).get("experts", {}).items()}
-    count = size = 0
+    shapes, count, size = (base or {}).get("experts", {}), 0, 0
     for key, tensor in read_tensors(folder).items():
-        ids = selection.experts.get(_layer_of(key), ()) if key.endswith(HALVES) and experts else ()
-        E = (base or {})["experts"][str(_layer_of(key))]["down_proj"][0] if ids else 1
-        count += len(ids) * tensor.numel() // E
-        size += len(ids) * tensor.numel() // E * tensor.element_size()
+        number = _layer_of(key)
+        E = shapes.get(str(number), {}).get("down_proj", (tensor.numel(),))[0]
+        own = len(selection.experts.get(number, ())) * tensor.numel() // E
+        count, size = count + own, size + own * tensor.element_size()
     return LoraAdapter(selection=selection, base=base, source=str(folder), num_parameters=count, nbytes=size, others={})
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -66,16 +67,44 @@ def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, se
         assert name not in frozen or torch.equal(parameter, frozen[name]), name
 
 
+def start_matrices(model):
+    """Give the selected experts' B random values, so that all of A and B have gradients."""
+    generator = torch.Generator().manual_seed(4)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            rows = _by_expert(parameter.data, key, 8)
+            for e in CHOSEN.experts[layer_of(key)]:
+                rows[e] = torch.randn(rows[e].shape, generator=generator, dtype=rows.dtype)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_in_our_op_and_in_stock_peft_it_is_the_same(family):
+    model, _ = adapted(family, model=stock(family).double())
+    start_matrices(model)
+    assert hasattr(peft.tuners.lora.layer.ParamWrapper._activate_lora, "moe_runtime_stock")
+    found = []
+    for implementation in ("moe_runtime", "eager"):
+        model.base_model.model.set_experts_implementation(implementation)
+        loss = model(**batch()).loss
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        found.append((loss.detach(), grads))
+        model.zero_grad()
+    (ours, our_grads), (theirs, their_grads) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)  # norms of the model compute in float32
+    for name, grad in their_grads.items():
+        torch.testing.assert_close(our_grads[name], grad, rtol=1e-5, atol=1e-7 * float(grad.abs().max()), msg=name)
+        others = [e for e in range(8) if e not in CHOSEN.experts[layer_of(name)]]
+        for one in (our_grads[name], grad):
+            assert not _by_expert(one, name, 8)[others].any() and one.any()
+
+
 def test_the_equation_is_that_of_a_mask_on_whole_lora():
     """The gradients of the selected experts are those of LoRA on all experts, the others' zero."""
     model, _ = adapted(model=stock().double())
     name = "base_model.model.model.layers.0.mlp.experts.lora_B.default.weight"
-    generator = torch.Generator().manual_seed(4)
-    for key, parameter in model.named_parameters():
-        if "lora_B" in key:
-            for e in CHOSEN.experts[layer_of(key)]:
-                rows = _by_expert(parameter.data, key, 8)
-                rows[e] = torch.randn(rows[e].shape, generator=generator, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    start_matrices(model)
     model(**batch()).loss.backward()
     grads = {key: _by_expert(p.grad.clone(), key, 8) for key, p in model.named_parameters() if p.requires_grad}
     assert grads[name][5].any() and not any(grads[name][e].any() for e in range(8) if e not in (5, 2))

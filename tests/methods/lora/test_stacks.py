@@ -83,22 +83,18 @@ def test_old_files_are_converted_exactly(tmp_path, family, shape, version):
     check_deltas(read(tmp_path, "new"), deltas(made))
 
 
-def test_a_square_stack_that_stock_peft_would_transpose_is_warned_of(tmp_path, caplog, monkeypatch):
+def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path):
     made = adapted(tmp_path, model=model_of("qwen3_moe", "square"), parameters=BOTH[:1])
     as_written_by("0.18.0", tmp_path / "adapter", tmp_path / "old", transposed=False)
-    said = []
-    monkeypatch.setattr(peft_files.logger, "warning", said.append)
     wrong = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "old")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     torch.testing.assert_close(deltas(wrong)[name], deltas(made)[name].transpose(1, 2))  # PEFT's silent mistake
-    experts.patch(wrong)
-    (message,) = said
-    assert "peft_version 0.18.0" in message and "moe-runtime lora convert" in message and "gate_up_proj" in message
+    with pytest.raises(ValueError, match="has peft_version 0.18.0.* gate_up_proj of .*`moe-runtime lora convert`"):
+        experts.patch(wrong)
     stacks.convert_folder(tmp_path / "old", tmp_path / "base", tmp_path / "new")
     right = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "new")
     torch.testing.assert_close(deltas(right)[name], deltas(made)[name])
     experts.patch(right)
-    assert len(said) == 1
 
 
 def change_config(folder, **values):

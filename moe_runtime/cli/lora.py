@@ -40,18 +40,24 @@ def export(
     """Write an adapter as vLLM or SGLang reads it, or a copy of the base with it merged, tensor by tensor."""
     from moe_runtime.config import check_choice
     from moe_runtime.methods.lora.serving import ENGINES, export_adapter
-    from moe_runtime.methods.lora.stacks import merge_folder
 
     check_choice("to", to, (*ENGINES, "merged"))
     if to == "merged":
-        receipt = with_bar("merging", merge_folder, base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite)
-        typer.echo(f"{adapter} changes {receipt.experts} experts, {receipt.changed} of {receipt.tensors} tensors in all")
-        typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB; and {', '.join(receipt.side_files)}")
-        return receipt
+        return _merge(base, adapter, out, max_shard_size, overwrite)
     receipt = export_adapter(adapter, base, out, to, overwrite=overwrite)
     if receipt.filled:
         typer.echo(f"{adapter} leaves {len(receipt.filled)} stacks alone, such as {receipt.filled[0]}; they have zeros")
     typer.echo(f"{receipt.tensors} tensors of rank {receipt.rank} by the names of {to} {receipt.version}, read {receipt.read}")
     typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB, {receipt.layers} layers with LoRA on experts")
     typer.echo(f"next: {SERVE[to].format(base=base, rank=receipt.rank, out=out)}")
+    return receipt
+
+
+def _merge(base: Path, adapter: Path, out: Path, max_shard_size: str, overwrite: bool):
+    """Write a whole model, under a bar."""
+    from moe_runtime.methods.lora.stacks import merge_folder
+
+    receipt = with_bar("merging", merge_folder, base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    typer.echo(f"{adapter} changes {receipt.experts} experts, {receipt.changed} of {receipt.tensors} tensors in all")
+    typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB; and {', '.join(receipt.side_files)}")
     return receipt

@@ -94,6 +94,15 @@ def law(folder: Path) -> None:
     rows(folder / "law-test.jsonl", 6)
 
 
+def peft_adapters(folder: Path) -> None:
+    """A stock model and an adapter of it, as PEFT of today and of 0.18 write it."""
+    from tests.support.peft_adapter import adapted, as_written_by
+
+    adapted(folder, modules=("q_proj", "v_proj"))
+    (folder / "base").rename(folder / "olmoe")
+    as_written_by("0.18.0", folder / "adapter", folder / "old-adapter", transposed=False)
+
+
 def checkpoints(folder: Path) -> None:
     """A base without biases in its MLPs, four checkpoints of its tuning, and rows."""
     import torch
@@ -183,6 +192,7 @@ def library(folder: Path) -> None:
 
 
 FLOWS = {
+    "docs/adapters-serving.md": Flow((peft_adapters,)),
     "docs/benchmarks.md": Flow(
         (results,), {"--only layer,step": "--only merging --tiny", "bench --tiny": "bench --tiny --only merging"}
     ),

@@ -1,6 +1,7 @@
 """methods/lora/serving.py: what an engine reads by its names is PEFT's own change; what it would drop is refused."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,12 @@ def test_what_an_engine_would_drop_is_refused(tmp_path, engine, family, settings
     with pytest.raises(ValueError, match=match) as error:
         export_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "out", engine)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_the_page_has_the_names():
+    page = (Path(__file__).resolve().parents[3] / "docs" / "adapters-serving.md").read_text()
+    for engine, keys in ENGINES.items():
+        templates = {template.removeprefix("base_model.model.") for template in (keys.expert, *keys.stacks.values())}
+        lines = [line for line in page.splitlines() if line.startswith(f"| {engine} {keys.version} |")]
+        assert templates == {name for line in lines for name in re.findall(r"`([^`]*lora_[^`]*)`", line)} and keys.read in page
+        assert all(family in "".join(lines) for family in keys.stacked_families)

@@ -202,6 +202,22 @@ def test_other_weights_if_asked_for(home, tmp_path):
         assert torch.equal(merged.get(name), esft.load_adapter(tmp_path / "adapter").tensors[name])
 
 
+def test_lora_of_the_selected_experts(home, tmp_path):
+    files = "--config", home / "config.json", "--data", home / "rows.jsonl"
+    steps = *TRAIN, "--steps", 2, "--save-steps", 0
+    out = invoke("train", home / "base", *files, "--out", tmp_path / "law", *steps, "--lora", "--rank", 3, "--alpha", 6)
+    assert out.exit_code == 0, out.exception
+    config = read_json(tmp_path / "law" / "adapter_config.json")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
+    selection = esft.ExpertSelection.load(home / "config.json")
+    out = invoke("apply", home / "base", tmp_path / "law", "--json")
+    assert json.loads(out.stdout)["selection"] == selection.to_dict(), out.output
+    share, trained = json.loads(out.stdout)["parameters"], 3 * selection.num_experts * (32 + 2 * 24 + 24 + 32)
+    assert share == trained
+    out = invoke("merge", home / "base", tmp_path / "law", tmp_path / "merged")
+    assert out.exit_code == 0 and f"with the {selection.num_experts} experts of" in out.output, out.exception
+
+
 BAD = [
     ("select --summary made/summary.json --p 1.5 --out new.json", "p is 1.5; want a number above 0"),
     ("select --summary made/summary.json --p 0 --out new.json", "p is 0"),
@@ -223,6 +239,10 @@ BAD = [
     ("train base --config config.json --data rows.jsonl --out base --overwrite", "which is or holds base, that is read"),
     ("train base --config config.json --data rows.jsonl --out new --dtype int8", "dtype is 'int8'"),
     (f"train base --config config.json --data rows.jsonl --out new --prompt x {' '.join(map(str, TRAIN))}", "prompt is 'x'"),
+    ("train base --config config.json --data rows.jsonl --out new --rank 4", "rank is 4, alpha is None, without --lora"),
+    ("train base --config config.json --data rows.jsonl --out new --lora --rank 0", "rank is 0"),
+    ("train base --config config.json --data rows.jsonl --out new --lora --alpha nan", "alpha is nan"),
+    ("train base --config config.json --data rows.jsonl --out new --lora --shared-experts", "shared_experts is True; LoRA is"),
     ("apply base base", "expert_cfg.json, which cannot be read"),
     ("merge base base new", "expert_cfg.json, which cannot be read"),
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from moe_runtime.methods.esft.adapters import (
     sample_weights,
     sampled_experts,
 )
-from moe_runtime.methods.esft.lora import read_lora
+from moe_runtime.methods.esft.lora import check_mask, read_lora
 from moe_runtime.methods.lora import stacks
 from moe_runtime.methods.lora.stacks import MergeReceipt
 from moe_runtime.modules.moe import FLOATS
@@ -79,6 +79,8 @@ def _planned(model: nn.Module, adapter, checkpoint: Checkpoint, check_weights: b
     if adapter.base is not None:
         check_base(adapter.base, described := describe(model), adapter.source)
     plan = stacks.Plan(model, adapter.source, checkpoint) if is_lora else _Plan(model, adapter, checkpoint)
+    if is_lora:
+        check_mask(model, plan.adapter, adapter.selection)
     if adapter.base is not None and check_weights:
         weights = _sample(model, adapter, checkpoint) | _sample_experts(model, adapter, checkpoint)
         check_base(adapter.base, described | {"weights": weights}, adapter.source)

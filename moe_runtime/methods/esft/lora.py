@@ -30,7 +30,7 @@ from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_sel
 from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora
 from moe_runtime.methods.lora.baseline import save_lora as save_peft
-from moe_runtime.methods.lora.stacks import is_peft, read_peft
+from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
 
 RANK, ALPHA = 8, 16.0  # the paper has no LoRA on selected experts; these are methods.lora's
 TRAINING = "moe_runtime_esft_lora"  # attribute of a model: expert_cfg.json
@@ -86,8 +86,8 @@ def _numbers(model: nn.Module) -> int:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of the layer that a matrix of LoRA belongs to: the first in its path, as of routed layers."""
-    return next(int(part) for part in plain_name(name).split(".") if part.isdecimal())
+    """Return the number of the layer that a matrix belongs to, the first in its path, as of routed layers; -1 without one."""
+    return next((int(part) for part in plain_name(name).split(".") if part.isdecimal()), -1)
 
 
 def _by_expert(matrix: torch.Tensor, name: str, num_experts: int) -> torch.Tensor:
@@ -140,27 +140,48 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     """Read the selection and the base of a folder; raises ValueError for an adapter that `save_lora` has not written."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
-    shapes, count, size = (base or {}).get("experts", {}), 0, 0
+    count = size = 0
     for key, tensor in read_tensors(folder).items():
         number = _layer_of(key)
-        E = shapes.get(str(number), {}).get("down_proj", (tensor.numel(),))[0]
-        own = len(selection.experts.get(number, ())) * tensor.numel() // E
+        own = len(selection.experts.get(number, ())) * tensor.numel() // _num_experts(base, number, tensor.numel())
         count, size = count + own, size + own * tensor.element_size()
     return LoraAdapter(selection=selection, base=base, source=str(folder), num_parameters=count, nbytes=size, others={})
+
+
+def _num_experts(base: Mapping[str, Any] | None, number: int, unknown: int) -> int:
+    try:
+        return int(base["experts"][str(number)]["down_proj"][0]) or unknown
+    except (KeyError, TypeError, IndexError, ValueError):
+        return unknown or 1
+
+
+def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelection) -> None:
+    """Raise ValueError if a PEFT adapter of `model` changes more than the experts of `selection`, or the model lacks those."""
+    layers = numbered_layers(model)
+    check_selection(layers, selection)
+    numbers, odd = {experts_path(layer): number for number, layer in layers.items()}, min(adapter.whole, default=None)
+    for name, pair in adapter.pairs.items():
+        ids = selection.experts.get(numbers.get(name.rpartition(".")[0]), ())
+        others = [e for e in range(len(pair.b)) if e not in ids] if pair.is_stack else ...
+        odd = name if odd is None and pair.b[others].any() else odd
+    if odd is not None:
+        raise ValueError(
+            f"{adapter.folder} changes {odd} beyond the experts that its {trained_files.CONFIG} selects; `moe-runtime lora "
+            "export --to merged` merges all of an adapter"
+        )
 
 
 @torch.no_grad()
 def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
     """Return the selected experts with their LoRA in them, W_e + s B_e A_e, as ESFT's own adapter of `model`."""
-    found, pairs, tensors = read_lora(folder), read_peft(folder, model).pairs, {}
-    layers = numbered_layers(model)
-    check_selection(layers, found.selection)
+    found, adapter, tensors, layers = read_lora(folder), read_peft(folder, model), {}, numbered_layers(model)
+    check_mask(model, adapter, found.selection)
     for number, ids in found.selection.experts.items():
         module, path = experts_module(model, layers[number]), experts_path(layers[number])
         layout = layout_of(module)
         for stack in stack_parts(layout):
             for e in ids:
-                row, pair = getattr(module, stack)[e], pairs.get(f"{path}.{stack}")
+                row, pair = getattr(module, stack)[e], adapter.pairs.get(f"{path}.{stack}")
                 row = (
                     row
                     if pair is None

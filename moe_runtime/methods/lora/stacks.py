@@ -98,7 +98,8 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         place = key.removesuffix(HALVES[0])
         name = _parameter_of(model, config, place.removeprefix(PREFIX))
         a, b = tensors.pop(key), tensors.pop(place + HALVES[1], None)
-        if name is None or b is None or not key.startswith(PREFIX) or a.dim() != 2 or b.dim() != 2:
+        fits = b is not None and a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
+        if name is None or name in halves or not fits or not key.startswith(PREFIX):
             odd = odd or key
         halves[name], keys[name] = (a, b), place
     # of a head that has a pair PEFT saves the frozen weight too
@@ -116,8 +117,9 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     pairs = {}
     for name, (a, b) in halves.items():
         shape, flipped = parameters[name].shape, layouts.get(name, False)
-        if name in stacks:
+        if name in stacks and not (a.shape[0] % shape[0] or b.shape[1] % shape[0]):
             a, b = unpack(a, b, shape[0], reverse)
+        if name in stacks:
             shape = (shape[2], shape[1]) if flipped else shape[1:]
         rank, scaling = _rank(config, name)
         if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
@@ -133,11 +135,25 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     odd = [name for name in PLAIN if name not in READ and config.get(name) not in (None, False, "none", [], {})]
     odd += ["peft_type"] * (config.get("peft_type") != "LORA")
     odd += ["init_lora_weights"] * (config.get("init_lora_weights") not in INITIAL)
-    odd += [name for name in ("r", "lora_alpha") if not isinstance(config.get(name), int | float) or config[name] <= 0]
+    odd += [name for name in ("r", "lora_alpha") if not _is_positive(config.get(name))]
+    odd += [name for name in ("rank_pattern", "alpha_pattern") if not _are_patterns(config.get(name) or {})]
+    targets = config.get("target_parameters") or []
+    odd += ["target_parameters"] * (not isinstance(targets, list) or not all(isinstance(name, str) for name in targets))
     if odd:
         raise ValueError(
             f"{odd[0]} in {path} is {shown(config.get(odd[0]))}; expected peft_type 'LORA' with pairs A, B and whole modules"
         )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _are_patterns(values: Any) -> bool:
+    try:
+        return isinstance(values, dict) and all(re.compile(key) and _is_positive(value) for key, value in values.items())
+    except re.error:
+        return False
 
 
 def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:

@@ -45,7 +45,6 @@ def train(model, steps=3, optimizer=torch.optim.AdamW, **settings):
     pytest.param("qwen3_moe", torch.optim.AdamW, {"weight_decay": 0.1}, id="AdamW"),
     pytest.param("gpt_oss", torch.optim.AdamW, {"weight_decay": 0.1}, id="transposed stacks"),
     pytest.param("qwen3_moe", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD"),
-    pytest.param("qwen3_moe", torch.optim.Adagrad, {}, id="Adagrad"),
 ])  # fmt: skip
 def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, settings):
     model, receipt = adapted(family)
@@ -170,6 +169,20 @@ def test_another_base_is_refused(tmp_path):
             call()
     assert not (tmp_path / "out").exists()
     esft.merge(tmp_path / "other", tmp_path / "law", tmp_path / "out", check_weights=False)
+
+
+def test_an_adapter_that_changes_more_than_its_selection_is_refused(tmp_path):
+    model = stock()
+    model.save_pretrained(tmp_path / "base")
+    model, _ = adapted(model=model)
+    start_matrices(model)
+    esft.save_lora(model, tmp_path / "law")
+    esft.ExpertSelection.save(replace(CHOSEN, experts={0: (5,), 1: (7,)}), tmp_path / "law" / "expert_cfg.json")
+    law = tmp_path / "law"
+    for call in (lambda: esft.merge(tmp_path / "base", law, tmp_path / "out"), lambda: esft.apply(stock(), law)):
+        with pytest.raises(ValueError, match="law changes model.layers.0.mlp.experts.* beyond the experts"):
+            call()
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_overflow_is_not_saved(tmp_path):

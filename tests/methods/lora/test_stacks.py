@@ -115,6 +115,9 @@ def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
 @pytest.mark.parametrize("spoil, match", [
     pytest.param(lambda f: change_config(f, use_dora=True), "use_dora in .* is True", id="dora"),
     pytest.param(lambda f: change_config(f, peft_type="LOHA"), "peft_type in .* is 'LOHA'", id="another method"),
+    pytest.param(lambda f: change_config(f, rank_pattern={"(": 3}), "rank_pattern in .* is", id="no regular expression"),
+    pytest.param(lambda f: change_config(f, alpha_pattern={"x": "3"}), "alpha_pattern in .* is", id="text for a number"),
+    pytest.param(lambda f: change_config(f, target_parameters="down_proj"), "target_parameters in .* is 'down_", id="no list"),
     pytest.param(lambda f: change_config(f, r=4), "has rank 3 and 3 .* expected rank 4", id="another rank"),
     pytest.param(lambda f: change_config(f, target_parameters=BOTH[1:]), r"base_layer.lora_A.weight; expected", id="unnamed"),
     pytest.param(lambda f: change_tensors(f, lambda t: t.pop(half(1, which="B"))), half(1), id="half a pair"),
@@ -128,6 +131,12 @@ def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
     pytest.param(
         lambda f: change_tensors(f, lambda t: t.update({half(0): torch.zeros(24, 25)})), "a matrix .*32, 25", id="another size"
     ),
+    pytest.param(
+        lambda f: change_tensors(f, lambda t: t.update({half(0): torch.zeros(25, 24)})), "has rank 25 and 24", id="no rank of 8"
+    ),
+    pytest.param(
+        lambda f: change_tensors(f, lambda t: t.update({half(0): torch.zeros(24, 24, dtype=torch.int8)})), half(0), id="int8"
+    ),
 ])  # fmt: skip
 def test_what_is_not_lora_of_this_model_is_one_error(tmp_path, spoil, match):
     adapted(tmp_path)
@@ -135,6 +144,24 @@ def test_what_is_not_lora_of_this_model_is_one_error(tmp_path, spoil, match):
     with pytest.raises(ValueError, match=match) as error:
         stacks.merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family, version, is_clear", [
+    ("qwen3_moe", "0.21.2", True), ("qwen3_moe", "0.18.0", False), ("gpt_oss", "0.21.2", False),
+])  # fmt: skip
+def test_one_expert_has_a_meaning_in_plain_stacks_of_today_alone(tmp_path, family, version, is_clear):
+    experts_of = {name: 1 for name in ("num_experts", "num_local_experts", "num_experts_per_tok")}
+    made = adapted(tmp_path, family, model=stock(family, **SQUARE[family], **experts_of), parameters=BOTH)
+    change_config(tmp_path, peft_version=version)
+    if is_clear:
+        adapter = read(tmp_path)
+        assert all(torch.allclose(adapter.pairs[name].delta(), change) for name, change in deltas(made).items())
+        return
+    if version == "0.18.0":  # its sizes say otherwise
+        assert not read(tmp_path).is_reversed
+        return
+    with pytest.raises(ValueError, match="experts.* has one expert, for which PEFT"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("version", [None, "0.20.0.dev0", "new"])

@@ -5,6 +5,8 @@ import torch.distributed as dist
 
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
+from moe_runtime.methods.esft import runs
+from moe_runtime.methods.esft.recipe import Tuning
 from tests.methods.esft.test_train import SELECTION, trainer_of
 from tests.support.dist_stages import use_fsdp2
 from tests.support.stock_moe import stock
@@ -59,7 +61,16 @@ def train(out: str) -> None:
     trainer.save_model(f"{out}/last")
 
 
+def train_lora(out: str) -> None:
+    """`esft train --lora` of both ranks, on a base and rows in the folder; the selection is layer 1's experts 5 and 2."""
+    training = Tuning(steps=3, batch_size=4, per_device_batch_size=2, learning_rate=1e-2, save_steps=2, optimizer="sgd")
+    selection = esft.ExpertSelection(experts={1: (5, 2)})
+    runs.train_folder(f"{out}/base", selection, f"{out}/rows.jsonl", f"{out}/law", training, max_length=32, lora=(2, 4.0))
+
+
 def main(out: str, engine: str) -> None:
+    if engine == "lora":
+        return train_lora(out)
     if engine == "fsdp2":
         use_fsdp2()
     train(out)

@@ -17,6 +17,8 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.lora import read_lora
 from moe_runtime.methods.esft.recipe import Tuning
+from tests.support import dist_esft
+from tests.support.dist_launch import launch
 from tests.support.esft_adapter import same
 from tests.support.stock_moe import stock
 
@@ -174,3 +176,17 @@ def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
             train_alone(home, tmp_path / "out", save_steps=2, **LORA | changed)
     train_alone(home, tmp_path / "out", save_steps=2, **LORA)
     assert same(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole")))
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_lora_of_one(home, tmp_path):
+    for name in ("base", "rows.jsonl"):
+        (tmp_path / name).symlink_to(home / name)
+    launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), "lora", seconds=300)
+    selection, settings = esft.ExpertSelection(experts={1: (5, 2)}), {"per_device_batch_size": 4, "optimizer": "sgd"}
+    train_alone(home, tmp_path / "alone", selection=selection, lora=(2, 4.0), **settings)
+    both, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("law", "alone"))
+    assert both.keys() == alone.keys() and read_lora(tmp_path / "law").selection == selection
+    for key, tensor in alone.items():
+        torch.testing.assert_close(both[key], tensor, rtol=1e-3, atol=1e-6)
+    assert any(tensor.any() for key, tensor in both.items() if "lora_B" in key) and not (tmp_path / "law-checkpoints").exists()

@@ -202,6 +202,7 @@ def test_other_weights_if_asked_for(home, tmp_path):
         assert torch.equal(merged.get(name), esft.load_adapter(tmp_path / "adapter").tensors[name])
 
 
+@pytest.mark.slow
 def test_lora_of_the_selected_experts(home, tmp_path):
     files = "--config", home / "config.json", "--data", home / "rows.jsonl"
     steps = *TRAIN, "--steps", 2, "--save-steps", 0

@@ -48,13 +48,18 @@ DEEPSEEK_CHAT = (
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 ESFT_CHAT = DEEPSEEK_CHAT.replace("message['content']", "message['content'] | trim")
-TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT, "esft": ESFT_CHAT}  # that a way to put prompts brings along
+TEMPLATES = {
+    "magicoder": MAGICODER_CHAT,
+    "deepseek": DEEPSEEK_CHAT,
+    "esft": ESFT_CHAT,
+}  # that a way to put prompts brings along
 
 
 def put_prompt(row: Mapping, prompt: str) -> Mapping:
     """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout that does not fit.
 
-    "plain" takes every layout, "magicoder" prompt and completion, "chat" messages too, "deepseek" and "esft" plain text as well.
+    "plain" takes every layout, "magicoder" prompt and completion, "chat" messages too, "deepseek" and "esft" plain text as
+    well.
     """
     check_choice("prompt", prompt, tuple(PROMPTS))
     if prompt == "plain" or (prompt != "magicoder" and chat_of(row)) or (prompt in ("deepseek", "esft") and "text" in row):

@@ -87,6 +87,19 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
         return rows.rename_columns({old: new for old, new in names if old != new})
 
 
+def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .jsonl, .json or .parquet file with all their columns, as they are."""
+    datasets, path = require("datasets"), Path(path)
+    if path.suffix not in BUILDERS or not path.is_file():
+        what = f"ends in {path.suffix!r}" if path.is_file() else "does not exist"
+        raise ValueError(f"The file {path} {what}; pass a .jsonl, .json or .parquet file")
+    with _reading(datasets, path, str(path)):
+        if path.suffix == ".jsonl":
+            yield from (row for _, row in _lines(path))
+        else:
+            yield from datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
+
+
 class BadRow(ValueError):
     """A row that is not of its layout; the text names it."""
 

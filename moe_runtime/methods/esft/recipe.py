@@ -134,7 +134,9 @@ def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) ->
     count = int(share * len(lines))
     parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
     if not all(map(len, parts)):
-        raise ValueError(f"The data fill {len(lines)} lines, of which {share:.0%} train and the others validate; pass more data")
+        raise ValueError(
+            f"The data fill {len(lines)} lines, of which {share:.0%} train and the others validate; pass more data"
+        )
     return tuple(parts)
 
 

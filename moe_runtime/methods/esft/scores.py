@@ -253,7 +253,9 @@ def sample_batches(
     return padded_batches([sample for sample in samples if sample][rank::ranks], batch_size)
 
 
-def released_sample(count: int, tokens: Callable[[int], int], n_tokens: int = TOKENS, part: tuple[int, int] = (0, 1)) -> list[int]:
+def released_sample(
+    count: int, tokens: Callable[[int], int], n_tokens: int = TOKENS, part: tuple[int, int] = (0, 1)
+) -> list[int]:
     """Return which of `count` rows the released script scores on the process `part` = (rank, ranks), in its order.
 
     Whole rows, in an order drawn by SEED, of which each process takes every ranks-th until it has its share of `n_tokens`;

@@ -39,8 +39,8 @@ def test_turns_are_stripped_and_encoded_apart(tokenizer, name):
         text = f"User: {one['content'].strip()}\n\nAssistant:" if is_user else f" {one['content'].strip()}"
         parts.append(tokenizer.encode(text, add_special_tokens=False) + ([] if is_user else [tokenizer.eos_token_id]))
         known.append(not is_user and not one.get("mask"))
-    assert ids == sum(parts, [])
-    assert labels == sum(([i if keep else -100 for i in part] for part, keep in zip(parts, known, strict=True)), [])
+    assert ids == [i for part in parts for i in part]
+    assert labels == [i if keep else -100 for part, keep in zip(parts, known, strict=True) for i in part]
     assert data.encode(tokenizer, {"messages": CHATS[name]}, "esft", "all") == (ids, ids)
     pair = {"prompt": " 1 and 2\n", "completion": "3\n\n"}
     assert name != "one answer" or data.encode(tokenizer, pair, "esft") == (ids, labels)
@@ -56,7 +56,9 @@ def test_other_turns_are_refused(tokenizer, chat):
 
 def test_keys_of_later_turns_are_read(tmp_path):
     """`datasets` takes its types from the first thousand examples."""
-    rows = [{"messages": [turn("user", "1"), turn("assistant", "2", **({"mask": 1} if i == 1500 else {}))]} for i in range(1501)]
+    rows = [
+        {"messages": [turn("user", "1"), turn("assistant", "2", **({"mask": 1} if i == 1500 else {}))]} for i in range(1501)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = data.read_rows(tmp_path / "rows.jsonl")
     assert [read[0], read[1500]] == [rows[0], rows[1500]]

@@ -46,8 +46,12 @@ for part in "${parts[@]}"; do
     plan_of "$part" >/dev/null || { echo "PART is $part. Choose from first, second, third, tests, ops, tune, bench, cuda, sanitize, goals." >&2; exit 2; }
 done
 
-# all times are milliseconds since the start; a second of a plan is shorter where LIMIT is
-now() { local t=${EPOCHREALTIME/[.,]/}; echo $((t / 1000 - began)); }
+# all times are milliseconds since the start; a second of a plan is shorter where LIMIT is. CLOCK is a dry run's file of them
+now() {
+    local t=${EPOCHREALTIME/[.,]/}
+    [ -z "${CLOCK:-}" ] || { read -r t <"$CLOCK" && t=${t}000; }
+    echo $((10#$t / 1000 - began))
+}
 began=0
 began=$(now)
 limit=$((${LIMIT:-570} * 1000))

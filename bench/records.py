@@ -89,6 +89,18 @@ class Records:
             self.write(name, skipped=public(why))
 
 
+class Written(Records):
+    """Ends pytest where its file cannot be written: an error in a hook of pytest's would come with pages of its own."""
+
+    def write(self, name: str, **what) -> None:
+        import pytest
+
+        try:
+            super().write(name, **what)
+        except OSError as error:
+            pytest.exit(f"{error} (errno {error.errno})", returncode=UNWRITTEN)
+
+
 def benchmarks(path: str | Path) -> list[dict]:
     """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines, under its name of today."""
     return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in _benchmarks(Path(path))]

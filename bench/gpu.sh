@@ -20,6 +20,7 @@
 # Needs torch with CUDA, triton, pytest, pytest-benchmark; transformers, pytest-xdist, pytest-timeout, ncu, nvcc with g++, and
 # compute-sanitizer are used where they are there. COMMIT is what the results are of (by default, git's HEAD).
 # Also: WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
+# Without a GPU: python -m tests.support.dry_run FOLDER [PART ...], with real processes, a fake GPU and a fake clock.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

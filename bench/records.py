@@ -60,6 +60,11 @@ class Records:
         """Return the benchmarks that need not run again."""
         return {line["name"] for line in self.lines() if STATES & line.keys()}
 
+    def measured_with(self, tiles: str) -> set[str]:
+        """Return the benchmarks whose last results are of these launch configs."""
+        last = {line["name"]: line.get("extra_info", {}) for line in self.lines() if STATES & line.keys()}
+        return {name for name, info in last.items() if info.get("tiles") == tiles}
+
     def planned(self) -> int:
         """Return how many benchmarks the last run had before it when it began."""
         return next((line["planned"] for line in reversed(self.lines()) if "planned" in line), 0)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from moe_runtime import backends
-from moe_runtime.bench import device_check, machine, report, shapes
-from moe_runtime.bench.records import Records
+from moe_runtime.bench import device_check, goals, machine, report, shapes
+from moe_runtime.bench.records import LOST, Records
 from moe_runtime.config import LAYERS, Layer
 from tests.support import dry_run, outcomes
 
@@ -138,7 +138,9 @@ def test_processes_that_die_are_restarted(start, tmp_path):
         first, second = (line for line in calls(tmp_path) if word in line)
         assert "--restarted" in second and "--restarted" not in first
     assert sum("moe_runtime tune" in line for line in calls(tmp_path)) == 2
-    assert len((tmp_path / "out" / "gpu.jsonl").read_text().splitlines()) == 1 + 4 + 4 + 3  # device, and what began and ended; thrice it did not end
+    assert (
+        len((tmp_path / "out" / "gpu.jsonl").read_text().splitlines()) == 1 + 4 + 4 + 3
+    )  # device, and what began and ended; thrice it did not end
 
 
 @pytest.mark.parametrize(
@@ -320,3 +322,81 @@ def test_a_lost_context_ends_the_process(monkeypatch):
     plugin.pytest_runtest_logfinish()
     plugin.pytest_runtest_logfinish()  # of a test that passed
     assert codes == [outcomes.LOST]
+
+
+def test_every_goal_of_a_gpu_has_a_step_that_measures_it(tmp_path):
+    """As collected where torch says that there is a GPU."""
+    env = dry_run.environment(tmp_path, sys.executable) | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
+    files = re.findall(r"bench/bench_\w+\.py(?! --shapes)", SCRIPT.read_text())
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *dict.fromkeys(files)]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-3000:]
+    collected = [line.rpartition("::")[2] for line in found.stdout.splitlines() if "::" in line]
+    wanted = {name for goal in goals.GOALS for name in goal.benchmarks}
+    assert wanted <= set(collected), f"no step measures {sorted(wanted - set(collected))}"
+    first = [line for line in found.stdout.splitlines() if "::" in line][: len(wanted)]
+    assert {line.rpartition("::")[2] for line in first} == wanted  # before all others
+
+
+# where each fault hits `first`, and what the file says of it
+FAULTS = {
+    "few_rows_and_many[5]=segv": "crashed while running", "bench_forward[OLMoE-16384=lost": "illegal memory access",
+    "bench_forward_backward[OLMoE-16384=segv": "the process died", "bench_forward[Qwen3-30B-A3B-4096=oom": "does not fit",
+    "tune up=segv": None, "Mixtral-8x7B-16384-dispatch=hang": None,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_first_with_real_processes_and_all_that_may_go_wrong(tmp_path):
+    """Packages that the GPU machine lacks are hidden; a segfault, a lost context, no memory and a hang cost only themselves."""
+    env = dry_run.environment(tmp_path, sys.executable, " ".join(FAULTS), "datasets trl accelerate peft")
+    status, said = dry_run.run(["first"], env)
+    assert status != 0 and dry_run.elapsed(env) <= 570, said[-3000:]
+    steps = dict(re.findall(r"^(\w+): exit status (\d+)", said, re.MULTILINE))
+    assert steps["check"] == steps["ops_check"] == steps["counters"] == steps["report"] == "0", said[-3000:]
+    assert len(list((tmp_path / "out").iterdir())) <= 8
+    lines = [json.loads(line) for line in (tmp_path / "out" / "gpu.jsonl").read_text().splitlines()]
+    for fault, says in FAULTS.items():
+        name = fault.partition("=")[0]
+        if says:
+            about = [line for line in lines if name in line["name"]]
+            texts = [str(line[key]) for line in about for key in ("why", "failed", "skipped") if key in line]
+            assert any(says in text for text in texts), (fault, texts)
+    measured = [line for line in lines if "extra_info" in line]
+    assert {line["extra_info"]["commit"] for line in measured} == {COMMIT}
+    # 8 shapes forward and backward, but for the three of FAULTS
+    layers = [line["name"] for line in measured if line["name"].startswith(("bench_forward[", "bench_forward_backward["))]
+    assert len(layers) == len(set(layers)) == 13
+    passed = [line["name"] for line in lines if line.get("outcome") == "passed"]
+    assert len(passed) == len(set(passed)) > 20
+    tuned = json.loads((tmp_path / "out" / "gpu-tiles.json").read_text())["devices"]["NVIDIA H200"]
+    assert tuned["broken"] and tuned["tiles"] and all(entry["commit"] == COMMIT for entry in tuned["tiles"].values())
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_taken_back_and_the_call_after_it(tmp_path):
+    env = dry_run.environment(tmp_path, sys.executable, "bench_forward_backward[OLMoE-4096=taken") | {"ARGS": "-k OLMoE-4096"}
+    results = tmp_path / "out" / "gpu.jsonl"
+    status, said = dry_run.run(["bench"], env)
+    assert status == -9 and "bench_forward[OLMoE-4096-bf16]" in results.read_text(), said[-3000:]
+    status, said = dry_run.run(["bench"], env)
+    assert status == 0, said[-3000:]
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    measured = [line["name"] for line in lines if "extra_info" in line]
+    assert len(measured) == len(set(measured)) and "bench_forward_backward[OLMoE-4096-bf16]" in measured
+
+
+@pytest.mark.slow
+def test_a_context_that_a_benchmark_loses_outside_of_its_timing_ends_the_process(tmp_path):
+    env = dry_run.environment(tmp_path, sys.executable, "bench_route[OLMoE=lost") | {
+        "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"
+    }
+    results = tmp_path / "r.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", str(results), "--seconds", "0"]
+    command += ["bench/bench_routing.py", "-k", "OLMoE or Mixtral"]
+    statuses = [subprocess.run(command, cwd=ROOT, env=env, capture_output=True).returncode for _ in range(3)]
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert statuses == [LOST, LOST, 5] and [line["name"] for line in lines if "failed" in line] == [
+        "bench_route[OLMoE-forward]", "bench_route[OLMoE-backward]",
+    ]  # fmt: skip
+    assert sum("extra_info" in line for line in lines) == 2

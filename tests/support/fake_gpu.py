@@ -1,8 +1,9 @@
-"""An H200 that is none, and a clock that stands still until somebody works: what `tests.support.dry_run` puts into its processes.
+"""A fake H200, and a clock that stands still until somebody works: what `tests.support.dry_run` puts into its processes.
 
 CUDA tensors lie on the CPU, kernels run in Triton's interpreter at small sizes, and times are drawn at random. Tests are
 collected as on a GPU and not run: their twins are the CPU suite. `at(name)` stands where a GPU would work: it costs time, and
-FAULTS says what happens there, WORD=KIND with spaces between: what has WORD in its name
+FAULTS says what happens there, WORD=KIND with spaces between: what has WORD in its
+name, with _ for spaces
 
     segv   dies by a signal      lost   breaks the CUDA context, and every later call fails in this process
     hang   never ends            oom    finds no memory          taken   ends everything, once: the machine is taken back
@@ -16,7 +17,7 @@ import os
 import queue  # noqa: F401  with threading and subprocess: they keep the real clock
 import random
 import signal
-import subprocess
+import subprocess  # noqa: F401
 import sys
 import threading  # noqa: F401
 import time
@@ -57,7 +58,7 @@ def at(name: str, ms: int) -> None:
     """Work for so long on what has this name, or meet its fault."""
     for fault in os.environ.get("FAULTS", "").split():
         word, _, kind = fault.rpartition("=")
-        if word not in name:
+        if word not in name.replace(" ", "_"):
             continue
         if kind == "taken":
             mark = Path(f"{os.environ['CLOCK']}.taken")
@@ -197,7 +198,8 @@ def _fake_check(cases) -> None:
 
 AFTER = {
     "torch": _fake_cuda, "moe_runtime.backends": _fake_backends, "moe_runtime.tools.tune": _fake_timing,
-    "moe_runtime.bench.machine": _fake_machine, "moe_runtime.bench.ceilings": _fake_ceilings, "moe_runtime.tools.check_cases": _fake_check,
+    "moe_runtime.bench.machine": _fake_machine, "moe_runtime.bench.ceilings": _fake_ceilings,
+    "moe_runtime.tools.check_cases": _fake_check,
 }  # fmt: skip
 
 
@@ -223,7 +225,6 @@ def install() -> None:
     else:
         os.environ["TRITON_INTERPRET"] = "1"
     sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = _Finder()
-    subprocess.TimeoutExpired  # imported above, before the clock changes
     time.monotonic = lambda: now() / 1000
 
 

@@ -343,7 +343,7 @@ FAULTS = {
     "few_rows_and_many[5]=segv": "crashed while running", "bench_forward[OLMoE-16384=lost": "illegal memory access",
     "bench_forward_backward[OLMoE-16384=segv": "the process died", "bench_forward[Qwen3-30B-A3B-4096=oom": "does not fit",
     "dx|90|bfloat16|2048|1536|1024|False_256x128x64,_8_warps,_3_stages,_TMA=segv": None,
-    "Mixtral-8x7B-16384-dispatch=hang": None,
+    "Mixtral-8x7B-16384-dispatch=hang": "the process died",
 }  # fmt: skip
 
 

@@ -62,8 +62,8 @@ sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """
 # the program behind their options really runs
 PROGRAM = """#!/usr/bin/env bash
-echo "${0##*/} $*"
 case "${0##*/}" in nvidia-smi) echo 9.0; exit ;; esac
+echo "${0##*/} $*"
 while [ $# -gt 0 ] && [ "$1" != "$PYTHON" ]; do
     [ "$1" != --log-file ] || echo '"ID","Kernel Name"' >"$2"
     shift

@@ -54,8 +54,8 @@ def wait(why: str) -> None:
         time.sleep(0.02)
 
 
-def at(name: str, ms: int) -> None:
-    """Work for so long on what has this name, or meet its fault."""
+def at(name: str, ms: int, patience: float = 0) -> None:
+    """Work for so long on what has this name, or meet its fault; a hang ends after the seconds that pytest-timeout has."""
     for fault in os.environ.get("FAULTS", "").split():
         word, _, kind = fault.rpartition("=")
         if word not in name.replace(" ", "_"):
@@ -70,6 +70,9 @@ def at(name: str, ms: int) -> None:
         if kind == "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
         if kind == "hang":
+            if patience:
+                spend(int(patience * 1000))
+                os._exit(1)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             wait("hang")
         setattr(_state, kind, True)
@@ -247,7 +250,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    at(pyfuncitem.nodeid, TEST if _state.tests else BENCHMARK)
+    at(pyfuncitem.nodeid, TEST if _state.tests else BENCHMARK, pyfuncitem.config.getoption("timeout", None) or 0)
     if _state.tests:
         alive()
         return True

@@ -114,7 +114,7 @@ again() {
     for _ in 1 2 3 4 5 6; do
         budget=$(((deadline - $(now)) * 8 / 10))
         [ $budget -gt 0 ] || break
-        patience=$((budget * 5 / 8 < 200000 ? budget * 5 / 8 : 200000))
+        patience=$((budget * 5 / 8 < 120000 ? budget * 5 / 8 : 120000))
         words=("${@/#BUDGET/$(seconds $budget)}")
         run "${words[@]/#PATIENCE/$(seconds $patience)}" "${more[@]}"
         status=$?

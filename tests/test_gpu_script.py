@@ -149,6 +149,7 @@ def test_processes_that_die_are_restarted(start, tmp_path):
         pytest.param("first", "test_moe_mlp:1 bench_layer:1", 1, "report: exit status 0", id="a-failure-ends-no-part"),
         pytest.param("first", "device_check:77", 1, "no GPU", id="without-a-gpu-nothing-else-is-tried"),
         pytest.param("first", "test_moe_mlp:98", 98, "results cannot be written", id="nothing-runs-whose-results-are-lost"),
+        pytest.param("first", "test_repeats:5", 0, "repeats: exit status 0", id="nothing-was-left-to-run"),
         pytest.param("fourth", "", 2, "Choose from first", id="no-such-part"),
     ],
 )

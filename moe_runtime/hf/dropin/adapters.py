@@ -55,7 +55,7 @@ def _activating(stock):
                 "update; expected two experts or more"
             )
         found = [
-            Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+            Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], self.num_experts)
             for name in active_adapters or () if name in self.lora_A
         ]  # fmt: skip
         if not found:
@@ -103,6 +103,15 @@ def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
     return found
 
 
+def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
+    """Return A and B of every adapter of an expert stack, in the order of the model's modules."""
+    layer, found = sys.modules.get(LAYER), []
+    for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
+        if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
+            found += [half[name].weight for name in module.lora_A for half in (module.lora_A, module.lora_B)]
+    return found
+
+
 def check_adapters(model: nn.Module) -> None:
     """Raise ValueError for adapters that would compute something else than was asked for; warn of what PEFT ignores.
 
@@ -141,10 +150,11 @@ def check_adapters(model: nn.Module) -> None:
 def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, stacks) -> None:
     """Say that an adapter that names the experts' projections does not reach them."""
     targets = getattr(config, "target_modules", None) or ()
-    named = targets == "all-linear" or any(str(name).endswith(("gate_proj", "up_proj", "down_proj")) for name in targets)
+    targets = [targets] if isinstance(targets, str) else targets
+    named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
     if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
         warnings.warn(
-            f"adapter {adapter!r} has target_modules={targets!r}, which does not reach this model's expert stacks: they get no "
-            "adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
+            f"adapter {adapter!r} has target_modules {sorted(named)}, which do not reach this model's expert stacks: they "
+            "get no adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
             stacklevel=4,
         )

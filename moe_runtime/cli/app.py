@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime import __version__
-from moe_runtime.cli import esft, tables, tools, ultrafuser, upit, xft
+from moe_runtime.cli import esft, evaluate, tables, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, group, one_gpu, option, recipes, verb
 from moe_runtime.io.rows import require
 
@@ -79,6 +79,6 @@ def train(context: typer.Context):
     return {"path": train_command(context.args)}
 
 
-app.registered_commands += tools.app.registered_commands
-for part in (xft, esft, upit, ultrafuser, tables):
-    app.add_typer(part.app)
+app.registered_commands += evaluate.app.registered_commands + tools.app.registered_commands
+for part in (xft.app, esft.app, upit.app, ultrafuser.app, tables.app, evaluate.data):
+    app.add_typer(part)

@@ -202,7 +202,7 @@ class RecordedLM:
         longest, lm = max(one.args[1].get("max_gen_toks", 256) for one in requests), self._lm
         if longest >= lm.max_length:
             raise ValueError(
-                f"answers have {longest} tokens, model {self.model.name!r} {lm.max_length} positions; pass a smaller --max-new-tokens"
+                f"answers have {longest} tokens, model {self.model.name!r} {lm.max_length} positions; lower --max-new-tokens"
             )
         self.truncated += sum(len(lm.tok_encode(one.args[0])) > lm.max_length - longest for one in requests)
 
@@ -316,7 +316,7 @@ class FusedLM:
         """Return the log probability of each text, in windows of `max_length` with as much context as fits."""
         utils, rows = require("lm_eval.utils", "eval"), []
         for i, (text,) in enumerate(one.args for one in requests):
-            ids = self.fuser.encoder.answer(text, end=False)
+            ids = self.fuser.encoder.tokenizer.encode(text)  # as lm-eval: with the tokenizer's own BOS
             windows = utils.get_rolling_token_windows(ids, self._first(), self.max_length, 1)
             for context, continuation in map(utils.make_disjoint_window, windows):
                 rows.append((i, [context] * len(self.fuser.names), continuation, len(continuation)))

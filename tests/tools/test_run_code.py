@@ -69,6 +69,7 @@ def test_harmful_programs_fail(verdicts, name):
     assert not verdicts[name].passed and HARMFUL[name][1] in verdicts[name].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
 def test_an_interruption_leaves_no_program_behind(stop):
     script = """\

@@ -21,7 +21,9 @@ import torch
 from moe_runtime.config import check_choice, one_line
 from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin.experts import patch
+from moe_runtime.hf.models.folders import read_config
 from moe_runtime.hf.training import ranks
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import is_plain_name, read_json
 from moe_runtime.io.prompts import PROMPTS, TEMPLATES
 from moe_runtime.io.rows import require
@@ -101,6 +103,9 @@ def tokenizer_of(model: Model, prompt: str):
     """
     check_choice("prompt", prompt, tuple(PROMPTS))
     place = model.folder
+    if model.kind != "fused" and os.path.isdir(model.base or place):
+        with Checkpoint(model.base or place):
+            read_config(model.base or place)  # names what is wrong with the folder
     if model.kind in ("esft", "peft") and not Path(place, "tokenizer_config.json").is_file():
         place = model.base
     if model.kind == "fused":

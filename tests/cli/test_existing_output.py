@@ -28,6 +28,7 @@ ALL = VERBS | {
     "xft import-official": _verb("xft import-official {in}/of-export out"),
     "upit assemble": _verb("upit assemble {in}/upit/saved/step-1 {in}/upit/saved/step-2 --out out"),
     "upit export": _verb("upit export {in}/of-assemble out"),
+    "ultrafuser generate": _verb("ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"),
     "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
     "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
 }
@@ -37,6 +38,7 @@ CHANGES = SHARDS | {
     "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
     "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
     "eval": ("--dtype", "bfloat16"), "data smollm2": ("--dtype", "float32"),
+    "ultrafuser generate": ("--max-new-tokens", "3"),
 }  # fmt: skip
 LONG = {"demo", "paper", "run", "ultrafuser train", "train", "upit init-routers", "esft train"}  # seconds each
 # what `before` of a verb replaces
@@ -71,7 +73,7 @@ def given(tmp_path_factory):
     patch.setattr(sys, "argv", ["", str(folder)])
     inputs.make()
     patch.undo()
-    for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"])):
+    for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"]), ("fuse", ALL["ultrafuser fuse"])):
         argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
         assert CliRunner().invoke(app, argv).exit_code == 0
     return folder
@@ -136,7 +138,7 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
 
 
 def test_every_verb_has_a_line_and_the_options_that_it_names():
-    silent = {"upit choose", "esft apply", "ultrafuser generate", "doctor"}
+    silent = {"upit choose", "esft apply", "doctor"}
     named = {"paper" if words[0] == "paper" else " ".join(words): command for words, command in TREE.items()}
     assert {name for name, *_ in LINES} == set(named) - silent and len(LINES) == len(named) - len(silent)
     assert all(f"`{name}`" in PAGE for name in silent)

@@ -36,7 +36,6 @@ ELSEWHERE = {
     ("docs/ultrafuser.md", "python"): (3, "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run"),
     ("docs/recipes.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs"),
     ("docs/recipes.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/evaluation.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_samples_of_the_docs"),
     ("docs/evaluation.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml"),
 }
 # of those pages, the blocks that are run here

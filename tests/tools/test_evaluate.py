@@ -38,7 +38,11 @@ def write(path, rows):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Every kind of folder, made once."""
-    home = tmp_path_factory.mktemp("evaluate")
+    return make_folders(tmp_path_factory.mktemp("evaluate"))
+
+
+def make_folders(home):
+    """Write every kind of folder that can be evaluated."""
     made = {"dense": tiny.dense(**SIZES), "moe": tiny.upcycled(changes=SIZES), "mixtral": stock("mixtral", **SIZES)}
     made["lora-moe"] = tiny.dense(**SIZES)
     lora.to_lora_moe(made["lora-moe"], lora.lora_config(made["lora-moe"], num_experts=3, top_k=1), rank=2)

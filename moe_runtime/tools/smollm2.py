@@ -46,8 +46,11 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     transformers.logging.set_verbosity_error()
     try:
         with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):  # a bar of its own for each step
-            read = AutoModelForCausalLM.from_pretrained(place, gguf_file=FILE, dtype=getattr(torch, dtype), **packed)
-            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=FILE)
+            given = {"gguf_file": FILE}
+            read = AutoModelForCausalLM.from_pretrained(
+                place, dtype=getattr(torch, dtype), trust_remote_code=False, **given, **packed
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **given)
     except Exception as error:  # the reader raises what a damaged file makes of it
         raise ValueError(f"{place / FILE} cannot be read: {one_line(error, 300)}; {INSTALL}") from error
     finally:

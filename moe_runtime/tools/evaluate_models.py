@@ -158,8 +158,9 @@ class RecordedLM:
             return FUSED + json.dumps(chat)
         if self.prompt == "plain":
             turns = [turn["content"] for turn in chat]
-            ends = ["\n" if turn["role"] == "user" else "\n\n" for turn in chat] if len(turns) > 1 else [""]
-            return (self.tokenizer.bos_token or "") + "".join(text + end for text, end in zip(turns, ends))
+            if len(turns) > 1:  # examples: an answer begins a line, a blank line follows it
+                turns = [text.rstrip("\n") + ("\n" if i % 2 == 0 else "\n\n") for i, text in enumerate(turns)]
+            return (self.tokenizer.bos_token or "") + "".join(turns)
         more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return self.tokenizer.apply_chat_template(chat, tokenize=False, **more)

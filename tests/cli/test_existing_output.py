@@ -40,7 +40,17 @@ CHANGES = SHARDS | {
     "eval": ("--dtype", "bfloat16"), "data smollm2": ("--dtype", "float32"),
     "ultrafuser generate": ("--max-new-tokens", "3"),
 }  # fmt: skip
-LONG = {"demo", "paper", "run", "ultrafuser train", "train", "upit init-routers", "esft train"}  # seconds each
+LONG = {
+    "demo",
+    "paper",
+    "run",
+    "ultrafuser train",
+    "train",
+    "upit init-routers",
+    "esft train",
+    "eval",
+    "data smollm2",
+}  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
     "demo": {"moe_runtime.experiments.corpora": ["standard_library_files"], "moe_runtime.methods.xft.demo": ["load_recipe"]},

@@ -89,7 +89,7 @@ def weights(monkeypatch):
     return install()
 
 
-@pytest.mark.parametrize("dtype", smollm2.DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("float32", "float16"))])
 def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
     receipt = smollm2.write_smollm2(tmp_path / "out", dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -105,6 +105,7 @@ def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
     assert words.convert_ids_to_tokens(chat) == ["<|im_start|>", "ab", "Ġ", "c", "<|im_end|>"]
 
 
+@pytest.mark.slow
 def test_it_is_upcycled(weights, tmp_path):
     smollm2.write_smollm2(tmp_path / "out", dtype="float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -146,12 +146,55 @@ void peak(const Peak& p, int64_t begin, int64_t end) {
     }
 }
 
+#if defined(__AMX_BF16__)
+// six sums of 16 x 16, each twice a step
+void peak_tiled(const Peak& p, int64_t begin, int64_t end) {
+    bf16 scale[LANES], shift[LANES], a[TILE_SIZE], b[TILE_SIZE];
+    store(scale, all(p.scale)), store(shift, all(p.shift));
+    for (int64_t n = 0; n < TILE_SIZE; n++) a[n] = *scale, b[n] = *shift;
+    const Configured configured;
+    _tile_loadd(6, a, 64);
+    _tile_loadd(7, b, 64);
+    for (int64_t r = begin; r < end; r++) {
+        alignas(64) float sums[TILE * TILE];
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_zero(4);
+        _tile_zero(5);
+        for (int64_t s = 0; s < 2 * p.steps; s++) {
+            _tile_dpbf16ps(0, 6, 7);
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_dpbf16ps(3, 6, 7);
+            _tile_dpbf16ps(4, 6, 7);
+            _tile_dpbf16ps(5, 6, 7);
+        }
+        _tile_stored(0, sums, 64);
+        p.sink[r] = sums[0];
+    }
+}
+#endif
+
 template <class T>
 constexpr int64_t PEAK_FLOPS = 2 * LANES * Step<T>::DEPTH;
 
 }  // namespace
 
 namespace moert {
+#if defined(__AMX_BF16__)
+// but for the products of bfloat16, that without matrix tiles
+extern const Kernels MOERT_SET = [] {
+    Kernels kernels = avx512_bf16;
+    kernels.experts_up[1] = experts_up<bf16>;
+    kernels.experts_down[1] = experts_down<bf16>;
+    kernels.peak[1] = peak_tiled;
+    kernels.peak_flops[1] = 2 * TILE * TILE * ELEMENTS;
+    kernels.tiled[1] = true;
+    return kernels;
+}();
+#else
 extern const Kernels MOERT_SET = {
     {activate<float>, activate<bf16>},
     {activate_backward<float>, activate_backward<bf16>},
@@ -162,5 +205,7 @@ extern const Kernels MOERT_SET = {
     {merge_gradient<float>, merge_gradient<bf16>},
     {peak<float>, peak<bf16>},
     {PEAK_FLOPS<float>, PEAK_FLOPS<bf16>},
+    {false, false},
 };
+#endif
 }

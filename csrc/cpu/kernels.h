@@ -35,12 +35,23 @@ struct Combine {
     void* out;
 };
 
-// Rows of one expert.
+// Rows of one expert; those of h are from `at` on.
 struct Piece {
-    int32_t expert, begin, end;
+    int32_t expert, begin, end, at;
 };
 
-// Units of `up` are (piece, block of COLUMNS columns of h); of `down` (part of the tokens, block of a panel's columns of out).
+// How matrix tiles divide the work: a block of weights meets rows that stay in the second cache.
+struct Tiled {
+    static constexpr int64_t FROM = 4;  // rows of an expert
+    static constexpr int64_t BLOCK = 32, COLUMNS = 128;  // rows of a block; columns of out of a unit
+    static constexpr int64_t BYTES = 1 << 20;  // of x, and of the sums of out
+    static int64_t rows(int64_t length) {
+        const int64_t fit = BYTES / (2 * (length + 1)) / BLOCK * BLOCK;
+        return fit < 128 ? 128 : fit > 512 ? 512 : fit;
+    }
+};
+
+// Units of `up` are (piece, block of up_columns of h); of `down` (part of the tokens, block of down_columns of out).
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64;
     static constexpr int64_t PIECE = 1024;  // rows; so many, and who lays out the weights anew for each piece loses nothing
@@ -51,6 +62,7 @@ struct Experts {
     const int32_t* row_slot;
     const Piece* pieces;
     int64_t n_pieces, T, H, I, K, first_row, token_parts;
+    int64_t up_columns, down_columns;
     int64_t sums_at;  // floats of a thread's panel before the sums of `down`
     void *h, *z, *out;  // z may be null; h and out may
 };
@@ -94,11 +106,12 @@ struct Kernels {
     void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);
     void (*peak[2])(const Peak&, int64_t begin, int64_t end);
     int64_t peak_flops[2];  // of one step of one sum
+    bool tiled[2];
 };
 
 extern const Kernels generic;
 #ifdef __x86_64__
-extern const Kernels avx2, avx512, avx512_bf16;
+extern const Kernels avx2, avx512, avx512_bf16, amx;
 #endif
 
 }  // namespace moert

@@ -40,7 +40,8 @@ _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 # the table of kernels.h that kernels.cpp becomes, and the flags that make it; the library picks one when it is loaded
 CPU_SETS = {"generic": ()}
-X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+_BF16 = (*_AVX512, "-mavx512bf16")
+X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _BF16, "amx": (*_BF16, "-mamx-tile", "-mamx-bf16")}
 # what the CPU sources need beyond C++17: vectors that convert, and selection by element
 PROBE = """
 typedef float f4 __attribute__((vector_size(16)));

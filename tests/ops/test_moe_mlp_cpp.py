@@ -20,7 +20,7 @@ from tests.support import cpu_build, layouts
 from tests.support.oracle import make_case, moe_eager, moe_mismatches, run
 
 FLOATS = [torch.float32, torch.bfloat16]
-VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
+VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 @pytest.fixture(autouse=True)

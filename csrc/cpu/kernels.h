@@ -47,7 +47,7 @@ struct Tiled {
     static constexpr int64_t BYTES = 1 << 20;  // of x, and of the sums of out
     static int64_t rows(int64_t length) {
         const int64_t fit = BYTES / (2 * (length + 1)) / BLOCK * BLOCK;
-        return fit < 128 ? 128 : fit > 512 ? 512 : fit;
+        return fit < 128 ? 128 : fit > 256 ? 256 : fit;
     }
 };
 

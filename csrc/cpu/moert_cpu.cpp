@@ -205,10 +205,7 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     const int64_t parts = token_parts(T, units, E, K, tiled ? blocks(T * columns * 4, Tiled::BYTES) : 1, threads);
     const int64_t longest = (H > I ? H : I) + 31;  // a bfloat16 vector more
     int64_t up = longest * Experts::PANEL * 4, down = up;
-    if (tiled) {  // x or, of h, nothing; weights; sums of products
-        up = (piece + Tiled::BLOCK) * (H + 31) * 2 + piece * Tiled::BLOCK * 4;
-        down = columns * (I + 31) * 2 + Tiled::rows(I) * Tiled::BLOCK * 4;
-    }
+    if (tiled) up = (piece + Tiled::BLOCK) * (H + 31) * 2, down = columns * (I + 31) * 2;  // x and weights, or weights
     up = aligned(up), down = aligned(down);
     const int64_t with_sums = down + blocks(T, parts) * columns * 4, downs = parts * units;
     const int64_t ups = threads * up, all = (downs < threads ? downs : threads) * with_sums;

@@ -16,7 +16,11 @@ from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
 # rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
-FEW = {"avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY}, "avx512": {torch.float32: ANY, torch.bfloat16: 16}}
+FEW = {
+    "amx": {torch.float32: ANY, torch.bfloat16: ANY},
+    "avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY},
+    "avx512": {torch.float32: ANY, torch.bfloat16: 16},
+}
 # where one call reads the weights once and that decides
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
@@ -116,9 +120,10 @@ def _in_one_call(experts: Experts, most: int) -> bool:
 
 
 def _few_rows(dtype: torch.dtype) -> int:
-    # a CPU with matrix tiles multiplies bfloat16 faster than vectors do
-    tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
+    variant = cpp.library().variant
+    # with a CPU's matrix tiles torch multiplies bfloat16 faster than a library that was built without them
+    tiles = dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported()
+    return (FEW_ELSEWHERE if tiles else FEW.get(variant, FEW_ELSEWHERE))[dtype]
 
 
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:

@@ -20,18 +20,10 @@ inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_
 // `columns` rows of w, from vector `at` of a panel on, if the rows that they meet are so many that it pays
 template <class T>
 inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
-#if defined(__AVX512F__)
     for (int64_t n = 0; n < columns; n += LANES) pack(w + n * stride, stride, lanes(columns - n), length, panel + n);
-#endif
 }
 
-inline bool many(int64_t rows) {
-#if defined(__AVX512F__)
-    return rows >= PACK_FROM;
-#else
-    return false;
-#endif
-}
+inline bool many(int64_t rows) { return LANES > 4 && rows >= PACK_FROM; }
 
 // rows of h [.., I], and of z where it is kept, from those of gate and up
 template <class T, int ACT>
@@ -71,9 +63,7 @@ void experts_up_act(const Experts& f, int64_t unit, float* panel) {
         const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
         const T* x[Experts::ROWS];
         for (int64_t m = 0; m < rows; m++) x[m] = (const T*)f.x + f.row_slot[r + m] / f.K * f.H;
-#if defined(__AVX512F__)
-        if (packed) form ? packed_rows<T, 4>(x, rows, panel, f.H, gate) : packed_rows<T, 2>(x, rows, panel, f.H, gate);
-#endif
+        if (packed) form ? packed_rows<T, PANEL>(x, rows, panel, f.H, gate) : packed_rows<T, C>(x, rows, panel, f.H, gate);
         if (!packed) dots(x, rows, w, stride, columns, f.H, gate);
         if (!packed && form) dots(x, rows, w + up_from * f.up_stride, stride, columns, f.H, up);
         if (bias) add_bias(gate, rows, bias, step, columns);
@@ -134,9 +124,7 @@ void experts_down(const Experts& f, int64_t unit, float* panel) {
             for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (r - f.first_row + m) * f.I;
             for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
                 for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
-#if defined(__AVX512F__)
-            if (packed) packed_rows<T, VECTORS>(h, rows, panel, f.I, y);
-#endif
+            if (packed) packed_rows<T, PANEL>(h, rows, panel, f.I, y);
             if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
             if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
             add_weighted(f, r, rows, columns, y, first, sums);

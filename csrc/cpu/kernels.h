@@ -55,6 +55,24 @@ struct Experts {
     void *h, *z, *out;  // z may be null; h and out may
 };
 
+// Of a group of experts, whose z is kept. Units of `dh` are (piece, block of PANEL columns of h); of `dx` those of `down`; of `dw`
+// (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
+struct ExpertsBackward {
+    static constexpr int64_t REACH = 1024;  // of dz's columns that `dx` lays the weights out for at once
+    static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512;
+    static constexpr int64_t SCRATCH = DEPTH * (Experts::PANEL + WIDE) + HIGH * WIDE;  // floats that `dw` takes
+    Experts forward;
+    const void* dout;
+    const Piece* experts;  // those whose weights' gradients are asked for
+    int64_t rows, up_units, down_units;
+    void *dz, *wh;  // of these rows
+    float *dots;    // [blocks of PANEL columns of h][rows]
+    float *sums;    // [blocks of PANEL columns of dx][T][PANEL]
+    bool first, last, up_adds, down_adds;  // first and last group
+    void *dx, *dup, *ddown;                // may be null
+    int64_t dup_stride_e, dup_stride, ddown_stride_e, ddown_stride;
+};
+
 // The sum of E experts of P numbers each, times their alpha, by blocks of numbers, in each by GROUP experts after the other.
 struct Merge {
     static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the machine foresees cost twice the time
@@ -89,6 +107,9 @@ struct Kernels {
     // of a part's tokens follow
     void (*experts_up[2])(const Experts&, int64_t unit, float* panel);
     void (*experts_down[2])(const Experts&, int64_t unit, float* panel);
+    void (*experts_dh[2])(const ExpertsBackward&, int64_t unit, float* panel);
+    void (*experts_dx[2])(const ExpertsBackward&, int64_t unit, float* panel);
+    void (*experts_dw[2])(const ExpertsBackward&, int64_t unit, float* panel);
     // of blocks
     void (*merge[2])(const Merge&, int64_t begin, int64_t end);
     void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);

@@ -185,6 +185,42 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     return {panels, panel, panel + sums, parts, h, h + aligned(T * K * I * size_of(dtype))};
 }
 
+// the end of the experts from `first` on that have `group` rows together; one at least
+int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t group) {
+    int64_t last = first + 1;
+    while (last < E && offsets[last + 1] - offsets[first] <= group) last++;
+    return last;
+}
+
+// where in the scratch memory of a backward pass what lies, after the pieces
+struct BackwardParts {
+    int64_t experts, panels, panel_bytes, sums, dots, dz, wh, z, bytes;
+};
+
+BackwardParts parts_of_backward(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    bool recompute, int threads) {
+    typedef moert::ExpertsBackward B;
+    int64_t most = 0;  // rows of a group
+    for (int64_t first = 0, last; first < E; first = last) {
+        last = end_of_group(offsets, first, E, group);
+        if (most < offsets[last] - offsets[first]) most = offsets[last] - offsets[first];
+    }
+    const int64_t longest = (H > I ? H : I) + 31, rows = longest > B::REACH ? longest : B::REACH, size = size_of(dtype);
+    const int64_t panel = 4 * (rows * Experts::PANEL > B::SCRATCH ? rows * Experts::PANEL : B::SCRATCH), Z = form ? 2 * I : I;
+    BackwardParts p;
+    p.experts = aligned((E + T * K / Experts::PIECE) * sizeof(Piece));
+    p.panels = p.experts + aligned(E * sizeof(Piece));
+    p.panel_bytes = panel;
+    p.sums = p.panels + threads * panel;
+    p.dots = p.sums + blocks(H, Experts::PANEL) * T * Experts::PANEL * 4;
+    p.dz = p.dots + aligned(blocks(I, Experts::PANEL) * most * 4);
+    p.wh = p.dz + aligned(most * Z * size);
+    p.z = p.wh + aligned(most * I * size);
+    p.bytes = p.z + (recompute ? aligned(most * Z * size) : 0);
+    return p;
+}
+
 }  // namespace
 
 int moert_cpu_abi_version() { return MOERT_CPU_ABI_VERSION; }
@@ -279,6 +315,57 @@ void moert_cpu_experts(
     in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.up_bytes);
     if (!out) return;
     in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.down_bytes);
+}
+
+int64_t moert_cpu_experts_backward_bytes(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    int recompute, int threads) {
+    return parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, recompute, threads).bytes;
+}
+
+void moert_cpu_experts_backward(
+    int dtype, int act, int form, float limit, float up_offset, const void* x, const void* dout, const void* up,
+    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const float* weight,
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
+    int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads) {
+    typedef moert::ExpertsBackward B;
+    const BackwardParts parts = parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, !z, threads);
+    const Kernels& run = *variant->kernels;
+    char *const base = (char*)scratch, *const panels = base + parts.panels;
+    Piece *const pieces = (Piece*)base, *const experts = (Piece*)(base + parts.experts);
+    float* const dots = (float*)(base + parts.dots);
+    const int64_t tokens = token_parts(T, H, E, K, threads), Z = form ? 2 * I : I, d = dtype / 2;
+    for (int64_t first = 0, last; first < E; first = last) {
+        last = end_of_group(offsets, first, E, group);
+        const int64_t n_pieces = cut(offsets, first, last, pieces), begin = offsets[first], rows = offsets[last] - begin;
+        int64_t n = 0;
+        for (int64_t e = first; e < last; e++)
+            if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1]};
+        void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
+        const Experts f = {
+            {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,
+            weight, row_slot, pieces, n_pieces, T, H, I, K, begin, tokens, 0, nullptr, z_of, nullptr,
+        };
+        const B b = {
+            f, dout, experts, rows, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),
+            base + parts.dz, base + parts.wh, dots, (float*)(base + parts.sums), first == 0, last == E, up_adds != 0,
+            down_adds != 0, dx, dup, ddown, dup_stride_e, dup_stride, ddown_stride_e, ddown_stride,
+        };
+        const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
+        const auto go = [&](auto kernel, const auto& work, int64_t units, double bytes) {
+            in_turns(kernel, work, units, bytes, threads, panels, parts.panel_bytes);
+        };
+        if (!z) go(run.experts_up[d], f, n_pieces * blocks(I, Experts::COLUMNS), 2 * bytes);
+        go(run.experts_dh[d], b, n_pieces * blocks(I, Experts::PANEL), bytes);
+        for (int64_t r = 0; r < rows; r++) {
+            float total = 0;
+            for (int64_t block = 0; block < blocks(I, Experts::PANEL); block++) total += dots[block * rows + r];
+            dweight[row_slot[begin + r]] = total;
+        }
+        if (dx) go(run.experts_dx[d], b, tokens * blocks(H, Experts::PANEL), 2 * bytes);
+        go(run.experts_dw[d], b, n * ((dup ? b.up_units : 0) + (ddown ? b.down_units : 0)), 3 * bytes);
+    }
 }
 
 void moert_cpu_merge(

@@ -30,29 +30,44 @@ inline vf activation_backward(Form form, const T* z, vf grad, float w, int64_t I
     return dot;
 }
 
-// dh of a piece and PANEL columns, from there dz, wh and these columns' part of dweight
+// out [panels][rows][PANEL] = the rows at(r) times `columns` columns of w [length, ..], which are laid out REACH rows at a time
+template <class T, class At>
+inline void product(At at, int64_t rows, const T* w, int64_t stride, int64_t columns, int64_t length, float* panels, float* out) {
+    constexpr int64_t ROWS = Experts::ROWS, REACH = ExpertsBackward::REACH, SIZE = REACH * PANEL;
+    for (int64_t k = 0; k < length; k += REACH) {
+        const int64_t depth = length - k < REACH ? length - k : REACH;
+        stack<T>([=](int64_t j) { return w + (k + j) * stride; }, columns, depth, panels, SIZE);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const int64_t some = rows - r < ROWS ? rows - r : ROWS;
+            const T* x[ROWS];
+            for (int64_t m = 0; m < some; m++) x[m] = at(r + m) + k;
+            for (int64_t n = 0; n < columns; n += PANEL)
+                packed_rows<T, PANEL>(x, some, panels + n * REACH, depth, out + n * rows + r * PANEL, k > 0);
+        }
+    }
+}
+
+// dh of a piece and some panels of columns, from there dz, wh and each panel's part of dweight
 template <class T, int ACT>
-void experts_dh_act(const ExpertsBackward& b, int64_t unit, float* panel) {
+void experts_dh_act(const ExpertsBackward& b, int64_t unit, float* panels) {
     const Experts& f = b.forward;
-    const int64_t blocks = (f.I + PANEL - 1) / PANEL, block = unit % blocks, i = block * PANEL;
-    const int64_t columns = f.I - i < PANEL ? f.I - i : PANEL, Z = f.form.form ? 2 * f.I : f.I;
+    const int64_t width = b.dh_panels * PANEL, blocks = (f.I + width - 1) / width, i = unit % blocks * width;
+    const int64_t columns = f.I - i < width ? f.I - i : width, Z = f.form.form ? 2 * f.I : f.I;
     const Piece piece = f.pieces[unit / blocks];
-    const T* w = (const T*)f.down + piece.expert * f.down_stride_e + i;
-    alignas(64) float dh[Experts::ROWS * PANEL];
-    stack<T>([=](int64_t k) { return w + k * f.down_stride; }, columns, f.H, panel);
-    for (int64_t r = piece.begin; r < piece.end; r += Experts::ROWS) {
-        const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
-        const T* dy[Experts::ROWS];
-        for (int64_t m = 0; m < rows; m++) dy[m] = (const T*)b.dout + f.row_slot[r + m] / f.K * f.H;
-        packed_rows<T, PANEL>(dy, rows, panel, f.H, dh);
-        for (int64_t m = 0; m < rows; m++) {
-            const int64_t row = r + m - f.first_row;
+    const int64_t rows = piece.end - piece.begin;
+    const int32_t* slot = f.row_slot + piece.begin;
+    float* dh = panels + ExpertsBackward::REACH * width;
+    const auto dy = [&](int64_t r) { return (const T*)b.dout + slot[r] / f.K * f.H; };
+    product(dy, rows, (const T*)f.down + piece.expert * f.down_stride_e + i, f.down_stride, columns, f.H, panels, dh);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = piece.begin + r - f.first_row;
+        for (int64_t n = 0; n < columns; n += PANEL) {
             vf dots = {};
-            for (int64_t j = 0; j < columns; j += LANES)
+            for (int64_t j = n; j < n + PANEL && j < columns; j += LANES)
                 dots += activation_backward<T, ACT>(
-                    f.form, (const T*)f.z + row * Z, load(dh + m * PANEL + j), f.weight[f.row_slot[r + m]], f.I, i + j,
+                    f.form, (const T*)f.z + row * Z, load(dh + n * rows + r * PANEL + j - n), f.weight[slot[r]], f.I, i + j,
                     lanes(columns - j), (T*)b.dz + row * Z, (T*)b.wh + row * f.I);
-            b.dots[block * b.rows + row] = sum(dots);
+            b.dots[(i + n) / PANEL * b.rows + row] = sum(dots);
         }
     }
 }
@@ -66,99 +81,79 @@ void experts_dh(const ExpertsBackward& b, int64_t unit, float* panel) {
     of[b.forward.form.act](b, unit, panel);
 }
 
-// PANEL columns of dx of a part of the tokens, summed over the groups of experts
+// dx of a piece's rows and some panels of columns
 template <class T>
-void experts_dx(const ExpertsBackward& b, int64_t unit, float* panel) {
+void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
     const Experts& f = b.forward;
-    const int64_t block = unit / f.token_parts, part = unit % f.token_parts, c = block * PANEL;
-    const int64_t columns = f.H - c < PANEL ? f.H - c : PANEL, Z = f.form.form ? 2 * f.I : f.I;
-    const int64_t first = f.T * part / f.token_parts, tokens = f.T * (part + 1) / f.token_parts - first;
-    alignas(64) float y[Experts::ROWS * PANEL];
-    float* sums = b.sums + (block * f.T + first) * PANEL;
-    if (b.first) memset(sums, 0, tokens * PANEL * sizeof *sums);
-    for (const Piece* piece = f.pieces; piece != f.pieces + f.n_pieces; piece++) {
-        const int64_t begin = row_of(f, *piece, first), end = row_of(f, *piece, first + tokens);
-        const T* w = (const T*)f.up + piece->expert * f.up_stride_e + c;
-        for (int64_t k = 0; begin < end && k < Z; k += ExpertsBackward::REACH) {
-            const int64_t length = Z - k < ExpertsBackward::REACH ? Z - k : ExpertsBackward::REACH;
-            stack<T>([=](int64_t i) { return w + (k + i) * f.up_stride; }, columns, length, panel);
-            for (int64_t r = begin; r < end; r += Experts::ROWS) {
-                const int64_t rest = end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
-                const T* dz[Experts::ROWS];
-                for (int64_t m = 0; m < rows; m++) dz[m] = (const T*)b.dz + (r + m - f.first_row) * Z + k;
-                packed_rows<T, PANEL>(dz, rows, panel, length, y);
-                for (int64_t m = 0; m < rows; m++) {
-                    float* total = sums + (f.row_slot[r + m] / f.K - first) * PANEL;
-                    for (int64_t n = 0; n < PANEL; n += LANES) store(total + n, load(total + n) + load(y + m * PANEL + n));
-                }
-            }
-        }
-    }
-    for (int64_t t = first; b.last && t < first + tokens; t++, sums += PANEL)
-        for (int64_t n = 0; n < columns; n += LANES) {
-            const int64_t some = lanes(columns - n);
-            store_up_to((T*)b.dx + t * f.H + c + n, load(sums + n), some);
-        }
+    const int64_t width = b.dx_panels * PANEL, blocks = (f.H + width - 1) / width, c = unit % blocks * width;
+    const int64_t columns = f.H - c < width ? f.H - c : width, Z = f.form.form ? 2 * f.I : f.I;
+    const Piece piece = f.pieces[unit / blocks];
+    const int64_t rows = piece.end - piece.begin;
+    float* dx = panels + ExpertsBackward::REACH * width;
+    const auto dz = [&](int64_t r) { return (const T*)b.dz + (piece.begin + r - f.first_row) * Z; };
+    product(dz, rows, (const T*)f.up + piece.expert * f.up_stride_e + c, f.up_stride, columns, Z, panels, dx);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t n = 0; n < columns; n += LANES)
+            store_up_to(
+                (T*)b.dx_rows + (piece.begin + r) * f.H + c + n,
+                load(dx + n / PANEL * PANEL * rows + r * PANEL + n % PANEL), lanes(columns - n));
 }
 
 // rows x columns of a square [PANEL][PANEL] into a gradient; where it is added to, the product is rounded first, as autograd's is
 template <class T>
-inline void flush(const float* square, int64_t rows, int64_t columns, bool adds, T* out, int64_t stride) {
+inline void flush(const float* square, int64_t rows, int64_t columns, bool adds, bool past, T* out, int64_t stride) {
+    past = past && (uintptr_t)out % 64 == 0 && stride * sizeof(T) % 64 == 0;
     for (int64_t m = 0; m < rows; m++, out += stride, square += PANEL)
         for (int64_t n = 0; n < columns; n += LANES) {
             const int64_t some = lanes(columns - n);
-            if (!adds) {
-                store_up_to(out + n, load(square + n), some);
-                continue;
+            vf v = load(square + n);
+            if (adds) {
+                T product[LANES];
+                store(product, v);
+                v = load_up_to(out + n, some) + load(product);
             }
-            T product[LANES];
-            store(product, load(square + n));
-            store_up_to(out + n, load_up_to(out + n, some) + load(product), some);
+            past && some == LANES ? stream(out + n, v) : store_up_to(out + n, v, some);
         }
 }
 
 // A block of an expert's d up = dz^T x or d down = dy^T wh, HIGH x WIDE numbers, over DEPTH rows at a time
 template <class T>
-void experts_dw(const ExpertsBackward& b, int64_t unit, float* panel) {
+void experts_dw(const ExpertsBackward& b, int64_t unit, float* panels) {
     typedef ExpertsBackward B;
+    constexpr int64_t SIZE = B::DEPTH * PANEL;
     const Experts& f = b.forward;
     const int64_t of_up = b.dup ? b.up_units : 0, each = of_up + (b.ddown ? b.down_units : 0);
     const Piece rows = b.experts[unit / each];
-    const bool up = unit % each < of_up;
+    const bool up = unit % each < of_up, adds = up ? b.up_adds : b.down_adds;
     const int64_t Z = f.form.form ? 2 * f.I : f.I, M = up ? Z : f.H, N = up ? f.H : f.I;
     const int64_t across = (N + B::WIDE - 1) / B::WIDE, at = unit % each - (up ? 0 : of_up);
     const int64_t m0 = at / across * B::HIGH, n0 = at % across * B::WIDE;
     const int64_t high = M - m0 < B::HIGH ? M - m0 : B::HIGH, wide = N - n0 < B::WIDE ? N - n0 : B::WIDE;
-    T* out = up ? (T*)b.dup + rows.expert * b.dup_stride_e : (T*)b.ddown + rows.expert * b.ddown_stride_e;
     const int64_t stride = up ? b.dup_stride : b.ddown_stride;
-    float *const strip = panel, *const own = strip + B::DEPTH * PANEL, *const squares = own + B::DEPTH * B::WIDE;
+    T* out = (up ? (T*)b.dup + rows.expert * b.dup_stride_e : (T*)b.ddown + rows.expert * b.ddown_stride_e) + m0 * stride + n0;
+    float *const strips = panels, *const own = strips + B::DEPTH * B::STRIP, *const squares = own + B::DEPTH * B::WIDE;
     for (int64_t r = rows.begin; r < rows.end; r += B::DEPTH) {
         const bool more = r > rows.begin, last = rows.end - r <= B::DEPTH;
         const int64_t length = last ? rows.end - r : B::DEPTH, steps = (length + Step<T>::DEPTH - 1) / Step<T>::DEPTH;
-        const int64_t row = r - f.first_row;
-        const T* tokens[B::DEPTH];
-        for (int64_t k = 0; k < length; k++) tokens[k] = (const T*)(up ? f.x : b.dout) + f.row_slot[r + k] / f.K * f.H;
-        const auto token = [&](int64_t n) { return [&tokens, n](int64_t k) { return tokens[k] + n; }; };
-        const auto own_row = [=](const void* x, int64_t width, int64_t n) {
-            return [=](int64_t k) { return (const T*)x + (row + k) * width + n; };
-        };
-        for (int64_t n = 0; n < wide; n += PANEL) {
-            const int64_t columns = wide - n < PANEL ? wide - n : PANEL;
-            if (up) stack<T>(token(n0 + n), columns, length, own + n * B::DEPTH);
-            else stack<T>(own_row(b.wh, f.I, n0 + n), columns, length, own + n * B::DEPTH);
-        }
+        const T *of_token[B::DEPTH], *const of_row = up ? (T*)b.dz + (r - f.first_row) * Z : (T*)b.wh + (r - f.first_row) * f.I;
+        for (int64_t k = 0; k < length; k++) of_token[k] = (const T*)(up ? f.x : b.dout) + f.row_slot[r + k] / f.K * f.H;
+        const auto by_token = [&](int64_t n) { return [&of_token, n](int64_t k) { return of_token[k] + n; }; };
+        const auto by_row = [=](int64_t n) { return [=](int64_t k) { return of_row + k * (up ? Z : f.I) + n; }; };
+        if (up) stack<T>(by_token(n0), wide, length, own, SIZE);
+        else stack<T>(by_row(n0), wide, length, own, SIZE);
         for (int64_t m = 0; m < high; m += PANEL) {
-            const int64_t some = high - m < PANEL ? high - m : PANEL;
-            if (up) stack<T>(own_row(b.dz, Z, m0 + m), some, length, strip);
-            else stack<T>(token(m0 + m), some, length, strip);
+            const int64_t strip = m % B::STRIP, rest = high - m, some = rest < PANEL ? rest : PANEL;
+            if (!strip && up) stack<T>(by_row(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
+            if (!strip && !up) stack<T>(by_token(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
             for (int64_t n = 0; n < wide; n += PANEL) {
                 float* square = squares + (more || !last ? m * B::WIDE + n * PANEL : 0);
-                outer<T>(strip, own + n * B::DEPTH, steps, more, square);
-                const int64_t columns = wide - n < PANEL ? wide - n : PANEL;
-                if (last) flush<T>(square, some, columns, up ? b.up_adds : b.down_adds, out + (m0 + m) * stride + n0 + n, stride);
+                outer<T>(strips + strip * B::DEPTH, own + n * B::DEPTH, steps, more, square);
+                if (!last) continue;
+                flush(square, some, wide - n < PANEL ? wide - n : PANEL, adds, b.past, out + m * stride + n, stride);
             }
         }
     }
+    if (b.past) fence();
 }
 
 }  // namespace

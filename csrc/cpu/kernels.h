@@ -55,21 +55,21 @@ struct Experts {
     void *h, *z, *out;  // z may be null; h and out may
 };
 
-// Of a group of experts, whose z is kept. Units of `dh` are (piece, block of PANEL columns of h); of `dx` those of `down`; of `dw`
+// Of a group of experts, whose z is kept. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
 // (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
 struct ExpertsBackward {
-    static constexpr int64_t REACH = 1024;  // of dz's columns that `dx` lays the weights out for at once
-    static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512;
-    static constexpr int64_t SCRATCH = DEPTH * (Experts::PANEL + WIDE) + HIGH * WIDE;  // floats that `dw` takes
+    static constexpr int64_t REACH = 512, PANELS = 4;  // rows of weights laid out at once, and panels of their columns at most
+    static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512, STRIP = 128;
+    static constexpr int64_t ROWS = PANELS * (REACH + Experts::PIECE) * Experts::PANEL;  // floats that a thread takes for rows
+    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;             // and for the weights' gradients
     Experts forward;
     const void* dout;
     const Piece* experts;  // those whose weights' gradients are asked for
-    int64_t rows, up_units, down_units;
+    int64_t rows, dh_panels, dx_panels, up_units, down_units;
     void *dz, *wh;  // of these rows
-    float *dots;    // [blocks of PANEL columns of h][rows]
-    float *sums;    // [blocks of PANEL columns of dx][T][PANEL]
-    bool first, last, up_adds, down_adds;  // first and last group
-    void *dx, *dup, *ddown;                // may be null
+    float* dots;    // [panels of h][rows]
+    bool up_adds, down_adds, past;  // gradients are added to; they go past the caches
+    void *dx_rows, *dup, *ddown;    // may be null
     int64_t dup_stride_e, dup_stride, ddown_stride_e, ddown_stride;
 };
 

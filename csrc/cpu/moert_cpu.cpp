@@ -192,9 +192,18 @@ int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t g
     return last;
 }
 
+constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients, from which on no cache keeps them until they are read
+
+// how many panels of n columns a unit has, `times` as many units apart from them, so that no thread goes without
+int64_t panels_of(int64_t n, int64_t times, int threads) {
+    int64_t panels = moert::ExpertsBackward::PANELS;
+    while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
+    return panels;
+}
+
 // where in the scratch memory of a backward pass what lies, after the pieces
 struct BackwardParts {
-    int64_t experts, panels, panel_bytes, sums, dots, dz, wh, z, bytes;
+    int64_t experts, slot_row, panels, panel_bytes, dots, dz, wh, z, dx, bytes;
 };
 
 BackwardParts parts_of_backward(
@@ -206,18 +215,19 @@ BackwardParts parts_of_backward(
         last = end_of_group(offsets, first, E, group);
         if (most < offsets[last] - offsets[first]) most = offsets[last] - offsets[first];
     }
-    const int64_t longest = (H > I ? H : I) + 31, rows = longest > B::REACH ? longest : B::REACH, size = size_of(dtype);
-    const int64_t panel = 4 * (rows * Experts::PANEL > B::SCRATCH ? rows * Experts::PANEL : B::SCRATCH), Z = form ? 2 * I : I;
+    const int64_t work = B::WEIGHTS > B::ROWS ? B::WEIGHTS : B::ROWS, up = recompute ? (H + 31) * Experts::PANEL : 0;
+    const int64_t panel = 4 * (work > up ? work : up), Z = form ? 2 * I : I, size = size_of(dtype);
     BackwardParts p;
     p.experts = aligned((E + T * K / Experts::PIECE) * sizeof(Piece));
-    p.panels = p.experts + aligned(E * sizeof(Piece));
+    p.slot_row = p.experts + aligned(E * sizeof(Piece));
+    p.panels = p.slot_row + aligned(T * K * sizeof(int32_t));
     p.panel_bytes = panel;
-    p.sums = p.panels + threads * panel;
-    p.dots = p.sums + blocks(H, Experts::PANEL) * T * Experts::PANEL * 4;
+    p.dots = p.panels + threads * panel;
     p.dz = p.dots + aligned(blocks(I, Experts::PANEL) * most * 4);
     p.wh = p.dz + aligned(most * Z * size);
     p.z = p.wh + aligned(most * I * size);
-    p.bytes = p.z + (recompute ? aligned(most * Z * size) : 0);
+    p.dx = p.z + (recompute ? aligned(most * Z * size) : 0);
+    p.bytes = p.dx + aligned(T * K * H * size);
     return p;
 }
 
@@ -335,37 +345,45 @@ void moert_cpu_experts_backward(
     char *const base = (char*)scratch, *const panels = base + parts.panels;
     Piece *const pieces = (Piece*)base, *const experts = (Piece*)(base + parts.experts);
     float* const dots = (float*)(base + parts.dots);
-    const int64_t tokens = token_parts(T, H, E, K, threads), Z = form ? 2 * I : I, d = dtype / 2;
+    const int64_t Z = form ? 2 * I : I, d = dtype / 2;
+    int64_t trained = 0;
+    for (int64_t e = 0; e < E; e++) trained += trains[e] && offsets[e] < offsets[e + 1];
+    const bool past = trained * (I + Z) * H * size_of(dtype) > LEAVES_CACHES;
     for (int64_t first = 0, last; first < E; first = last) {
         last = end_of_group(offsets, first, E, group);
         const int64_t n_pieces = cut(offsets, first, last, pieces), begin = offsets[first], rows = offsets[last] - begin;
         int64_t n = 0;
         for (int64_t e = first; e < last; e++)
             if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1]};
+        const int64_t dh_panels = panels_of(I, n_pieces, threads), dx_panels = panels_of(H, n_pieces, threads);
         void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
         const Experts f = {
             {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,
-            weight, row_slot, pieces, n_pieces, T, H, I, K, begin, tokens, 0, nullptr, z_of, nullptr,
+            weight, row_slot, pieces, n_pieces, T, H, I, K, begin, 1, 0, nullptr, z_of, nullptr,
         };
         const B b = {
-            f, dout, experts, rows, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),
-            base + parts.dz, base + parts.wh, dots, (float*)(base + parts.sums), first == 0, last == E, up_adds != 0,
-            down_adds != 0, dx, dup, ddown, dup_stride_e, dup_stride, ddown_stride_e, ddown_stride,
+            f, dout, experts, rows, dh_panels, dx_panels, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),
+            base + parts.dz, base + parts.wh, dots, up_adds != 0, down_adds != 0, past,
+            dx ? base + parts.dx : nullptr, dup, ddown, dup_stride_e, dup_stride, ddown_stride_e, ddown_stride,
         };
         const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
         const auto go = [&](auto kernel, const auto& work, int64_t units, double bytes) {
             in_turns(kernel, work, units, bytes, threads, panels, parts.panel_bytes);
         };
         if (!z) go(run.experts_up[d], f, n_pieces * blocks(I, Experts::COLUMNS), 2 * bytes);
-        go(run.experts_dh[d], b, n_pieces * blocks(I, Experts::PANEL), bytes);
+        go(run.experts_dh[d], b, n_pieces * blocks(I, dh_panels * Experts::PANEL), bytes);
         for (int64_t r = 0; r < rows; r++) {
             float total = 0;
             for (int64_t block = 0; block < blocks(I, Experts::PANEL); block++) total += dots[block * rows + r];
             dweight[row_slot[begin + r]] = total;
         }
-        if (dx) go(run.experts_dx[d], b, tokens * blocks(H, Experts::PANEL), 2 * bytes);
+        if (dx) go(run.experts_dx[d], b, n_pieces * blocks(H, dx_panels * Experts::PANEL), 2 * bytes);
         go(run.experts_dw[d], b, n * ((dup ? b.up_units : 0) + (ddown ? b.down_units : 0)), 3 * bytes);
     }
+    if (!dx) return;
+    int32_t* const slot_row = (int32_t*)(base + parts.slot_row);
+    for (int64_t r = 0; r < T * K; r++) slot_row[row_slot[r]] = (int32_t)r;
+    moert_cpu_combine(dtype, base + parts.dx, nullptr, slot_row, T, K, H, offsets[E], dx, threads);
 }
 
 void moert_cpu_merge(

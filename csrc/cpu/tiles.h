@@ -177,12 +177,11 @@ void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* pa
     }
 }
 
-// out [M][PANEL], V vectors of it, = x times the panel, of their elements k..length; added to those before k
+// out [M][PANEL], V vectors of it, = x times the panel, of their elements k..length; added to what is there if `more`
 template <class T, int M, int V>
-void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, float* out) {
+void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, bool more, float* out) {
     typedef Step<T> S;
     vf acc[M][V] = {};
-    const bool more = k > 0;
     panel += k / S::DEPTH * PANEL;
     for (; k + S::DEPTH <= length; k += S::DEPTH, panel += PANEL) {
         typename S::Elements b[V];
@@ -210,9 +209,9 @@ void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t lengt
 
 // out [rows][PANEL], C columns of it, = x times the panel
 template <class T, int64_t C>
-void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t length, float* out) {
+void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t length, float* out, bool more = false) {
     constexpr int A = C / LANES < ABREAST ? C / LANES : ABREAST;
-    void (*const rest[])(const T* const*, const float*, int64_t, int64_t, float*) = {
+    void (*const rest[])(const T* const*, const float*, int64_t, int64_t, bool, float*) = {
         nullptr, packed_tile<T, 1, A>, packed_tile<T, 2, A>, packed_tile<T, 3, A>, packed_tile<T, 4, A>, packed_tile<T, 5, A>,
     };
     int64_t k = 0;
@@ -220,32 +219,32 @@ void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t le
         const int64_t end = length - k < DEEP ? length : k + DEEP;
         for (int64_t n = 0; n < C; n += A * LANES) {
             int64_t m = 0;
-            for (; m + HIGH <= rows; m += HIGH) packed_tile<T, HIGH, A>(x + m, panel + n, k, end, out + m * PANEL + n);
-            if (m < rows) rest[rows - m](x + m, panel + n, k, end, out + m * PANEL + n);
+            for (; m + HIGH <= rows; m += HIGH) packed_tile<T, HIGH, A>(x + m, panel + n, k, end, more, out + m * PANEL + n);
+            if (m < rows) rest[rows - m](x + m, panel + n, k, end, more, out + m * PANEL + n);
         }
-        k = end;
+        k = end, more = true;
     } while (k < length);
 }
 
-// panel [length / DEPTH][PANEL] from `length` rows of `columns` <= PANEL numbers, where at(k) is the row k; zeros for what lacks
+// Panels [length / DEPTH][PANEL], `distance` apart, from `length` rows of `columns` numbers, where at(k) is the row k; zeros for what
+// lacks.
 template <class T, class At>
-inline void stack(At at, int64_t columns, int64_t length, float* panel) {
-    constexpr int64_t DEPTH = Step<T>::DEPTH, AHEAD = 16, LINE = 64 / sizeof(T);
-    for (int64_t k = 0; k < length; k += DEPTH, panel += PANEL) {
+inline void stack(At at, int64_t columns, int64_t length, float* panels, int64_t distance) {
+    constexpr int64_t DEPTH = Step<T>::DEPTH;
+    for (int64_t k = 0; k < length; k += DEPTH) {
         const T *a = at(k), *b = DEPTH > 1 && k + 1 < length ? at(k + 1) : nullptr;
-        for (int64_t d = 0; d < DEPTH && k + AHEAD + d < length; d++)
-            for (int64_t n = 0; n < columns; n += LINE) __builtin_prefetch(at(k + AHEAD + d) + n);
-        if (columns == PANEL && (DEPTH == 1 || b)) {
-            for (int64_t n = 0; n < PANEL; n += LANES) store(panel + n, stacked<T>(a + n, b + n));
-            continue;
-        }
-        for (int64_t n = 0; n < PANEL; n += LANES) {
-            T one[LANES] = {}, two[LANES] = {};
-            const int64_t some = columns - n < LANES ? columns - n : LANES;
-            if (some > 0) memcpy(one, a + n, some * sizeof(T));
-            if (some > 0 && b) memcpy(two, b + n, some * sizeof(T));
-            store(panel + n, stacked<T>(one, two));
-        }
+        float* panel = panels + k / DEPTH * PANEL;
+        int64_t n = 0;
+        for (; (DEPTH == 1 || b) && n + PANEL <= columns; n += PANEL, panel += distance)
+            for (int64_t i = 0; i < PANEL; i += LANES) store(panel + i, stacked<T>(a + n + i, b + n + i));
+        for (; n < columns; n += PANEL, panel += distance)
+            for (int64_t i = 0; i < PANEL; i += LANES) {
+                T one[LANES] = {}, two[LANES] = {};
+                const int64_t rest = columns - n - i, some = rest < LANES ? rest : LANES;
+                if (some > 0) memcpy(one, a + n + i, some * sizeof(T));
+                if (some > 0 && b) memcpy(two, b + n + i, some * sizeof(T));
+                store(panel + i, stacked<T>(one, two));
+            }
     }
 }
 

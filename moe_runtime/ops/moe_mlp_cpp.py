@@ -18,7 +18,7 @@ ANY = 1 << 62
 # rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
 FEW = {"avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY}, "avx512": {torch.float32: ANY, torch.bfloat16: 16}}
 # where one call reads the weights once and that decides
-BACK_ELEMENTS = 1 << 23  # of dz and wh that experts go through together in the backward pass
+BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 

@@ -23,18 +23,10 @@ inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_
 // `columns` rows of w, from vector `at` of a panel on, if the rows that they meet are so many that it pays
 template <class T>
 inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
-#if defined(__AVX512F__)
     for (int64_t n = 0; n < columns; n += LANES) pack(w + n * stride, stride, lanes(columns - n), length, panel + n);
-#endif
 }
 
-inline bool many(int64_t rows) {
-#if defined(__AVX512F__)
-    return rows >= PACK_FROM;
-#else
-    return false;
-#endif
-}
+inline bool many(int64_t rows) { return LANES > 4 && rows >= PACK_FROM; }
 
 // whether a piece's products are those of matrix tiles
 template <class T>
@@ -63,7 +55,7 @@ inline void finish_up(const Experts& f, const Piece& piece, int64_t row, int64_t
             }
             if (!f.h) continue;
             vf h = f.form.form ? gated<ACT>(pair.gate, pair.up, f.form) : activation<ACT>(pair.gate).value;
-            store_up_to((T*)f.h + (piece.at + row - piece.begin + m) * f.I + i + j, h, n);
+            store_up_to((T*)f.h + (piece.at + row - piece.begin + m) * f.h_stride + i + j, h, n);
         }
 }
 
@@ -83,9 +75,7 @@ void up_block(const Experts& f, const Piece& piece, int64_t i, float* panel) {
         const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
         const T* x[Experts::ROWS];
         for (int64_t m = 0; m < rows; m++) x[m] = (const T*)f.x + f.row_slot[r + m] / f.K * f.H;
-#if defined(__AVX512F__)
-        if (packed) form ? packed_rows<T, 4>(x, rows, panel, f.H, gate) : packed_rows<T, 2>(x, rows, panel, f.H, gate);
-#endif
+        if (packed) form ? packed_rows<T, PANEL>(x, rows, panel, f.H, gate) : packed_rows<T, C>(x, rows, panel, f.H, gate);
         if (!packed) dots(x, rows, w, stride, columns, f.H, gate);
         if (!packed && form) dots(x, rows, w + up_from * f.up_stride, stride, columns, f.H, up);
         if (bias) add_bias(gate, rows, bias, step, columns);
@@ -150,12 +140,10 @@ inline void down_block(
     for (int64_t r = begin; r < end; r += Experts::ROWS) {
         const int64_t rest = end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
         const T* h[Experts::ROWS];
-        for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (piece.at + r - piece.begin + m) * f.I;
+        for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (piece.at + r - piece.begin + m) * f.h_stride;
         for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
             for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
-#if defined(__AVX512F__)
-        if (packed) packed_rows<T, VECTORS>(h, rows, panel, f.I, y);
-#endif
+        if (packed) packed_rows<T, PANEL>(h, rows, panel, f.I, y);
         if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
         if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
         add_weighted(f, r, rows, columns, y, first, sums);

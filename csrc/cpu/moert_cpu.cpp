@@ -195,7 +195,7 @@ int64_t token_parts(int64_t T, int64_t units, int64_t E, int64_t K, int64_t sums
 // how the work is divided, and where in the scratch memory of one call what lies, after the pieces
 struct Parts {
     bool tiled;
-    int64_t piece, block, down_columns, token_parts, panels, up_bytes, down_bytes, sums_at, h, bytes;
+    int64_t piece, block, h_stride, down_columns, token_parts, panels, up_bytes, down_bytes, sums_at, h, bytes;
 };
 
 Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads) {
@@ -210,8 +210,61 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     const int64_t with_sums = down + blocks(T, parts) * columns * 4, downs = parts * units;
     const int64_t ups = threads * up, all = (downs < threads ? downs : threads) * with_sums;
     const int64_t count = E + slots / piece, panels = aligned(count * sizeof(Piece)), h = panels + (ups > all ? ups : all);
-    const int64_t rows = tiled ? slots + (count < slots ? count : slots) * (block - 1) : slots, length = tiled ? I + 31 : I;
-    return {tiled, piece, block, columns, parts, panels, up, with_sums, down / 4, h, h + aligned(rows * length * size_of(dtype))};
+    const int64_t rows = tiled ? slots + (count < slots ? count : slots) * (block - 1) : slots, length = tiled ? blocks(I, 32) * 32 : I;
+    return {tiled, piece, block, length, columns, parts, panels, up, with_sums, down / 4, h, h + aligned(rows * length * size_of(dtype))};
+}
+
+// columns of h of a unit of `up`; with tiles many, as x is laid out anew in each
+int64_t columns_of_up(bool tiled, int64_t I, int64_t n_pieces, int threads) {
+    const int64_t shares = tiled && n_pieces ? blocks(8 * threads, n_pieces) : I;
+    return blocks(I ? blocks(I, shares) : 1, Experts::COLUMNS) * Experts::COLUMNS;
+}
+
+// the end of the experts from `first` on that have `group` rows together; one at least
+int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t group) {
+    int64_t last = first + 1;
+    while (last < E && offsets[last + 1] - offsets[first] <= group) last++;
+    return last;
+}
+
+constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients, from which on no cache keeps them until they are read
+
+// how many panels of n columns a unit has, `times` as many units apart from them, so that no thread goes without
+int64_t panels_of(int64_t n, int64_t times, int threads) {
+    int64_t panels = moert::ExpertsBackward::PANELS;
+    while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
+    return panels;
+}
+
+// where in the scratch memory of a backward pass what lies, after the pieces
+struct BackwardParts {
+    int64_t experts, slot_row, panels, panel_bytes, dots, dz, wh, z, dx, bytes;
+};
+
+BackwardParts parts_of_backward(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    bool recompute, int threads) {
+    typedef moert::ExpertsBackward B;
+    int64_t most = 0;  // rows of a group
+    for (int64_t first = 0, last; first < E; first = last) {
+        last = end_of_group(offsets, first, E, group);
+        if (most < offsets[last] - offsets[first]) most = offsets[last] - offsets[first];
+    }
+    const int64_t work = B::WEIGHTS > B::ROWS ? B::WEIGHTS : B::ROWS, tiled = variant->kernels->tiled[dtype / 2];
+    const int64_t up = recompute ? (H + 31) * (tiled ? (Experts::PIECE + Tiled::BLOCK) / 2 : Experts::PANEL) : 0;
+    const int64_t panel = 4 * (work > up ? work : up), Z = form ? 2 * I : I, size = size_of(dtype);
+    BackwardParts p;
+    p.experts = aligned((E + T * K / Experts::PIECE) * sizeof(Piece));
+    p.slot_row = p.experts + aligned(E * sizeof(Piece));
+    p.panels = p.slot_row + aligned(T * K * sizeof(int32_t));
+    p.panel_bytes = panel;
+    p.dots = p.panels + threads * panel;
+    p.dz = p.dots + aligned(blocks(I, Experts::PANEL) * most * 4);
+    p.wh = p.dz + aligned(most * Z * size);
+    p.z = p.wh + aligned(most * I * size);
+    p.dx = p.z + (recompute ? aligned(most * Z * size) : 0);
+    p.bytes = p.dx + aligned(T * K * H * size);
+    return p;
 }
 
 }  // namespace
@@ -297,12 +350,11 @@ void moert_cpu_experts(
     char *const base = (char*)scratch, *const panels = base + parts.panels;
     Piece* pieces = (Piece*)base;
     const int64_t n_pieces = cut(offsets, first, last, parts.piece, parts.block, pieces), rows = offsets[last] - offsets[first];
-    const int64_t shares = parts.tiled && n_pieces ? blocks(8 * threads, n_pieces) : I;  // x is laid out anew in each
-    const int64_t up_columns = blocks(I ? blocks(I, shares) : 1, Experts::COLUMNS) * Experts::COLUMNS;
+    const int64_t up_columns = columns_of_up(parts.tiled, I, n_pieces, threads);
     const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
         weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
-        parts.sums_at, out ? base + parts.h : nullptr, z, out,
+        parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
     };
     // an expert's weights and its rows: few weights that many rows meet are work too
     const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
@@ -310,6 +362,66 @@ void moert_cpu_experts(
     in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.up_bytes);
     if (!out) return;
     in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.down_bytes);
+}
+
+int64_t moert_cpu_experts_backward_bytes(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    int recompute, int threads) {
+    return parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, recompute, threads).bytes;
+}
+
+void moert_cpu_experts_backward(
+    int dtype, int act, int form, float limit, float up_offset, const void* x, const void* dout, const void* up,
+    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const float* weight,
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
+    int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads) {
+    typedef moert::ExpertsBackward B;
+    const BackwardParts parts = parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, !z, threads);
+    const Kernels& run = *variant->kernels;
+    char *const base = (char*)scratch, *const panels = base + parts.panels;
+    Piece *const pieces = (Piece*)base, *const experts = (Piece*)(base + parts.experts);
+    float* const dots = (float*)(base + parts.dots);
+    const int64_t Z = form ? 2 * I : I, d = dtype / 2;
+    int64_t trained = 0;
+    for (int64_t e = 0; e < E; e++) trained += trains[e] && offsets[e] < offsets[e + 1];
+    const bool past = trained * (I + Z) * H * size_of(dtype) > LEAVES_CACHES;
+    for (int64_t first = 0, last; first < E; first = last) {
+        last = end_of_group(offsets, first, E, group);
+        const int64_t n_pieces = cut(offsets, first, last, Experts::PIECE, 1, pieces), begin = offsets[first], rows = offsets[last] - begin;
+        int64_t n = 0;
+        for (int64_t e = first; e < last; e++)
+            if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1], 0};
+        const int64_t dh_panels = panels_of(I, n_pieces, threads), dx_panels = panels_of(H, n_pieces, threads);
+        const int64_t up_columns = columns_of_up(run.tiled[d], I, n_pieces, threads);
+        void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
+        const Experts f = {
+            {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,
+            weight, row_slot, pieces, n_pieces, T, H, I, K, begin, 1, up_columns, Experts::PANEL, 0, 0, nullptr, z_of, nullptr,
+        };
+        const B b = {
+            f, dout, experts, rows, dh_panels, dx_panels, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),
+            base + parts.dz, base + parts.wh, dots, up_adds != 0, down_adds != 0, past,
+            dx ? base + parts.dx : nullptr, dup, ddown, dup_stride_e, dup_stride, ddown_stride_e, ddown_stride,
+        };
+        const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
+        const auto go = [&](auto kernel, const auto& work, int64_t units, double bytes) {
+            in_turns(kernel, work, units, bytes, threads, panels, parts.panel_bytes);
+        };
+        if (!z) go(run.experts_up[d], f, n_pieces * blocks(I, up_columns), 2 * bytes);
+        go(run.experts_dh[d], b, n_pieces * blocks(I, dh_panels * Experts::PANEL), bytes);
+        for (int64_t r = 0; r < rows; r++) {
+            float total = 0;
+            for (int64_t block = 0; block < blocks(I, Experts::PANEL); block++) total += dots[block * rows + r];
+            dweight[row_slot[begin + r]] = total;
+        }
+        if (dx) go(run.experts_dx[d], b, n_pieces * blocks(H, dx_panels * Experts::PANEL), 2 * bytes);
+        go(run.experts_dw[d], b, n * ((dup ? b.up_units : 0) + (ddown ? b.down_units : 0)), 3 * bytes);
+    }
+    if (!dx) return;
+    int32_t* const slot_row = (int32_t*)(base + parts.slot_row);
+    for (int64_t r = 0; r < T * K; r++) slot_row[row_slot[r]] = (int32_t)r;
+    moert_cpu_combine(dtype, base + parts.dx, nullptr, slot_row, T, K, H, offsets[E], dx, threads);
 }
 
 void moert_cpu_merge(

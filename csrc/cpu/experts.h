@@ -40,7 +40,8 @@ inline bool tiled(const Piece& piece) {
 
 // rows of h [.., I], and of z where it is kept, from those of gate and up
 template <class T, int ACT>
-inline void finish_up(const Experts& f, const Piece& piece, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {
+inline void finish_up(
+    const Experts& f, const Piece& piece, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {
     constexpr int64_t C = Experts::COLUMNS;
     const bool turns = f.form.form == 2;
     const int64_t Z = f.form.form ? 2 * f.I : f.I;

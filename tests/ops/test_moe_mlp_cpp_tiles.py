@@ -77,19 +77,20 @@ def test_neither_saving_nor_threads_change_a_bit(monkeypatch):
     assert torch.equal(saved["out"], want) and all(torch.equal(again[name], saved[name]) for name in saved)
 
 
-def test_torchs_tiles_and_the_librarys_leave_each_other_alone(_library):
+def test_torchs_tiles_and_the_librarys_leave_each_other_alone():
+    library = cpp.library()
     a, b = (torch.randn(256, 256, generator=torch.Generator().manual_seed(s)).to(BFLOAT) for s in (1, 2))
-    case, best = routed([40, 3, 70, 16, 5, 33], 96, 64), _library.variant
+    case, best = routed([40, 3, 70, 16, 5, 33], 96, 64), library.variant
     product, outs = torch.mm(a, b), {}
     try:
-        for name in [*_library.info["sets"], *_library.info["sets"]]:
-            if not _library.handle.moert_cpu_limit(name.encode()):
+        for name in [*library.info["sets"], *library.info["sets"]]:
+            if not library.handle.moert_cpu_limit(name.encode()):
                 continue
             out = no_grad(case, backend="cpp")
             assert torch.equal(torch.mm(a, b), product) and torch.equal(outs.setdefault(name, out), out)
     finally:
-        _library.handle.moert_cpu_limit(best.encode())
-    assert _library.variant == best and "generic" in outs
+        library.handle.moert_cpu_limit(best.encode())
+    assert library.variant == best and "generic" in outs
 
 
 @each

@@ -1,7 +1,7 @@
 // The experts' products on matrix tiles (AMX), in bfloat16: blocks of 32 rows of weights with 32 rows of x or h, 16 x 16 sums each.
-// The rows of weights lie in their tiles as in memory. Those of x and h are laid out in pairs, [elements / 2][16 rows][2], which is what
-// two rows of sums of `up` make, so h is never turned round; what goes out by rows (z, out) is. Each sum runs over its elements in
-// order, by chunks: neither threads nor the place of a row in its tile change a bit.
+// The rows of weights lie in their tiles as in memory. Those of x and h are laid out in pairs, [elements / 2][16 rows][2], which is
+// what two rows of sums of `up` make, so h is never turned round; what goes out by rows (z, out) is. Each sum runs over its elements
+// in order: neither threads nor the place of a row in its tile change a bit.
 #pragma once
 #include "activation.h"
 #include "kernels.h"
@@ -39,7 +39,7 @@ struct Rows {
 
 inline int64_t steps_of(int64_t length) { return (length + ELEMENTS - 1) / ELEMENTS; }
 
-// Lines that are asked for while others are multiplied, at every step: `lines` from each of two, `stride` apart, then `step` further on.
+// Lines that are asked for while others are multiplied, at every step: `lines` from each of two, `stride` apart; then `step` further.
 struct Ahead {
     const char *first = nullptr, *second = nullptr;
     int64_t stride = 0, step = 0, lines = 0;
@@ -52,8 +52,8 @@ struct Ahead {
     }
 };
 
-// sums [2 of w][2 of pairs][16][16] = the products of `steps` tiles; of the first 16 rows of `pairs` alone unless `both`; added to the
-// sums if `more`.
+// sums [2 of w][2 of pairs][16][16] = the products of `steps` tiles; of the first 16 rows of `pairs` alone unless `both`; added to
+// the sums if `more`.
 inline void multiply(Rows w, const bf16* pairs, bool both, int64_t steps, bool more, float* sums, Ahead weights, Ahead fresh) {
     if (more) {
         _tile_loadd(0, sums, 64);
@@ -145,8 +145,8 @@ struct Source {
     }
 };
 
-// Calls finish(block, sums) for the products of w with each of the blocks [..][steps][2][TILE_SIZE] of 32 rows, `rows` in all. Meanwhile
-// the weights `next` are asked for, and those of the `fresh` rows that no one has met.
+// Calls finish(block, sums) for the products of w with each of the blocks [..][steps][2][TILE_SIZE] of 32 rows, `rows` in all.
+// Meanwhile the weights `next` are asked for, and those of the `fresh` rows that no one has met.
 template <class Finish>
 inline void for_blocks(
     const Rows& w, const bf16* pairs, int64_t rows, int64_t fresh, int64_t steps, const Source& next, const Finish& finish) {
@@ -221,7 +221,8 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
     const bool form = f.form.form, turns = f.form.form == 2;
     const int64_t rows = piece.end - piece.begin, steps = steps_of(f.H), h_steps = steps_of(f.I), e = piece.expert;
     const int64_t blocks = (rows + BROADER - 1) / BROADER, columns = form ? TILE : 2 * TILE, step = turns ? 2 : 1;
-    bf16 *const x = (bf16*)panel, *const copy = x + blocks * steps * PAIR_SIZE, *const h = (bf16*)f.h + piece.at * h_steps * ELEMENTS;
+    bf16 *const x = (bf16*)panel, *const copy = x + blocks * steps * PAIR_SIZE;
+    bf16* const h = (bf16*)f.h + piece.at * h_steps * ELEMENTS;
     for (int64_t m = 0; m < rows; m += TILE) {
         const bf16* at[TILE];
         const int64_t n = rows - m < TILE ? rows - m : TILE;
@@ -248,7 +249,7 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
     }
 }
 
-// The rows begin..end of a piece times the columns c.. of `down`, onto the sums [..][tokens][PANEL] of their tokens from `first` on.
+// The rows begin..end of a piece times the columns c.. of `down`, onto the sums [..][tokens][PANEL] of their tokens.
 inline void down_tiled(
     const Experts& f, const Piece& piece, int64_t c, int64_t columns, int64_t begin, int64_t end, int64_t first, int64_t tokens,
     float* sums, float* panel) {

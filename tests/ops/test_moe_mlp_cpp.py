@@ -20,7 +20,7 @@ from tests.support import cpu_build, layouts
 from tests.support.oracle import make_case, moe_eager, moe_mismatches, run
 
 FLOATS = [torch.float32, torch.bfloat16]
-VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
+VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,8 @@ def test_compiles_without_a_graph_break(recompute):
 def test_how_few_are_few_depends_on_the_machine(variant):
     rows = [moe_mlp_cpp._few_rows(dtype) for dtype in FLOATS]
     any_, tiles = moe_mlp_cpp.ANY, torch.cpu._is_amx_tile_supported()
-    want = [any_ if variant.startswith("avx512") else 16, any_ if variant == "avx512_bf16" and not tiles else 16]
+    own = variant == "amx" or (variant == "avx512_bf16" and not tiles)
+    want = [any_ if variant in ("amx", "avx512_bf16", "avx512") else 16, any_ if own else 16]
     assert rows == want
 
 
@@ -417,9 +418,13 @@ def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
 def test_peak_counts_what_it_computes(variant, _library):
     """The ceiling of the benchmarks: as many sums as it says, none of them left out by the compiler."""
     lanes = {"generic": 4, "avx2": 8}.get(_library.variant, 16)
-    for dtype, depth in ((torch.float32, 1), (torch.bfloat16, 1 + (_library.variant == "avx512_bf16"))):
+    for dtype in FLOATS:
         sink = torch.full((6,), float("nan"))
         flops = _library.handle.moert_cpu_peak(cpp.DTYPES[dtype], 6, 10, sink.data_ptr(), 2)
+        if dtype == torch.bfloat16 and _library.variant == "amx":  # 16 x 16 sums of 32 products, 10 * 12 times
+            assert flops == 6 * 10 * 12 * 2 * 16 * 16 * 32 and (sink == 10 * 12 * 16 * 16 * 32 / 8).all()
+            continue
+        depth = 1 + (dtype == torch.bfloat16 and _library.variant == "avx512_bf16")
         assert flops == 6 * 10 * 12 * 2 * lanes * depth
         # ten times x / 2 + 1 / 4 from n on, or in bfloat16's own instruction n + 10 * 2 * 1 / 8
         sums = [n + 2.5 if depth == 2 else 0.5 + (n - 0.5) / 1024 for n in range(12)]
